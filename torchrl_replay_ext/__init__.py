@@ -1,0 +1,1 @@
+"""Experience replay for TorchRL: samplers that plug into its ``TensorDictReplayBuffer``."""
