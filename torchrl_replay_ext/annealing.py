@@ -1,0 +1,89 @@
+"""Hyperparameters that are tensors and may follow a linear schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Anneal:
+    """A linear schedule, from ``start`` to ``end`` over ``num_updates`` priority updates, then constant.
+
+    Accepted wherever a sampler takes ``alpha``, ``beta`` or ``omega``. It lives in the sampler, so that it also works
+    where a scheduler cannot reach: in a remote buffer, or in a trainer that is built from a configuration.
+
+    Args:
+        start: value before the first update.
+        end: value from update ``num_updates`` on.
+        num_updates: number of calls of ``update_priority`` until ``end`` is reached, >= 1.
+
+    Examples:
+        >>> from torchrl_replay_ext import ProportionalSampler
+        >>> ProportionalSampler(100, beta=Anneal(0.4, 1.0, num_updates=1000)).beta
+        0.4
+    """
+
+    start: float
+    end: float
+    num_updates: int
+
+    def __post_init__(self):
+        if self.num_updates < 1:
+            raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be >= 1.")
+
+
+class Hyperparameter:
+    """A number in [0, ``high``], constant or annealed, held in a tensor that is changed in place.
+
+    Args:
+        owner: class name for error messages.
+        name: the hyperparameter's name.
+        value: number, 0-dim tensor or :class:`Anneal`.
+        high: upper limit.
+        hint: advice that ends the error message.
+    """
+
+    def __init__(self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""):
+        self._owner, self._name, self._high, self._hint = owner, name, high, hint
+        self.value = torch.zeros((), dtype=torch.float64)
+        self._count = torch.zeros((), dtype=torch.float64)
+        self.set(value)
+
+    def set(self, value: float | Tensor | Anneal) -> None:
+        """Assign a constant, or restart with a schedule; ValueError if out of range."""
+        schedule = value if isinstance(value, Anneal) else Anneal(float(value), float(value), 1)
+        for number in (schedule.start, schedule.end):
+            if not (math.isfinite(number) and 0 <= number <= self._high):
+                limits = ">= 0" if math.isinf(self._high) else f"in [0, {self._high:g}]"
+                raise ValueError(f"{self._owner}({self._name}={number:g}): {self._name} must be {limits}{self._hint}.")
+        self._schedule = schedule
+        self._count.zero_()
+        self.value.fill_(schedule.start)
+
+    def step(self) -> None:
+        """Count one update and move along the schedule."""
+        start, end, num_updates = self._schedule.start, self._schedule.end, self._schedule.num_updates
+        if start != end:
+            self._count.add_(1)
+            self.value.copy_((self._count / num_updates).clamp_max(1.0).mul(end - start).add(start))
+
+    def to(self, device: torch.device) -> None:
+        """Move to ``device``."""
+        self.value, self._count = self.value.to(device), self._count.to(device)
+
+    def state(self) -> Tensor:
+        """Everything to restore: value, updates counted, start, end, number of updates; float64 [5] on the CPU."""
+        schedule = self._schedule
+        numbers = [float(self.value), float(self._count), schedule.start, schedule.end, schedule.num_updates]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def load(self, state: Tensor) -> None:
+        """Restore what :meth:`state` gave."""
+        value, count, start, end, num_updates = state.tolist()
+        self._schedule = Anneal(start, end, int(num_updates))
+        self._count.fill_(count)
+        self.value.fill_(value)

@@ -1,0 +1,6 @@
+"""The functional core: tensors in, tensors out."""
+
+from torchrl_replay_ext.functional.priorities import importance_weights, last_occurrence, write_last
+from torchrl_replay_ext.functional.reliability import reliability
+
+__all__ = ["importance_weights", "last_occurrence", "reliability", "write_last"]

@@ -1,0 +1,54 @@
+"""Importance-sampling weights and the order of writes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def importance_weights(
+    probability: Tensor, num_items: int | Tensor, beta: float | Tensor, normalize: bool = True
+) -> Tensor:
+    r"""Importance-sampling weights of prioritized draws.
+
+    w = (1 / (N · P))^β, divided by the largest of them if ``normalize`` (Schaul et al. 2016, Sec. 3.4; ReaPER, Eq. 18).
+
+    Args:
+        probability: probabilities of the drawn items, any shape, > 0.
+        num_items: N, the number of items in the buffer.
+        beta: correction exponent in [0, 1]; 0 is no correction, 1 the full one.
+        normalize: divide by the largest weight given, so that weights only scale updates down.
+
+    Returns:
+        The weights, in the shape and dtype of ``probability``.
+
+    Examples:
+        >>> importance_weights(torch.tensor([0.5, 0.25]), 2, 1.0)
+        tensor([0.5000, 1.0000])
+    """
+    weights = (num_items * probability) ** -beta
+    return weights / weights.max() if normalize else weights
+
+
+def last_occurrence(index: Tensor) -> Tensor:
+    """For each entry of ``index`` [n], the position at which its value occurs last.
+
+    ``values[last_occurrence(index)]`` gives all duplicates the value of the last one: a scatter of it no longer depends
+    on the order of the writes, and an entry is the last of its kind where the result equals ``arange(n)``.
+
+    Examples:
+        >>> last_occurrence(torch.tensor([7, 3, 7]))
+        tensor([2, 1, 2])
+    """
+    ordered, order = index.sort(stable=True)
+    return order.index_select(0, torch.searchsorted(ordered, index, right=True) - 1)
+
+
+def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
+    """``destination[index] = values`` in place for 1-D tensors; of duplicates in ``index`` the last one wins.
+
+    ``scatter_`` runs through a 1-D index in order on the CPU; elsewhere, and in compiled code, its order is undefined.
+    """
+    if index.device.type != "cpu" or torch.compiler.is_compiling():
+        values = values.index_select(0, last_occurrence(index))
+    destination.scatter_(0, index, values)

@@ -1,0 +1,514 @@
+"""What every sampler with priorities shares: TorchRL's contract, validation, write stamps, state."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.tree import scalar
+
+# Batches that are remembered until their priorities come back.
+_OUTSTANDING = 32
+
+
+class PrioritySampler(Sampler):
+    """Abstract sampler that draws by priorities d = |δ| + eps of the stored transitions.
+
+    It translates between TorchRL's buffer and flat slots: a storage of shape [T, E, ...] has T·E·... slots in row-major
+    order. A subclass keeps the distribution over slots and provides :meth:`_allocate`, :meth:`_clear`, :meth:`_write`,
+    :meth:`_update`, :meth:`_draw`, :meth:`_limit`, :meth:`_tensors`, :meth:`_restored`,
+    :meth:`_reweight` and :meth:`_unnormalized`.
+
+    * New transitions get the largest d seen so far (1 at first).
+    * Of duplicates in one update the last one wins.
+    * A batch that comes back for its update is recognised by its indices; slots that were overwritten since it was
+      drawn keep the priority of their new content. The last 32 batches are remembered.
+    """
+
+    # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
+    reduction = "max"
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float | Anneal,
+        beta: float | Anneal,
+        eps: float,
+        td_error: str,
+        weight_norm: str,
+    ):
+        name = type(self).__name__
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"{name}(capacity={capacity!r}): capacity must be an integer >= 1.")
+        if not (math.isfinite(eps) and eps >= 0):
+            raise ValueError(f"{name}(eps={eps}): eps must be >= 0 and finite.")
+        if td_error not in ("squared", "absolute"):
+            raise ValueError(f"{name}(td_error={td_error!r}): td_error must be 'squared' or 'absolute'.")
+        if weight_norm not in ("buffer", "batch"):
+            raise ValueError(f"{name}(weight_norm={weight_norm!r}): weight_norm must be 'buffer' or 'batch'.")
+        self._capacity = capacity
+        self._eps = float(eps)
+        self._td_error = td_error
+        self._weight_norm = weight_norm
+        self._hyperparameters = {
+            "alpha": Hyperparameter(name, "alpha", alpha, hint="; use 0 for uniform sampling"),
+            "beta": Hyperparameter(name, "beta", beta, high=1.0),
+        }
+        self._shape: tuple[int, ...] | None = None
+        self._setup(capacity, torch.device("cpu"))
+
+    def _setup(self, size: int, device: torch.device) -> None:
+        self._size, self._device = size, device
+        for hyperparameter in self._hyperparameters.values():
+            hyperparameter.to(device)
+        # the number of writes so far when a slot was last written, itself included; 0: never
+        self._stamp = torch.zeros(size, dtype=torch.int64, device=device)
+        # d of each slot; negated until its first update
+        self._priority = torch.zeros(size, device=device)
+        self._clock = torch.zeros((), dtype=torch.int64, device=device)
+        self._max_priority = torch.ones((), dtype=torch.float64, device=device)
+        self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self._outstanding: deque[tuple[Tensor, int]] = deque(maxlen=_OUTSTANDING)
+        self._allocate(size, device)
+
+    # --- what a subclass provides ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _allocate(self, size: int, device: torch.device) -> None:
+        """Make the state for ``size`` slots."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Reset that state in place."""
+
+    @abstractmethod
+    def _write(self, slots: Tensor, storage: Storage | None) -> None:
+        """Take in newly written ``slots`` [n]; ``self._clock`` is already theirs. Raises before it changes anything."""
+
+    @abstractmethod
+    def _limit(self) -> float:
+        """The largest d that can be stored."""
+
+    @abstractmethod
+    def _update(self, slots: Tensor, priority: Tensor) -> None:
+        """Set d of ``slots`` [n] to ``priority`` (float32 [n]); of duplicates the last one wins."""
+
+    @abstractmethod
+    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Slots drawn, a number proportional to the probability of each, and the smallest such number in the buffer.
+
+        The third is None where the weights are normalised over the batch.
+        """
+
+    @abstractmethod
+    def _unnormalized(self, slots: Tensor) -> Tensor:
+        """A number proportional to the probability of each of ``slots``, float64."""
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, Tensor]:
+        """The subclass's state, to be saved and restored in place."""
+
+    @abstractmethod
+    def _restored(self) -> None:
+        """Called after the tensors of :meth:`_tensors` were overwritten."""
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def _bind(self, storage: Storage | None) -> None:
+        """Take shape and device from the storage once it has them; take in what it holds already."""
+        if storage is None:
+            return
+        if self._shape is None or storage is not self._bound:
+            name = type(self).__name__
+            if storage.max_size > self._capacity:
+                raise ValueError(
+                    f"{name}(capacity={self._capacity}): capacity must not be smaller than the storage, which has "
+                    f"{storage.max_size} slots."
+                )
+            data = getattr(storage, "_storage", None)
+            if data is None:
+                return
+            shape, device = (storage.max_size,), torch.device("cpu")
+            if not isinstance(data, list):
+                shape = tuple(storage._total_shape)
+                columns = data.values(True, True) if hasattr(data, "values") else [data]
+                device = next((c.device for c in columns if isinstance(c, Tensor)), device)
+            if getattr(data, "ndim", 0) > storage.ndim:
+                raise ValueError(
+                    f"{name}: the storage holds entries of shape {tuple(data.shape[storage.ndim :])} in each slot, not "
+                    f"single transitions. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data before "
+                    "it is written: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
+                )
+            size = max(self._capacity, math.prod(shape))
+            if size > self._size or device != self._device:
+                state = self.state_dict() if int(self._clock) else None
+                self._setup(size, device)
+                if state is not None:
+                    self.load_state_dict(state)
+            if self._shape not in (None, shape):
+                raise ValueError(f"{name}: the sampler's state is for a storage of shape {self._shape}, not {shape}.")
+            self._shape = shape
+            self._bound = storage
+            self._shape_changed()
+
+    _bound: Storage | None = None
+
+    def _shape_changed(self) -> None:
+        """Called when the storage's shape has become known."""
+
+    def _adopt(self, storage: Storage) -> None:
+        """Take in what a storage held before this sampler was attached, oldest first, as new transitions."""
+        lanes = math.prod((self._shape or (1,))[1:])
+        steps = torch.arange(len(storage) // lanes, device=self._device)
+        last = getattr(storage, "_last_cursor_index", None)
+        if last is not None:
+            steps = (steps + int(last) + 1) % len(steps)
+        slots = steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
+        self._write(slots.reshape(-1), storage)
+
+    def _slots(self, index: int | Tensor | tuple) -> Tensor:
+        """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""
+        shape = self._shape or (self._size,)
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(i) for i in index], -1)
+        index = torch.as_tensor(index, device=self._device)
+        if index.dtype.is_floating_point or index.dtype == torch.bool:
+            raise TypeError(f"{type(self).__name__}: index must hold integers, got {index.dtype}.")
+        index = index.to(torch.int64)
+        if len(shape) == 1:
+            if index.ndim == 2 and index.shape[1] == 1:
+                index = index.squeeze(1)
+            return index.reshape(-1)
+        else:
+            if index.ndim < 1 or index.shape[-1] != len(shape):
+                raise ValueError(
+                    f"{type(self).__name__}: index has shape {tuple(index.shape)}; a storage of shape {shape} needs "
+                    f"[n, {len(shape)}]."
+                )
+            index = self._in_range(index.reshape(-1, len(shape)), torch.tensor(shape, device=self._device))
+        slots = index[:, 0]
+        for dim, length in enumerate(shape[1:], start=1):
+            slots = slots * length + index[:, dim]
+        return slots
+
+    def _in_range(self, index: Tensor, high: int | Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not index.numel():
+            return index
+        outside = (index < 0) | (index >= high)
+        if bool(outside.any()):
+            wrong = index[outside if index.ndim == 1 else outside.any(1)][0].tolist()
+            raise IndexError(
+                f"{type(self).__name__}: index {wrong} is out of range for a storage of shape {self._shape or self._size}."
+            )
+        return index
+
+    # --- TorchRL's hooks ----------------------------------------------------------------------------------------------
+
+    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
+        """Called by the writer for slots just written: gives them the default priority."""
+        self._bind(storage)
+        index = torch.as_tensor(index, device=self._device)
+        if len(self._shape or (0,)) == 1:
+            # TensorDictMaxValueWriter marks what it did not store by -1
+            index = index.reshape(-1)
+            index = index[index >= 0]
+        slots = self._slots(index)
+        if not slots.numel():
+            return
+        if len(self._shape or (0,)) == 1:
+            self._in_range(slots, (self._shape or (self._size,))[0])
+        if storage is not None and not int(self._clock) and len(storage) > slots.numel():
+            self._adopt(storage)
+        else:
+            self._write(slots[-self._size :], storage)
+
+    def _stamp_slots(self, slots: Tensor) -> None:
+        """Count one write, and stamp ``slots`` with it."""
+        self._clock.add_(1)
+        self._stamp[slots] = self._clock
+        self._priority[slots] = -self._max_priority.float()
+
+    @property
+    def default_priority(self) -> float:
+        """What ``update_priority`` would have to be given for the priority of a new transition."""
+        error = max(float(self._max_priority) - self._eps, 0.0)
+        return error**2 if self._td_error == "squared" else error
+
+    @torch.no_grad()
+    def update_priority(
+        self, index: int | Tensor | tuple, priority: float | Tensor, *, storage: Storage | None = None
+    ) -> None:
+        """Set the priorities of slots from their TD errors.
+
+        Args:
+            index: slots, as TorchRL hands them out: int, [n], or [n, ndim] for a storage of more dimensions.
+            priority: TD errors, one per slot or a single number: δ² if ``td_error="squared"``, |δ| if ``"absolute"``.
+            storage: the buffer's storage.
+
+        Raises:
+            ValueError: if a TD error is negative or not finite, or the shapes do not match.
+            IndexError: if a slot is out of range or holds nothing. The state is unchanged in all these cases.
+        """
+        name = type(self).__name__
+        self._bind(storage)
+        if storage is not None and not int(self._clock) and len(storage):
+            self._adopt(storage)
+        slots = self._slots(index)
+        error = torch.as_tensor(priority, dtype=torch.float32, device=self._device).detach().reshape(-1)
+        count = slots.shape[0]
+        if error.shape[0] != count:
+            if error.shape[0] != 1:
+                raise ValueError(
+                    f"{name}.update_priority: there are {error.shape[0]} TD errors for {count} indices; one TD error per "
+                    "transition is needed."
+                )
+            error = error.expand(count)
+        if not count:
+            return
+        stamp = self._stamps(slots)
+        oldest, newest = (int(s) for s in torch.aminmax(stamp))
+        smallest, largest = (float(e) for e in torch.aminmax(error))
+        if (
+            count == 1
+            and torch.as_tensor(index).ndim == 0
+            and newest == int(self._clock)
+            and largest == float(torch.tensor(self.default_priority))
+        ):
+            # TensorDictReplayBuffer.add() sends the default back for a transition without TD error: it has it already
+            return
+        limit = self._limit()
+        if oldest == 0:
+            wrong = int((stamp == 0).nonzero()[0])
+            raise IndexError(f"{name}.update_priority: slot {int(slots[wrong])} is out of range: nothing is stored there.")
+        if not (smallest >= 0 and self._size_of(largest) <= limit):
+            wrong = int((~((error >= 0) & (self._size_of(error) <= limit))).nonzero()[0])
+            raise ValueError(
+                f"{name}.update_priority: TD error {float(error[wrong]):g} at index {int(slots[wrong])} (position "
+                f"{wrong} of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {limit:g}."
+            )
+        priority = self._size_of(error)
+        clock = self._drawn_at(slots)
+        if clock is not None and newest > clock:
+            keep = stamp > clock
+            self._dropped.add_(keep.sum())
+            slots, priority = slots[~keep], priority[~keep]
+            largest = float(error[~keep].max()) if slots.numel() else 0.0
+            if slots.numel():
+                self._update(slots, priority)
+        else:
+            self._update(slots, priority)
+        if self._size_of(largest) > float(self._max_priority):
+            self._max_priority.fill_(self._size_of(largest))
+        for hyperparameter in self._hyperparameters.values():
+            hyperparameter.step()
+
+    def _stamps(self, slots: Tensor) -> Tensor:
+        try:
+            if self._device.type != "cpu":
+                # there, an index out of range would stop the device
+                self._in_range(slots, self._size)
+            return self._stamp.index_select(0, slots)
+        except RuntimeError:
+            # IndexError is raised for a negative index on some versions, RuntimeError on others
+            return self._stamp.index_select(0, self._in_range(slots, self._size))
+
+    def _size_of(self, error):
+        """The priority d = |δ| + eps of a TD error, tensor or number."""
+        if self._td_error == "squared":
+            error = error.sqrt() if isinstance(error, Tensor) else math.sqrt(error)
+        return error + self._eps
+
+    def _drawn_at(self, slots: Tensor) -> int | None:
+        """The clock when ``slots`` were drawn, if they are a batch that was drawn; it is then forgotten."""
+        for position in range(len(self._outstanding) - 1, -1, -1):
+            drawn, clock = self._outstanding[position]
+            if drawn is slots or (drawn.shape == slots.shape and torch.equal(drawn, slots)):
+                del self._outstanding[position]
+                return clock
+        return None
+
+    @torch.no_grad()
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], dict]:
+        """Draw ``batch_size`` slots.
+
+        Returns:
+            The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with ``priority_weight``,
+            float32 [B], at most 1.
+
+        Raises:
+            RuntimeError: if the buffer is empty, or all priorities are 0.
+        """
+        if not len(storage):
+            raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
+        self._bind(storage)
+        clock = int(self._clock)
+        if not clock:
+            self._adopt(storage)
+            clock = int(self._clock)
+        slots, density, smallest = self._draw(batch_size)
+        smallest = scalar(density.amin() if smallest is None else smallest)
+        weight = (density / smallest).to(torch.float32) ** -scalar(self._hyperparameters["beta"].value)
+        self._outstanding.append((slots, clock))
+        shape = self._shape or (self._size,)
+        index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
+        return index, {"priority_weight": weight}
+
+    # --- inspection -----------------------------------------------------------------------------------------------------
+
+    def _stored(self, storage: Storage) -> Tensor:
+        self._bind(storage)
+        return torch.arange(len(storage), device=self._device)
+
+    def probabilities(self, storage: Storage) -> Tensor:
+        """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
+        density = self._unnormalized(self._stored(storage))
+        return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
+
+    def stats(self) -> TensorDict:
+        """Numbers worth logging, as a TensorDict of float32 scalars. O(N).
+
+        ``num_items``: transitions stored. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 is uniform.
+        ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
+        ``never_updated``: share of transitions that still have the priority of a new one. ``max_td_error``: the
+        largest \\|δ\\| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because
+        their slot had been overwritten. And each hyperparameter's current value.
+        """
+        stored = self._stamp > 0
+        density = self._unnormalized(stored.nonzero().squeeze(1))
+        count = density.numel()
+        if not count or not bool(density.sum() > 0):
+            density = torch.ones(1, dtype=torch.float64, device=self._device)
+        relative = density / density.mean()
+        values = {
+            "num_items": stored.sum(),
+            "effective_sample_size": 1 / (relative**2).mean(),
+            "priority_min": relative.min(),
+            "priority_median": relative.median(),
+            "priority_max": relative.max(),
+            "never_updated": (self._priority < 0).sum() / max(count, 1),
+            "max_td_error": self._max_priority,
+            "dropped_updates": self._dropped,
+            **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
+            **self._extra_stats(),
+        }
+        return TensorDict({key: value.to(torch.float32) for key, value in values.items()}, device=self._device)
+
+    def _extra_stats(self) -> dict[str, Tensor]:
+        return {}
+
+    def __repr__(self):
+        values = ", ".join(f"{name}={float(h.value):g}" for name, h in self._hyperparameters.items())
+        return f"{type(self).__name__}(capacity={self._capacity}, {values}, td_error={self._td_error!r})"
+
+    # --- hyperparameters ------------------------------------------------------------------------------------------------
+
+    @property
+    def alpha(self) -> float:
+        """Priority exponent. Assigning it applies it to everything stored, in O(capacity).
+
+        An annealed alpha (:class:`~torchrl_replay_ext.Anneal`) is applied to each transition when it is written or
+        updated; the others keep the exponent they had.
+        """
+        return float(self._hyperparameters["alpha"].value)
+
+    @alpha.setter
+    def alpha(self, value: float | Tensor | Anneal) -> None:
+        before = self.alpha
+        self._hyperparameters["alpha"].set(value)
+        if self.alpha != before:
+            self._reweight()
+
+    @abstractmethod
+    def _reweight(self) -> None:
+        """Recompute what draws are proportional to from the stored d, with the current alpha."""
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance-sampling weights."""
+        return float(self._hyperparameters["beta"].value)
+
+    @beta.setter
+    def beta(self, value: float | Tensor | Anneal) -> None:
+        self._hyperparameters["beta"].set(value)
+
+    # --- saving and restoring ---------------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Tensor]:
+        return {
+            "stamp": self._stamp,
+            "priority": self._priority,
+            "clock": self._clock,
+            "max_priority": self._max_priority,
+            "dropped": self._dropped,
+            **self._tensors(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that sampling depends on, as tensors."""
+        state = {key: value.clone() for key, value in self._state().items()}
+        state |= {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
+        state["shape"] = torch.tensor(self._shape or (), dtype=torch.int64)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, and nothing is changed then."""
+        state = dict(state_dict)
+        name = type(self).__name__
+        expected = {*self._state(), *self._hyperparameters, "shape"}
+        if set(state) != expected:
+            raise ValueError(
+                f"{name}.load_state_dict: missing {sorted(expected - set(state))}, unexpected {sorted(set(state) - expected)}."
+            )
+        shape = tuple(state["shape"].tolist()) or None
+        if self._shape is not None and shape not in (None, self._shape):
+            raise ValueError(f"{name}.load_state_dict: the state is for a storage of shape {shape}, not {self._shape}.")
+        size = state["stamp"].numel()
+        if size < self._capacity:
+            raise ValueError(f"{name}.load_state_dict: the state has {size} slots, the sampler {self._capacity}.")
+        if size != self._size:
+            self._setup(size, self._device)
+        own = self._state()
+        for key, tensor in own.items():
+            if tensor.shape != state[key].shape:
+                raise ValueError(
+                    f"{name}.load_state_dict: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}."
+                )
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
+        for key, hyperparameter in self._hyperparameters.items():
+            hyperparameter.load(state[key])
+        if shape is not None and self._shape is None:
+            self._shape = shape
+            self._shape_changed()
+        self._outstanding.clear()
+        self._restored()
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the state under the directory ``path``, as memory-mapped tensors."""
+        TensorDict(self.state_dict(), device="cpu").memmap(str(path), copy_existing=True)
+
+    def loads(self, path: str | Path) -> None:
+        """Restore what :meth:`dumps` saved."""
+        self.load_state_dict({str(k): v.clone() for k, v in TensorDict.load_memmap(str(path)).items()})
+
+    def _empty(self) -> None:
+        for tensor in (self._stamp, self._priority, self._clock, self._dropped):
+            tensor.zero_()
+        self._max_priority.fill_(1.0)
+        self._outstanding.clear()
+        self._clear()
+
+    def __getstate__(self):
+        state = super().__getstate__()
+        # batches in flight belong to this process, and the storage comes with the buffer
+        return {**state, "_outstanding": deque(maxlen=_OUTSTANDING), "_bound": None}
