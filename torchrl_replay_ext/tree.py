@@ -125,8 +125,8 @@ class SumTree:
 
     @property
     def max_priority(self) -> float:
-        """The largest priority a leaf may hold: the sum of ``capacity`` of them must stay below 2^62."""
-        return float(2**62 // self.capacity // self.UNIT)
+        """The largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62."""
+        return float(2**62 // min(self.capacity, self.leaves.numel()) // self.UNIT)
 
     def nbytes(self) -> int:
         """Memory of the tree in bytes, the page table left out."""
@@ -306,7 +306,11 @@ class MaxTree:
         self._maxima = [
             torch.zeros(shape, dtype=torch.int64, device=device) for shape in _level_shapes(rows, fanout)
         ]
-        self.leaves = self._rows.view(-1)
+
+    @property
+    def leaves(self) -> Tensor:
+        """The values, int64, to be written in place."""
+        return self._rows.view(-1)
 
     def refresh(self, index: Tensor) -> None:
         """Recompute the ancestors of the leaves ``index`` [n]."""

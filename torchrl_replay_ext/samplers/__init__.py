@@ -1,5 +1,6 @@
 """Samplers for TorchRL's replay buffers."""
 
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
+from torchrl_replay_ext.samplers.reaper import ReaPERSampler
 
-__all__ = ["ProportionalSampler"]
+__all__ = ["ProportionalSampler", "ReaPERSampler"]

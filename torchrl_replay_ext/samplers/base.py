@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.tree import scalar
+from torchrl_replay_ext.tree import SumTree, scalar
 
 # Batches that are remembered until their priorities come back.
 _OUTSTANDING = 32
@@ -95,6 +95,9 @@ class PrioritySampler(Sampler):
     def _write(self, slots: Tensor, storage: Storage | None) -> None:
         """Take in newly written ``slots`` [n]; ``self._clock`` is already theirs. Raises before it changes anything."""
 
+    def _forget(self) -> None:
+        """Called before a write that replaces everything, parts of itself included."""
+
     @abstractmethod
     def _limit(self) -> float:
         """The largest d that can be stored."""
@@ -130,17 +133,12 @@ class PrioritySampler(Sampler):
             return
         if self._shape is None or storage is not self._bound:
             name = type(self).__name__
-            if storage.max_size > self._capacity:
-                raise ValueError(
-                    f"{name}(capacity={self._capacity}): capacity must not be smaller than the storage, which has "
-                    f"{storage.max_size} slots."
-                )
             data = getattr(storage, "_storage", None)
             if data is None:
                 return
             shape, device = (storage.max_size,), torch.device("cpu")
             if not isinstance(data, list):
-                shape = tuple(storage._total_shape)
+                shape = tuple(storage._total_shape)[: storage.ndim]
                 columns = data.values(True, True) if hasattr(data, "values") else [data]
                 device = next((c.device for c in columns if isinstance(c, Tensor)), device)
             if getattr(data, "ndim", 0) > storage.ndim:
@@ -148,6 +146,13 @@ class PrioritySampler(Sampler):
                     f"{name}: the storage holds entries of shape {tuple(data.shape[storage.ndim :])} in each slot, not "
                     f"single transitions. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data before "
                     "it is written: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
+                )
+            # TorchRL rounds the size of a storage of ndim >= 2 up to a multiple of its columns
+            lanes = math.prod(shape[1:])
+            if -(-self._capacity // lanes) < shape[0]:
+                raise ValueError(
+                    f"{name}(capacity={self._capacity}): capacity must not be smaller than the storage, which has "
+                    f"{math.prod(shape)} slots."
                 )
             size = max(self._capacity, math.prod(shape))
             if size > self._size or device != self._device:
@@ -230,7 +235,11 @@ class PrioritySampler(Sampler):
         if storage is not None and not int(self._clock) and len(storage) > slots.numel():
             self._adopt(storage)
         else:
-            self._write(slots[-self._size :], storage)
+            total = math.prod(self._shape or (self._size,))
+            if slots.numel() > total:
+                # rows that were overwritten by later rows of the same write; nothing from before is left either
+                self._forget()
+            self._write(slots[-total:], storage)
 
     def _stamp_slots(self, slots: Tensor) -> None:
         """Count one write, and stamp ``slots`` with it."""
@@ -318,8 +327,7 @@ class PrioritySampler(Sampler):
                 # there, an index out of range would stop the device
                 self._in_range(slots, self._size)
             return self._stamp.index_select(0, slots)
-        except RuntimeError:
-            # IndexError is raised for a negative index on some versions, RuntimeError on others
+        except (IndexError, RuntimeError):
             return self._stamp.index_select(0, self._in_range(slots, self._size))
 
     def _size_of(self, error):
@@ -363,6 +371,23 @@ class PrioritySampler(Sampler):
         index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
         return index, {"priority_weight": weight}
 
+    # --- shared by subclasses whose proposals are d^alpha ---------------------------------------------------------
+
+    def _mass(self, priority: Tensor) -> Tensor:
+        return SumTree.to_mass(priority ** scalar(self._hyperparameters["alpha"].value))
+
+    def _all_masses(self) -> Tensor:
+        """Masses of all slots from the stored d, with the current alpha."""
+        return self._mass(self._priority.abs()) * (self._stamp > 0)
+
+    def _largest(self, tree: SumTree) -> float:
+        """The largest d whose d^alpha fits into ``tree``."""
+        alpha = self.alpha
+        return min(tree.max_priority ** (1 / max(alpha, 0.05)), torch.finfo(torch.float32).max)
+
+    def _stored_slots(self) -> Tensor:
+        return (self._stamp > 0).nonzero().squeeze(1)
+
     # --- inspection -----------------------------------------------------------------------------------------------------
 
     def _stored(self, storage: Storage) -> Tensor:
@@ -383,14 +408,13 @@ class PrioritySampler(Sampler):
         largest \\|δ\\| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because
         their slot had been overwritten. And each hyperparameter's current value.
         """
-        stored = self._stamp > 0
-        density = self._unnormalized(stored.nonzero().squeeze(1))
+        density = self._unnormalized(self._stored_slots())
         count = density.numel()
         if not count or not bool(density.sum() > 0):
             density = torch.ones(1, dtype=torch.float64, device=self._device)
         relative = density / density.mean()
         values = {
-            "num_items": stored.sum(),
+            "num_items": torch.tensor(count),
             "effective_sample_size": 1 / (relative**2).mean(),
             "priority_min": relative.min(),
             "priority_median": relative.median(),
@@ -401,7 +425,7 @@ class PrioritySampler(Sampler):
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self._extra_stats(),
         }
-        return TensorDict({key: value.to(torch.float32) for key, value in values.items()}, device=self._device)
+        return TensorDict({key: value.to(self._device, torch.float32) for key, value in values.items()}, device=self._device)
 
     def _extra_stats(self) -> dict[str, Tensor]:
         return {}
@@ -457,24 +481,27 @@ class PrioritySampler(Sampler):
         """A copy of everything that sampling depends on, as tensors."""
         state = {key: value.clone() for key, value in self._state().items()}
         state |= {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
-        state["shape"] = torch.tensor(self._shape or (), dtype=torch.int64)
+        state["storage_shape"] = torch.tensor(self._shape or (), dtype=torch.int64)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, and nothing is changed then."""
         state = dict(state_dict)
         name = type(self).__name__
-        expected = {*self._state(), *self._hyperparameters, "shape"}
+        expected = {*self._state(), *self._hyperparameters, "storage_shape"}
         if set(state) != expected:
             raise ValueError(
                 f"{name}.load_state_dict: missing {sorted(expected - set(state))}, unexpected {sorted(set(state) - expected)}."
             )
-        shape = tuple(state["shape"].tolist()) or None
+        shape = tuple(state["storage_shape"].tolist()) or None
         if self._shape is not None and shape not in (None, self._shape):
             raise ValueError(f"{name}.load_state_dict: the state is for a storage of shape {shape}, not {self._shape}.")
         size = state["stamp"].numel()
         if size < self._capacity:
             raise ValueError(f"{name}.load_state_dict: the state has {size} slots, the sampler {self._capacity}.")
+        if shape is not None and self._shape is None:
+            self._shape = shape
+            self._shape_changed()
         if size != self._size:
             self._setup(size, self._device)
         own = self._state()
@@ -487,9 +514,6 @@ class PrioritySampler(Sampler):
             tensor.copy_(state[key])
         for key, hyperparameter in self._hyperparameters.items():
             hyperparameter.load(state[key])
-        if shape is not None and self._shape is None:
-            self._shape = shape
-            self._shape_changed()
         self._outstanding.clear()
         self._restored()
 

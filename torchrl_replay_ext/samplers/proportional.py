@@ -9,7 +9,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.functional import write_last
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tree import SumTree, scalar
+from torchrl_replay_ext.tree import SumTree
 
 
 @PrioritizedSampler.register
@@ -68,16 +68,12 @@ class ProportionalSampler(PrioritySampler):
     def _clear(self) -> None:
         self._tree.clear_()
 
-    def _mass(self, priority: Tensor) -> Tensor:
-        return SumTree.to_mass(priority ** scalar(self._hyperparameters["alpha"].value))
-
     def _write(self, slots: Tensor, storage: Storage | None) -> None:
         self._stamp_slots(slots)
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
 
     def _limit(self) -> float:
-        alpha = self.alpha
-        return self._tree.max_priority ** (1 / alpha) if alpha > 1e-3 else torch.finfo(torch.float32).max
+        return self._largest(self._tree)
 
     def _update(self, slots: Tensor, priority: Tensor) -> None:
         write_last(self._priority, slots, priority)
@@ -91,8 +87,7 @@ class ProportionalSampler(PrioritySampler):
         return self._tree.get(slots).double()
 
     def _reweight(self) -> None:
-        mass = self._mass(self._priority.double().abs()) * (self._stamp > 0)
-        self._tree.leaves.view(-1)[: self._size] = mass
+        self._tree.leaves.view(-1)[: self._size] = self._all_masses()
         self._tree.rebuild_()
 
     def _tensors(self) -> dict[str, Tensor]:

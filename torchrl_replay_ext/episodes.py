@@ -1,0 +1,499 @@
+"""Which slots form which episode, in which order, and how much of the episode's TD error lies behind each of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.functional.priorities import last_occurrence, write_last
+from torchrl_replay_ext.tree import MaxTree, SumTree
+
+
+def _pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
+    """``torch.where`` for int64 by arithmetic: compiled for AVX2, torch.where on int64 can return wrong values."""
+    return no + (yes - no) * condition
+
+
+def _shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
+    """``values`` one place later, led by ``first``."""
+    return torch.cat([torch.as_tensor(first, dtype=values.dtype, device=values.device).reshape(1), values[:-1]])
+
+
+class FreeList:
+    """A queue of free ids 0..size-1, in tensors of static shape.
+
+    Args:
+        size: number of ids.
+        device: where the tensors live.
+    """
+
+    def __init__(self, size: int, *, device: torch.device | str | None = None):
+        self.size = size
+        # one place more, for writes that are masked out
+        self.queue = torch.arange(size + 1, device=device).to(torch.int32 if size < 2**31 else torch.int64)
+        self.head = torch.zeros((), dtype=torch.int64, device=device)
+        self.tail = torch.full((), size, device=device)
+
+    def pop(self, mask: Tensor) -> Tensor:
+        """An id for each True of ``mask`` [n], int64; where False, that of the last True before (any id if none)."""
+        rank = mask.cumsum(0)
+        ids = self.queue.index_select(0, (self.head + rank - 1) % self.size).to(torch.int64)
+        self.head.add_(rank[-1])
+        return ids
+
+    def push(self, ids: Tensor, mask: Tensor) -> None:
+        """Give back ``ids`` [n] where ``mask`` is True."""
+        rank = mask.cumsum(0)
+        place = _pick(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
+        self.queue.scatter_(0, place, ids.to(self.queue.dtype))
+        self.tail.add_(rank[-1])
+
+    def clear_(self) -> None:
+        """All ids are free again."""
+        self.queue.copy_(torch.arange(self.size + 1, device=self.queue.device))
+        self.head.zero_()
+        self.tail.fill_(self.size)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The state, under names that start with ``name``."""
+        return {f"{name}_queue": self.queue, f"{name}_head": self.head, f"{name}_tail": self.tail}
+
+
+class EpisodeIndex:
+    r"""The episodes in a ring buffer, and prefix sums of a mass (\|δ\|) along each.
+
+    Transitions lie in *lanes*, one for each stream of experience, in time order; within its lane an episode is a run of
+    positions, cyclic where the ring has wrapped. One sum tree over all positions gives the prefix sum of any
+    transition in O(log N), whatever the length of its episode. Transitions that were overwritten leave the sums: an
+    episode loses its head. Layouts:
+
+    * ``lanes`` fixed by the storage (``assigned=False``): slot t·lanes + e is step t of lane e. One environment written
+      to flat storage is a single lane.
+    * several environments in one flat storage (``assigned=True``): the lane of a transition is that of its trajectory
+      id. A lane grows by pages that are taken from a common pool and given back, so lanes may be of any length.
+
+    All shapes are static, and all operations run without waiting for the device; only :meth:`check` waits.
+
+    Args:
+        steps: length of the ring in slots per lane if fixed, in slots if assigned.
+        lanes: number of lanes.
+        assigned: lanes are assigned by trajectory id.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None
+    ):
+        self.steps, self.lanes, self.assigned = steps, lanes, assigned
+        self.size = size = steps if assigned else steps * lanes
+        self.device = torch.device(device or "cpu")
+        page_table = None
+        num_pages = None
+        self.span = steps
+        if assigned:
+            page = 128
+            self._page_shift = page.bit_length() - 1
+            blocks = -(-steps // page) + 2
+            self.span = blocks * page
+            num_pages = -(-steps // page) + 2 * lanes
+            # the last block is never stored: it is where unwritten slots point to
+            page_table = torch.full((lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
+            self._nowhere = lanes * self.span
+            wide = torch.int32 if self._nowhere < 2**31 else torch.int64
+            self._position = torch.full((size,), self._nowhere, dtype=wide, device=device)
+            self._pages = FreeList(num_pages, device=device)
+            self._no_page = num_pages
+        positions = lanes * self.span
+        self._tree = SumTree(
+            positions + (1 << 7 if assigned else 0), fanout=128, page_table=page_table, num_pages=num_pages, device=device
+        )
+
+        def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        narrow = torch.int32 if positions < 2**31 else torch.int64
+        # an episode's record; the one behind the last takes writes that are masked out, and its total stays 0
+        records = size + lanes
+        self._none = records
+        self.episode = full(size, records, narrow)
+        self._totals = MaxTree(records + 1, device=device)
+        self._start = full(records + 1, 0, narrow)
+        self._count = full(records + 1, 0, narrow)
+        self._touched = full(records + 1, 0)
+        self._finished = full(records + 1, 0, torch.bool)
+        self._open = full(records + 1, 0, torch.bool)
+        self._records = FreeList(records, device=device)
+        # a lane's episode that still goes on (none: the last record), its last trajectory id, its sum, ...
+        self._lane_episode = full(lanes, records)
+        self._lane_trajectory = full(lanes, -1)
+        self._lane_total = full(lanes, 0)
+        self._lane_next = full(lanes, 0)
+        self._lane_written = full(lanes, 0)
+        # ... and, since it was last written: whether trajectory ids restarted, whether its end may have gone unseen
+        self._lane_old = full(lanes, 0, torch.bool)
+        self._lane_doubtful = full(lanes, 0, torch.bool)
+        self._max_trajectory = full(1, -1)
+        self._cursor = full(1, 0)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def follows(self, slots: Tensor) -> bool:
+        """Whether ``slots`` [n] come next in the ring, or hold something that is not known here."""
+        steps = slots if self.assigned else slots // self.lanes
+        return bool((steps[0] == self._cursor) | (self.episode.index_select(0, slots) == self._none).any())
+
+    def write(
+        self,
+        slots: Tensor,
+        mass: Tensor,
+        clock: Tensor,
+        *,
+        ended: Tensor,
+        finished: Tensor,
+        trajectory: Tensor | None = None,
+        initial: Tensor | None = None,
+    ) -> None:
+        """Take in new transitions, in the order of writing, over whatever their slots held.
+
+        Args:
+            slots: int64 [n], distinct, n <= size.
+            mass: int64 [], of each new transition.
+            clock: int64 [], number of this write; larger than all before.
+            ended: bool [n], the episode ends with this transition.
+            finished: bool [n], where ``ended``: its reliability is that of a finished episode.
+            trajectory: int64 [n], trajectory ids; needed where lanes are assigned.
+            initial: bool [n], the transition is the first of its episode.
+
+        Raises:
+            ValueError: if there are more simultaneous trajectories than lanes; nothing is changed then.
+        """
+        count = slots.shape[0]
+        rows = torch.arange(count, device=slots.device)
+        if self.assigned:
+            lane, stolen, restarted = self._assign(trajectory, ended)
+        else:
+            lane = slots % self.lanes
+            self._require_one_stream(trajectory, ended)
+        order = lane.argsort(stable=True) if self.lanes > 1 else rows
+        lane, slots, ended, finished = lane[order], slots[order], ended[order], finished[order]
+        first = _shifted(lane, -1) != lane
+
+        self._evict(slots, lane)
+        if self.assigned:
+            self._abandon(_pick(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
+            self._lane_episode.copy_(_pick(stolen, self._none, self._lane_episode))
+            self._lane_old |= restarted & (self._lane_episode != self._none)
+
+        # where a new episode begins
+        going_on = self._lane_episode[lane]
+        new = torch.where(first, going_on == self._none, _shifted(ended, False))
+        if trajectory is not None:
+            trajectory = trajectory[order]
+            new |= trajectory != _pick(first, self._lane_trajectory[lane], _shifted(trajectory, 0))
+            self._lane_trajectory.copy_(self._at_last(lane, trajectory, self._lane_trajectory))
+        if initial is not None:
+            new |= initial[order]
+        begun = new.cumsum(0)
+        begun_before_lane = _pick(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
+        record = _pick(begun == begun_before_lane, going_on, self._records.pop(new))
+        # an episode that stops without an end stays ongoing for good
+        before = _pick(first, going_on, _shifted(record, self._none))
+        abandoned = _pick(new & ~_shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
+
+        position = self._place(slots, lane, first, rows)
+        begins = _pick(new, record, torch.full_like(record, self._none))
+        for field, value in ((self._totals.leaves, 0), (self._count, 0), (self._touched, 0)):
+            field.index_fill_(0, begins, value)
+        self._finished.index_fill_(0, begins, False)
+        self._open.index_fill_(0, begins, True)
+        self._start.scatter_(0, begins, position.to(self._start.dtype))
+        self._tree.write(position, mass.expand(count))
+        self._totals.leaves.index_add_(0, record, mass.expand(count))
+        self._lane_total.index_add_(0, lane, mass.expand(count))
+        self._count.index_add_(0, record, torch.ones_like(record, dtype=self._count.dtype))
+        self.episode.scatter_(0, slots, record.to(self.episode.dtype))
+
+        ends = _pick(ended, record, torch.full_like(record, self._none))
+        self._finished.scatter_(0, ends, finished)
+        self._open.index_fill_(0, ends, False)
+        self._touched.scatter_(0, ends, clock.expand(count))
+        self._abandon(abandoned)
+        self._open[self._none] = False
+        self._lane_episode.copy_(self._at_last(lane, _pick(ended, self._none, record), self._lane_episode))
+        self._lane_written.index_copy_(0, lane, clock.expand(count))
+        self._totals.refresh(record)
+        last = slots[-1:] if self.lanes == 1 else (slots if self.assigned else slots // self.lanes)[order.argmax()].reshape(1)
+        self._cursor.copy_((last + 1) % self.steps)
+
+    @staticmethod
+    def _at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
+        """``current`` [lanes] with the last of ``value`` [n] written for each lane."""
+        result = current.clone()
+        write_last(result, lane, value)
+        return result
+
+    def _evict(self, slots: Tensor, lane: Tensor) -> None:
+        """Take what ``slots`` held out of all sums."""
+        record = self.episode.index_select(0, slots).to(torch.int64)
+        live = record != self._none
+        position = self.positions(slots)
+        mass = self._tree.get(position) * live
+        if self.assigned:
+            lane = (position // self.span).clamp_max(self.lanes - 1)
+        self._totals.leaves.index_add_(0, record, -mass)
+        self._lane_total.index_add_(0, lane, -mass)
+        self._count.index_add_(0, record, -live.to(self._count.dtype))
+        following = lane * self.span + (position - lane * self.span + 1) % self.span
+        write_last(self._start, record, following.to(self._start.dtype))
+        if self.assigned:
+            self._tree.write(position, torch.zeros_like(mass))
+            block = position >> self._page_shift
+            over = live & (position & ((1 << self._page_shift) - 1) == (1 << self._page_shift) - 1)
+            table = self._tree.page_table
+            assert table is not None
+            self._pages.push(table[block], over)
+            nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
+            table.index_fill_(0, _pick(over, block, nowhere), self._no_page)
+        self._free(record)
+        self._totals.refresh(record)
+        self.episode.index_fill_(0, slots, self._none)
+
+    def forget(self) -> None:
+        """Drop all content, before a write of more rows than there are slots, whose first rows go unseen."""
+        slots = torch.arange(self.size, device=self.device)
+        self._evict(slots, slots % self.lanes)
+        if self.assigned:
+            # trajectories may go on, or have ended unseen
+            self._lane_doubtful.copy_(self._lane_episode != self._none)
+        else:
+            self._abandon(self._lane_episode)
+            self._lane_episode.fill_(self._none)
+
+    def _free(self, record: Tensor) -> None:
+        """Give back those of ``record`` [n] that hold nothing any more and do not go on."""
+        once = last_occurrence(record) == torch.arange(record.shape[0], device=record.device)
+        empty = (self._count.index_select(0, record) == 0) & ~self._open.index_select(0, record)
+        self._records.push(record, once & empty & (record != self._none))
+
+    def _abandon(self, record: Tensor) -> None:
+        """These episodes will not go on, though they did not end."""
+        self._open.index_fill_(0, record, False)
+        self._free(record)
+
+    def _place(self, slots: Tensor, lane: Tensor, first: Tensor, rows: Tensor) -> Tensor:
+        """Positions for new transitions, sorted by lane."""
+        if not self.assigned:
+            return self.positions(slots)
+        rank = rows - _pick(first, rows, torch.zeros_like(rows)).cummax(0).values
+        offset = (self._lane_next[lane] + rank) % self.span
+        position = lane * self.span + offset
+        block = position >> self._page_shift
+        starts = offset & ((1 << self._page_shift) - 1) == 0
+        table = self._tree.page_table
+        assert table is not None
+        pages = self._pages.pop(starts)
+        nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
+        table.scatter_(0, _pick(starts, block, nowhere), _pick(starts, pages, torch.full_like(pages, self._no_page)))
+        self._lane_next.copy_(self._at_last(lane, offset + 1, self._lane_next))
+        self._position.scatter_(0, slots, position.to(self._position.dtype))
+        return position
+
+    def _require_one_stream(self, trajectory: Tensor | None, ended: Tensor) -> None:
+        """In flat storage with one lane, a trajectory may be broken off only where ids restart."""
+        if trajectory is None or self.lanes > 1:
+            return
+        previous = _shifted(trajectory, self._lane_trajectory[0])
+        broken_off = ~_shifted(ended, self._lane_episode[0] == self._none)
+        unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
+        if not torch.compiler.is_compiling() and bool(unexpected.any()):
+            self._raise_too_many(previous[unexpected][0], trajectory[unexpected][0])
+        self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
+
+    def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
+        largest = trajectory.max().reshape(1)
+        self._max_trajectory.copy_(_pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
+
+    def _raise_too_many(self, going_on: Tensor, new: Tensor) -> None:
+        raise ValueError(
+            f"trajectory {int(new)} begins while {'trajectory ' if self.lanes == 1 else 'all '}"
+            f"{int(going_on)}{'' if self.lanes == 1 else ' others'} still go{'es' if self.lanes == 1 else ''} on: more "
+            f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that write "
+            "to the buffer>; a trajectory that is cut off must be marked in the done and truncated keys."
+        )
+
+    def _assign(self, trajectory: Tensor | None, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The lane of each row by its trajectory id [n].
+
+        A trajectory keeps its lane until it ends; a new one takes the lane that became free first. If none is free and
+        ids have restarted, it takes the lane that was written least recently of those from before.
+
+        Returns:
+            lane [n]; lanes [lanes] taken from an unfinished trajectory; whether ids restarted [].
+        """
+        assert trajectory is not None
+        count, device = trajectory.shape[0], trajectory.device
+        rows = torch.arange(count, device=device)
+        order = trajectory.argsort(stable=True)
+        ids = trajectory[order]
+        group_sorted = (_shifted(ids, 0) != ids).to(torch.int64)
+        group_sorted[0] = 0
+        group_sorted = group_sorted.cumsum(0)
+        group = torch.empty_like(order).scatter_(0, order, group_sorted)
+        # for each group (padded to n of them): its id, its first and last row
+        first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
+        last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
+        used = first < count
+        group_id = torch.full_like(rows, -1).scatter_(0, group, trajectory)
+        open_lane = self._lane_episode != self._none
+        match = (group_id.unsqueeze(1) == self._lane_trajectory) & open_lane & ~self._lane_old & used.unsqueeze(1)
+        # ids begin at 0 again: what was going on before does not go on
+        begins_again = used & (group_id == 0) & ~match.any(1) & (self._max_trajectory >= 0)
+        restarted = begins_again.any()
+        match &= (first < _pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
+        request = used & ~match.any(1)
+        closes = used & ended[last]
+        # requests and releases of lanes, counted along the rows
+        row_or_none = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        requested = row_or_none.index_add(0, first, request.to(torch.int64))[:count].cumsum(0)
+        released = row_or_none.index_add(0, last, closes.to(torch.int64))[:count].cumsum(0)
+        clipped = first.clamp_max(count - 1)
+        number = requested[clipped] - 1
+        released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
+        missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
+        seen_before = (request & (group_id <= self._max_trajectory)).any()
+        available = open_lane & ~match.any(0) & (self._lane_old | self._lane_doubtful | seen_before)
+        if not torch.compiler.is_compiling() and bool(missing > available.sum()):
+            self._raise_too_many(open_lane.sum(), group_id[request][-1])
+        age = _pick(available, self._lane_written, torch.full_like(self._lane_written, 2**62)).argsort(stable=True).argsort()
+        stolen = available & (age < missing)
+        closed = ~open_lane | stolen
+        free = torch.argsort(~closed, stable=True)
+        num_free = closed.sum()
+        # the k-th request takes the k-th lane that is or becomes free
+        release = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        release.scatter_(0, _pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
+        inherits = request & (number >= num_free)
+        parent = _pick(inherits, release[(number - num_free).clamp(0, count)], rows)
+        lane = _pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
+        for _ in range(count.bit_length()):
+            parent = parent[parent]
+        self._count_trajectories(trajectory, restarted)
+        lane = lane[parent][group]
+        self._lane_old.index_fill_(0, lane, False)
+        self._lane_doubtful.index_fill_(0, lane, False)
+        untouched = torch.ones_like(self._lane_old).index_fill_(0, lane, False)
+        return lane, stolen, restarted & untouched
+
+    # --- priorities ---------------------------------------------------------------------------------------------------
+
+    def positions(self, slots: Tensor) -> Tensor:
+        """Positions of ``slots`` [n] in their lanes' order, int64."""
+        if self.assigned:
+            return self._position.index_select(0, slots).to(torch.int64)
+        if self.lanes == 1:
+            return slots
+        return slots % self.lanes * self.steps + slots // self.lanes
+
+    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None) -> None:
+        """Set the masses of ``slots`` [n]; of duplicates the last one wins.
+
+        With a ``clock``, the transitions of these episodes stop being new.
+        """
+        position = self.positions(slots)
+        record = self.episode.index_select(0, slots).to(torch.int64)
+        winner = last_occurrence(slots)
+        change = (mass - self._tree.get(position)) * (winner == torch.arange(slots.shape[0], device=slots.device))
+        self._tree.write(position, mass)
+        self._totals.leaves.index_add_(0, record, change)
+        self._totals.refresh(record)
+        self._lane_total.index_add_(0, position // self.span, change)
+        if clock is not None:
+            self._touched.scatter_(0, record, clock.expand(record.shape[0]))
+
+    def reliability(self, slots: Tensor, stamp: Tensor) -> Tensor:
+        """R of ``slots`` [n] that hold something, float64 [n] in (0, 1]; 1 for what is new (``stamp`` tells since when)."""
+        record = self.episode.index_select(0, slots)
+        position = self.positions(slots)
+        start = self._start.index_select(0, record)
+        behind, upto = self._tree.prefix(torch.cat([start.to(torch.int64), position + 1])).chunk(2)
+        # an episode that runs over the end of its lane's ring
+        part = upto - behind + (position < start) * self._lane_total.index_select(0, position // self.span)
+        finished = self._finished.index_select(0, record)
+        whole = torch.where(finished, self._totals.leaves.index_select(0, record).double(), self._totals.max().double())
+        is_new = stamp.index_select(0, slots) > self._touched.index_select(0, record)
+        return torch.where(is_new, 1.0, part / whole)
+
+    # --- state ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_priority(self) -> float:
+        """The largest mass a transition may have, as a priority."""
+        return self._tree.max_priority
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state from which the rest is recomputed, by name."""
+        state = {
+            "masses": self._tree.leaves,
+            "episode": self.episode,
+            "totals": self._totals.leaves,
+            "start": self._start,
+            "count": self._count,
+            "touched": self._touched,
+            "finished": self._finished,
+            "open": self._open,
+            "lane_episode": self._lane_episode,
+            "lane_trajectory": self._lane_trajectory,
+            "lane_total": self._lane_total,
+            "lane_next": self._lane_next,
+            "lane_written": self._lane_written,
+            "lane_old": self._lane_old,
+            "lane_doubtful": self._lane_doubtful,
+            "max_trajectory": self._max_trajectory,
+            "cursor": self._cursor,
+            **self._records.tensors("records"),
+        }
+        if self.assigned:
+            assert self._tree.page_table is not None
+            state |= {"position": self._position, "page_table": self._tree.page_table, **self._pages.tensors("pages")}
+        return state
+
+    def rebuild_(self) -> None:
+        """Recompute the trees after their leaves were overwritten."""
+        self._tree.rebuild_()
+        self._totals.rebuild_()
+
+    def clear_(self) -> None:
+        """Forget everything."""
+        self._tree.clear_()
+        if self.assigned:
+            assert self._tree.page_table is not None
+            self._tree.page_table.fill_(self._no_page)
+            self._position.fill_(self._nowhere)
+            self._pages.clear_()
+        for field, value in (
+            (self.episode, self._none),
+            (self._totals.leaves, 0),
+            (self._start, 0),
+            (self._count, 0),
+            (self._touched, 0),
+            (self._finished, 0),
+            (self._open, 0),
+            (self._lane_episode, self._none),
+            (self._lane_trajectory, -1),
+            (self._lane_total, 0),
+            (self._lane_next, 0),
+            (self._lane_written, 0),
+            (self._lane_old, 0),
+            (self._lane_doubtful, 0),
+            (self._max_trajectory, -1),
+            (self._cursor, 0),
+        ):
+            field.fill_(value)
+        self._totals.rebuild_()
+        self._records.clear_()
+
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        trees = self._tree.nbytes() + self._totals.nbytes()
+        own = [t for name, t in self.tensors().items() if name not in ("masses", "totals")]
+        return trees + sum(t.numel() * t.element_size() for t in own)

@@ -1,0 +1,277 @@
+"""Reliability-adjusted prioritized experience replay."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.episodes import EpisodeIndex
+from torchrl_replay_ext.functional import write_last
+from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.tree import SumTree, scalar
+
+# Rounds of proposals before a draw falls back to computing every Ψ.
+_MAX_ROUNDS = 16
+_CHUNK = 65536
+
+
+@PrioritizedSampler.register
+class ReaPERSampler(PrioritySampler):
+    r"""Draws transitions by TD error, adjusted for how reliable their target is (Pleiss et al., arXiv 2506.18482).
+
+    With d_t = \|δ_t\| + eps, t = 1..n the stored transitions of an episode in time order::
+
+        R_t = Σ_{i≤t} d_i / Σ_i d_i     episode finished                       (Eq. 16)
+        R_t = Σ_{i≤t} d_i / F           episode ongoing, F the largest sum of d of an episode in the buffer (Eq. 17)
+        Ψ_t = R_t^ω d_t^α,  P(t) = Ψ_t / Σ Ψ                                   (Eq. 15)
+        w_t = (N P(t))^−β, divided by the largest weight                       (Eq. 18)
+
+    ω = 0 is proportional PER, exactly. A drop-in for the ``sampler`` of a stock
+    :class:`~torchrl.data.TensorDictReplayBuffer` with a round-robin writer, in plain PyTorch.
+
+    Every draw follows Ψ as it is at that moment: transitions are proposed in proportion to d^α and accepted with
+    probability R^ω, and R comes from prefix sums. An update costs O(log N) whatever the length of the episode.
+
+    Where the paper leaves room:
+
+    * Only what is stored counts: when the ring overwrites the head of an episode, its d leave the sums.
+    * A new transition has the largest d seen so far (1 before the first update) and reliability 1, until a transition
+      of its episode is updated or the episode ends. Its d counts in the sums.
+    * Finished is terminated or truncated, as in the authors' code; ``truncated="ongoing"`` for those who hold that
+      a truncated target is not exact.
+    * An episode that breaks off unmarked (its environment was reset, trajectory ids restarted) stays ongoing.
+
+    Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one flat
+    storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``. In
+    flat storage, data of shape [E, T] must be flattened first: ``rb.append_transform(lambda td: td.reshape(-1),
+    invert=True)``.
+
+    Args:
+        capacity: number of slots, at least that of the storage.
+        alpha: exponent of the TD error, >= 0, or :class:`~torchrl_replay_ext.Anneal`.
+        omega: exponent of the reliability, >= 0, or :class:`~torchrl_replay_ext.Anneal`.
+        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`.
+        eps: added to \|δ\|, so that every transition can be drawn.
+        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN, TD3 and SAC losses write it (the
+            sampler takes the root); ``"absolute"`` if it is handed \|δ\|. Getting it wrong is silent.
+        num_streams: number of environments whose transitions are interleaved in flat storage.
+        truncated: ``"finished"`` or ``"ongoing"``.
+        done_key: where the end of an episode is stored, bool.
+        terminated_key: where its termination is stored, bool; read if ``truncated="ongoing"``.
+        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1.
+        init_key: where the first transition of an episode is marked, bool; used if present.
+        weight_norm: ``"batch"``: weights are divided by the largest of the batch; ``"buffer"``: by the largest of any
+            stored transition, which costs O(N) for each draw.
+
+    Raises:
+        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage or more
+            trajectories go on at once than ``num_streams``.
+        KeyError: at a write, if a key is missing.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), sampler=ReaPERSampler(1000), batch_size=4)
+        >>> done = torch.zeros(10, 1, dtype=torch.bool)
+        >>> done[4] = done[9] = True
+        >>> index = rb.extend(TensorDict({"obs": torch.randn(10, 3), "next": {"done": done}}, [10]))
+        >>> batch = rb.sample()
+        >>> batch["td_error"] = torch.rand(4) ** 2  # a loss module writes it
+        >>> rb.update_tensordict_priority(batch)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float | Anneal = 0.4,
+        omega: float | Anneal = 0.2,
+        beta: float | Anneal = 0.4,
+        eps: float = 1e-6,
+        td_error: str = "squared",
+        num_streams: int = 1,
+        truncated: str = "finished",
+        done_key: NestedKey = ("next", "done"),
+        terminated_key: NestedKey = ("next", "terminated"),
+        traj_key: NestedKey = ("collector", "traj_ids"),
+        init_key: NestedKey = "is_init",
+        weight_norm: str = "batch",
+    ):
+        if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
+            raise ValueError(f"ReaPERSampler(num_streams={num_streams!r}): num_streams must be an integer >= 1.")
+        if truncated not in ("finished", "ongoing"):
+            raise ValueError(f"ReaPERSampler(truncated={truncated!r}): truncated must be 'finished' or 'ongoing'.")
+        self._num_streams = num_streams
+        self._truncated = truncated
+        self._done_key, self._terminated_key = done_key, terminated_key
+        self._traj_key, self._init_key = traj_key, init_key
+        self._proposed = self._accepted = 0
+        self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
+        super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+        self._hyperparameters["omega"] = self._omega
+
+    @property
+    def omega(self) -> float:
+        """Exponent of the reliability."""
+        return float(self._omega.value)
+
+    @omega.setter
+    def omega(self, value: float | Tensor | Anneal) -> None:
+        self._omega.set(value)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, size: int, device: torch.device) -> None:
+        self._omega.to(device)
+        self._tree = SumTree(size, device=device)
+        self._shape_changed()
+
+    def _shape_changed(self) -> None:
+        steps, *lanes = self._shape or (self._size,)
+        if lanes:
+            layout = (steps, math.prod(lanes), False)
+        else:
+            layout = (steps, self._num_streams, self._num_streams > 1)
+        current = getattr(self, "_episodes", None)
+        if current is None or layout != (current.steps, current.lanes, current.assigned) or self._device != current.device:
+            self._episodes = EpisodeIndex(*layout[:2], assigned=layout[2], device=self._device)
+
+    def _clear(self) -> None:
+        self._tree.clear_()
+        self._episodes.clear_()
+        self._proposed = self._accepted = 0
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"proposals": self._tree.leaves} | {f"episodes_{k}": v for k, v in self._episodes.tensors().items()}
+
+    def _restored(self) -> None:
+        self._tree.rebuild_()
+        self._episodes.rebuild_()
+
+    def nbytes(self) -> int:
+        """Memory of the sampler's state in bytes."""
+        shared = (self._stamp, self._priority)
+        return self._tree.nbytes() + self._episodes.nbytes() + sum(t.numel() * t.element_size() for t in shared)
+
+    def _limit(self) -> float:
+        return min(self._largest(self._tree), self._episodes.max_priority)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _column(self, storage: Storage, key: NestedKey, slots: Tensor, why: str | None) -> Tensor | None:
+        """The entries of a column at ``slots``; None if it is missing and no reason is given why it must be there."""
+        data = getattr(storage, "_storage", None)
+        column = data.get(key, None) if hasattr(data, "get") else None
+        if column is None:
+            if why is None:
+                return None
+            raise KeyError(f"ReaPERSampler: the stored data has no entry {key!r}, {why}")
+        slots_in_storage = math.prod(self._shape or (self._size,))
+        if column.numel() != slots_in_storage:
+            raise ValueError(
+                f"ReaPERSampler: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is needed."
+            )
+        return column.reshape(-1).index_select(0, slots)
+
+    def _write(self, slots: Tensor, storage: Storage | None) -> None:
+        if storage is None:
+            raise ValueError("ReaPERSampler.mark_update: the storage is needed, to read where episodes end.")
+        ended = self._column(
+            storage, self._done_key, slots, "which the environment writes; pass its name as done_key=."
+        )
+        finished = ended
+        if self._truncated == "ongoing":
+            finished = self._column(
+                storage,
+                self._terminated_key,
+                slots,
+                "which the environment writes and truncated='ongoing' needs; pass its name as terminated_key=.",
+            )
+        why = "by which a collector tells trajectories apart; pass its name as traj_key=, or store one environment only."
+        trajectory = self._column(storage, self._traj_key, slots, why if self._episodes.assigned else None)
+        initial = self._column(storage, self._init_key, slots, None)
+        assert ended is not None and finished is not None
+        known = self._stamp.index_select(0, slots) > 0
+        if not torch.compiler.is_compiling() and bool(known.all()) and not self._episodes.follows(slots):
+            # marked again, not written in turn: it stays where it is in its episode
+            self._stamp_slots(slots)
+            mass = SumTree.to_mass(self._max_priority).expand(slots.shape[0])
+            self._episodes.update(slots, mass, None)
+        else:
+            self._episodes.write(
+                slots,
+                SumTree.to_mass(self._max_priority),
+                self._clock + 1,
+                ended=ended.to(torch.bool),
+                finished=finished.to(torch.bool),
+                trajectory=None if trajectory is None else trajectory.to(torch.int64),
+                initial=None if initial is None else initial.to(torch.bool),
+            )
+            self._stamp_slots(slots)
+        self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
+
+    def _forget(self) -> None:
+        self._episodes.forget()
+
+    def _update(self, slots: Tensor, priority: Tensor) -> None:
+        write_last(self._priority, slots, priority)
+        self._tree.write(slots, self._mass(priority))
+        self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
+
+    def _reweight(self) -> None:
+        self._tree.leaves.view(-1)[: self._size] = self._all_masses()
+        self._tree.rebuild_()
+
+    # --- drawing ------------------------------------------------------------------------------------------------------
+
+    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        omega = scalar(self._omega.value)
+        chosen: list[tuple[Tensor, Tensor]] = []
+        need = batch_size
+        num = need + need // 2 + 8
+        for _ in range(_MAX_ROUNDS):
+            slots, mass = self._tree.sample(num, generator=self._rng)
+            factor = self._episodes.reliability(slots, self._stamp) ** omega
+            u = torch.rand(num, dtype=torch.float64, device=self._device, generator=self._rng)
+            accepted = (u < factor).nonzero().squeeze(1)
+            self._proposed += num
+            self._accepted += accepted.shape[0]
+            rate = max(accepted.shape[0] / num, 0.01)
+            accepted = accepted[:need]
+            chosen.append((slots[accepted], mass[accepted] * factor[accepted]))
+            need -= accepted.shape[0]
+            if not need:
+                break
+            num = min(int(1.5 * need / rate) + 8, _CHUNK)
+        else:
+            everything = self._stored_slots()
+            density = self._unnormalized(everything)
+            running = density.cumsum(0)
+            u = torch.rand(need, dtype=torch.float64, device=self._device, generator=self._rng) * running[-1]
+            drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
+            chosen.append((everything[drawn], density[drawn]))
+        slots, density = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*chosen, strict=True))
+        smallest = None
+        if self._weight_norm == "buffer":
+            everything = self._unnormalized(self._stored_slots())
+            smallest = everything[everything > 0].min()
+        return slots, density, smallest
+
+    def _unnormalized(self, slots: Tensor) -> Tensor:
+        parts = [
+            self._tree.get(part) * self._episodes.reliability(part, self._stamp) ** self._omega.value
+            for part in slots.split(_CHUNK)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self._device)
+
+    def _extra_stats(self) -> dict[str, Tensor]:
+        slots = self._stored_slots()
+        parts = [self._episodes.reliability(part, self._stamp) for part in slots.split(_CHUNK)]
+        mean = torch.cat(parts).mean() if slots.numel() else torch.ones(())
+        rate = self._accepted / self._proposed if self._proposed else 1.0
+        return {"acceptance_rate": torch.tensor(rate), "reliability_mean": mean}
