@@ -1,0 +1,1 @@
+"""Training recipes: run them from the repository root, `python -m recipes.<name>`."""

@@ -1,0 +1,300 @@
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from recipes import dqn
+from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
+
+ROOT = Path(__file__).parents[2]
+ENVS = [
+    "cartpole",
+    "acrobot",
+    pytest.param(
+        "lunarlander", marks=pytest.mark.skipif(importlib.util.find_spec("Box2D") is None, reason="needs Box2D")
+    ),
+]
+SAMPLERS = ["uniform", "per", "reaper"]
+TINY = [
+    "dqn.total_steps=96",
+    "dqn.learning_starts=32",
+    "dqn.train_interval=16",
+    "dqn.gradient_steps=2",
+    "dqn.batch_size=8",
+    "dqn.buffer_size=64",
+    "dqn.num_evaluations=3",
+    "dqn.evaluation_episodes=2",
+    "env.reward_threshold=null",
+]
+
+
+def configuration(*overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose("dqn", overrides=[*TINY, *overrides])
+
+
+def resumed(run_dir, *overrides):
+    overrides = [f"resume={run_dir}", *overrides]
+    return resumed_config(configuration(*overrides), run_dir, overrides)
+
+
+def rows(run_dir):
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def command(*words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.dqn", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
+    assert dqn.train(configuration(f"sampler={sampler}"), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+    for row in table:
+        assert float(row["return_mean"]) == pytest.approx((float(row["return_0"]) + float(row["return_1"])) / 2)
+    assert all(np.isfinite(float(value)) for value in table[-1].values())
+    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml",
+        "progress.csv",
+        "learning_curve.png",
+        "checkpoint.zip",
+    }
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
+        f"last {float(table[-1]['return_mean']):g} | files in {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize("env", ENVS[1:])
+def test_every_environment_trains(tmp_path, env):
+    assert dqn.train(configuration(f"env={env}", *TINY, "dqn.num_evaluations=1"), tmp_path) == DONE
+    assert [int(row["env_steps"]) for row in rows(tmp_path)] == [96]
+
+
+PAPER = {  # appendix D of the ReaPER paper
+    "learning_rate": (2.3e-3, 6.3e-4, 6.3e-4),
+    "total_steps": (50_000, 100_000, 100_000),
+    "buffer_size": (100_000, 50_000, 50_000),
+    "learning_starts": (1000, 1000, 1000),
+    "target_update_interval": (10, 250, 250),
+    "batch_size": (64, 128, 128),
+    "train_interval": (256, 4, 4),
+    "gradient_steps": (128, 4, 4),
+    "exploration_fraction": (0.16, 0.12, 0.12),
+    "initial_epsilon": (1, 1, 1),
+    "final_epsilon": (0.04, 0.1, 0.1),
+    "evaluation_epsilon": (0.001, 0.001, 0.001),
+    "num_evaluations": (100, 100, 100),
+    "evaluation_episodes": (5, 5, 5),
+    "gamma": (0.99, 0.99, 0.99),
+    "max_grad_norm": (10, 10, 10),
+    "hidden_sizes": ([64, 64], [64, 64], [64, 64]),
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "env", "threshold"), [(0, "cartpole", 475), (1, "acrobot", -100), (2, "lunarlander", 200)]
+)
+def test_presets_are_those_of_the_paper(column, env, threshold):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        config = compose("dqn", overrides=[f"env={env}"])
+    assert config.env.reward_threshold == threshold
+    assert OmegaConf.to_container(config.dqn) == {key: values[column] for key, values in PAPER.items()}
+
+
+def test_schedules():
+    settings = dqn.typed(configuration(), dqn.Config).dqn
+    settings.exploration_fraction = 0.5
+    assert [settings.epsilon(step) for step in (0, 31, 48, 96)] == pytest.approx([1.0, 1.0, 0.04, 0.04])
+    assert settings.epsilon(36) == pytest.approx(1 - 0.75 * 0.96)
+    # rounds of updates end at 48, 64, 80 and 96 steps
+    assert settings.num_updates() == 8
+    settings.total_steps = 100
+    assert settings.num_updates() == 10
+    assert [settings.evaluations_due(step) for step in (0, 33, 34, 66, 99, 100, 112)] == [0, 0, 1, 1, 2, 3, 3]
+
+
+def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys):
+    config = configuration("env.reward_threshold=1", "sampler=uniform")
+    assert dqn.train(config, tmp_path) == DONE
+    assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
+    assert "reached 1 at step 32" in capsys.readouterr().out
+    assert dqn.train(resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
+    assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
+    assert "reached 1 at step 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
+    evaluate = dqn.evaluate
+
+    def interrupt(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(dqn, "evaluate", interrupt)
+    assert dqn.train(configuration(f"sampler={sampler}"), tmp_path) == INTERRUPTED
+    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
+    monkeypatch.setattr(dqn, "evaluate", evaluate)
+    first = rows(tmp_path)
+
+    # Rows that a killed run wrote after its last checkpoint are written anew.
+    with (tmp_path / "progress.csv").open("a") as file:
+        file.write("64\n")
+    assert dqn.train(resumed(tmp_path), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert table[0] == first[0]
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+    assert float(table[1]["wall_time"]) > float(table[0]["wall_time"])
+
+
+@pytest.mark.parametrize("written", [3, 5])
+def test_cut_off_episode_ends_as_truncated(written):
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=1)
+    flags = {key: torch.zeros(written, 1, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+    steps = torch.arange(float(written)).unsqueeze(1)
+    replay.extend(
+        TensorDict(
+            observation=steps,
+            action=torch.zeros(written, dtype=torch.int64),
+            collector={"traj_ids": torch.zeros(written, dtype=torch.int64)},
+            next={"observation": steps + 1, "reward": steps, **flags},
+            batch_size=[written],
+        )
+    )
+    dqn.end_last_episode(replay)
+    newest = replay[written % 4]
+    assert newest["observation"].item() == newest["next", "reward"].item() == written - 1
+    assert newest["next", "done"] and newest["next", "truncated"] and not newest["next", "terminated"]
+    assert replay[:]["next", "done"].sum() == 1
+    dqn.end_last_episode(replay)  # it has ended: nothing more to write
+    assert replay.write_count == written + 1
+
+
+def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
+    """Whatever enters the checkpoint comes back from it."""
+    saved = []
+    save_checkpoint = dqn.save_checkpoint
+
+    def capture(run_dir, **state):
+        saved.append({name: state[name].state_dict() for name in ("loss", "optimizer", "replay", "global_rng")})
+        saved[-1]["counters"] = dict(state["counters"])
+        save_checkpoint(run_dir, **state)
+
+    monkeypatch.setattr(dqn, "save_checkpoint", capture)
+    assert dqn.train(configuration("sampler=reaper"), tmp_path) == DONE
+    assert dqn.train(resumed(tmp_path), tmp_path) == DONE
+    before, after = saved
+    before["counters"].pop("wall_time")
+    after["counters"].pop("wall_time")
+    before["counters"].pop("env_generator"), after["counters"].pop("env_generator")
+    torch.testing.assert_close(flat(after), flat(before), rtol=0, atol=0, equal_nan=True)
+
+
+def flat(value, path=""):
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    if isinstance(value, np.ndarray):
+        return {path: torch.from_numpy(value.astype(np.int64))}
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{path}/{key}").items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for i, item in enumerate(value) for k, v in flat(item, f"{path}/{i}").items()}
+    return {path: torch.tensor(float(value))} if isinstance(value, (bool, int, float)) else {}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("dqn.gamma=2", "dqn.gamma=2.0: must be in [0, 1]"),
+        ("dqn.batch_size=0", "dqn.batch_size=0: must be > 0"),
+        ("seed=-1", "seed=-1: must be in [0, 2^31)"),
+        ("seed=one", "'one' of type 'str' could not be converted to Integer (key: seed)"),
+        ("+dqn.momentum=1", "Key 'momentum' not in 'DQNConfig' (key: dqn.momentum)"),
+        ("+sampler.gamma=1", "sampler=reaper: "),
+        ("sampler.alpha=-1", "alpha"),
+        ("sampler.name=best", "sampler.name=best: choose uniform, per, reaper"),
+        ("env.id=CartPole-v99", "env.id=CartPole-v99: "),
+        ("env.id=Pendulum-v1", "needs discrete actions"),
+        ("device=abacus", "device=abacus: "),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        dqn.train(configuration(override), tmp_path)
+    assert message in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("backend", ["tensorboard", "wandb"])
+def test_logger_without_its_package_is_a_config_error(tmp_path, backend):
+    if importlib.util.find_spec(backend):
+        pytest.skip(f"{backend} is installed")
+    with pytest.raises(ConfigError, match=f"logger={backend}: .*install the package"):
+        dqn.train(configuration(f"logger={backend}"), tmp_path)
+
+
+def test_directory_of_another_run_is_not_overwritten(tmp_path):
+    OmegaConf.save(configuration(), tmp_path / CONFIG)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        dqn.train(configuration("sampler=uniform"), tmp_path)
+
+
+def test_resumed_run_keeps_its_configuration(tmp_path):
+    OmegaConf.save(configuration(), tmp_path / CONFIG)
+    assert resumed(tmp_path, "device=cpu").device == "cpu"
+    with pytest.raises(ConfigError, match=r"seed=3: a resumed run keeps its configuration"):
+        resumed(tmp_path, "seed=3")
+
+
+def test_command_line(tmp_path):
+    """Exit codes, and what stderr says, of the real command: bad configurations, and Ctrl-C."""
+    bad = [
+        (command("alpha=1"), "Could not override 'alpha'"),
+        (
+            command("env=gridworld"),
+            "Could not find 'env/gridworld' Available options in 'env': acrobot cartpole lunarlander",
+        ),
+    ]
+    run_dir = tmp_path / "run"
+    running = command("sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
+    deadline = time.monotonic() + 60
+    while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    for process, message in bad:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert errors.startswith("bad configuration: ") and message in errors and errors.count("\n") == 1
+    out, errors = running.communicate(timeout=60)
+    assert running.returncode == INTERRUPTED, errors
+    assert out.startswith("interrupted at step ")
+    assert "Traceback" not in errors
+    assert (run_dir / "checkpoint.zip").is_file()
+
+    refused = command(f"resume={run_dir}", "dqn.gamma=0.9")
+    assert refused.communicate(timeout=60)[1].count("\n") == 1 and refused.returncode == 2

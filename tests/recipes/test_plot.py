@@ -1,0 +1,61 @@
+import csv
+import sys
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from recipes import plot
+from recipes.run import ConfigError
+
+
+def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold=None, every=10):
+    run_dir.mkdir()
+    config = {"env": {"name": env, "reward_threshold": threshold}, "sampler": {"name": sampler}, "seed": seed}
+    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
+    with (run_dir / "progress.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["env_steps", "return_mean"])
+        writer.writerows([every * (i + 1), value] for i, value in enumerate(returns))
+    return run_dir
+
+
+def test_two_runs_make_a_png(tmp_path, monkeypatch, capsys):
+    runs = [write_run(tmp_path / f"{seed}", [1.0, 2.0, seed], seed=seed) for seed in (1, 2)]
+    runs.append(write_run(tmp_path / "other", [5.0], env="acrobot", sampler="reaper", threshold=3))
+    out = tmp_path / "figure.png"
+    monkeypatch.setattr(sys, "argv", ["plot", *map(str, runs), "--out", str(out)])
+    plot.main()
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{out}\n"
+
+
+def test_directory_without_progress_is_a_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
+    with pytest.raises(SystemExit) as exit_:
+        plot.main()
+    assert exit_.value.code == 2
+    errors = capsys.readouterr().err
+    assert str(tmp_path) in errors and errors.count("\n") == 1
+    empty = write_run(tmp_path / "empty", [])
+    with pytest.raises(ConfigError, match="no rows"):
+        plot.read_run(empty)
+
+
+def test_values_between_and_beyond_evaluations(tmp_path):
+    steps = np.array([5, 10, 15, 30, 31])
+    unfinished = plot.read_run(write_run(tmp_path / "a", [1, 2, 3]))
+    np.testing.assert_array_equal(unfinished.at(steps), [np.nan, 1, 1, 3, np.nan])
+    solved = plot.read_run(write_run(tmp_path / "b", [1, 2, 3], threshold=3))
+    np.testing.assert_array_equal(solved.at(steps), [np.nan, 1, 1, 3, 3])
+
+
+def test_interquartile_mean_and_its_band():
+    returns = np.array([[0.0], [1.0], [2.0], [100.0]])
+    assert plot.interquartile_mean(returns) == 1.5
+    rng = np.random.default_rng(1)
+    low, high = plot.bootstrap_band(rng.normal(size=(100, 3)))
+    # the interquartile mean of n normals has a standard deviation of about 1.1 / sqrt(n)
+    np.testing.assert_allclose(high - low, 2 * 1.96 * 0.11, rtol=0.3)
+    low, high = plot.bootstrap_band(np.ones((5, 2)))
+    np.testing.assert_array_equal([low, high], np.ones((2, 2)))

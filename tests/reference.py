@@ -1,0 +1,155 @@
+"""Slow references for prioritized replay: plain Python, written from the papers, sharing nothing with the package.
+
+``NaivePER`` follows Schaul et al. (2016), ``NaiveReaPER`` Pleiss et al. (arXiv 2506.18482), Eqs. 4-18 and Algorithm 2.
+Both are told of every write in order and recompute everything when asked.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Transition:
+    """What a reference remembers of the transition in one slot."""
+
+    written: (
+        int  # how many writes came before it: tells the order within an episode, and old content of a slot from new
+    )
+    episode: Hashable
+    terminated: bool
+    truncated: bool
+    magnitude: float  # |delta| + eps, written d in the design
+    waiting: bool = True  # no update of its episode and no end of it since it was written
+
+
+class NaiveReplay(ABC):
+    """What PER and ReaPER share: slots, magnitudes, the running maximum and the importance weights."""
+
+    def __init__(self, *, alpha, beta, eps, td_error, weight_norm):
+        assert td_error in ("squared", "absolute") and weight_norm in ("buffer", "batch")
+        self.alpha, self.beta, self.eps = alpha, beta, eps
+        self.td_error, self.weight_norm = td_error, weight_norm
+        self.transitions: dict[int, Transition] = {}
+        self.writes = 0
+        self.maximum = 1.0
+
+    def write(self, slot: int, episode: Hashable = None, terminated: bool = False, truncated: bool = False) -> None:
+        """A transition enters ``slot`` (whatever was there is gone), with the largest magnitude ever seen."""
+        self.transitions[slot] = Transition(self.writes, episode, bool(terminated), bool(truncated), self.maximum)
+        self.writes += 1
+        if terminated or truncated:
+            for transition in self.transitions.values():
+                if transition.episode == episode:
+                    transition.waiting = False
+
+    def stamps(self, slots: Sequence[int]) -> list[int]:
+        """Identifies what is in ``slots`` now; handed to :meth:`update`, it models a batch drawn now, updated later."""
+        return [self.transitions[slot].written for slot in slots]
+
+    def update(self, slots: Sequence[int], td_error: Sequence[float], stamps: Sequence[int] | None = None) -> None:
+        """New TD errors. Of duplicates the last wins, all count for the maximum; what was overwritten is dropped."""
+        stamps = self.stamps(slots) if stamps is None else stamps
+        for slot, value, stamp in zip(slots, td_error, stamps, strict=True):
+            updated = self.transitions[slot]
+            if updated.written != stamp:
+                continue
+            absolute = math.sqrt(value) if self.td_error == "squared" else value
+            self.maximum = max(self.maximum, absolute + self.eps)
+            updated.magnitude = absolute + self.eps
+            for transition in self.transitions.values():
+                if transition is updated or transition.episode == updated.episode:
+                    transition.waiting = False
+
+    def empty(self) -> None:
+        self.transitions.clear()
+        self.maximum = 1.0
+
+    @abstractmethod
+    def criterion(self) -> dict[int, float]:
+        """Slot -> unnormalised sampling probability."""
+
+    def probabilities(self) -> list[float]:
+        """P of slot 0, 1, 2, ..."""
+        criterion = self.criterion()
+        total = math.fsum(criterion.values())
+        return [criterion[slot] / total for slot in range(len(criterion))]
+
+    def weights(self, slots: Sequence[int]) -> list[float]:
+        """w = (N P)^-beta over its maximum (Eq. 18)."""
+        probabilities = self.probabilities()
+
+        def weight(slot):
+            return (len(probabilities) * probabilities[slot]) ** -self.beta
+
+        compared = slots if self.weight_norm == "batch" else range(len(probabilities))
+        largest = max(weight(slot) for slot in compared if probabilities[slot] > 0)
+        return [weight(slot) / largest for slot in slots]
+
+
+class NaivePER(NaiveReplay):
+    """P(i) = d_i^alpha / sum_k d_k^alpha."""
+
+    def __init__(self, *, alpha=0.6, beta=0.4, eps=1e-6, td_error="squared", weight_norm="buffer"):
+        super().__init__(alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+
+    def criterion(self) -> dict[int, float]:
+        return {slot: transition.magnitude**self.alpha for slot, transition in self.transitions.items()}
+
+
+class NaiveReaPER(NaiveReplay):
+    """P(t) = Psi_t / sum Psi, Psi_t = R_t^omega d_t^alpha (Eq. 15-17)."""
+
+    def __init__(
+        self,
+        *,
+        alpha=0.4,
+        omega=0.2,
+        beta=0.4,
+        eps=1e-6,
+        td_error="squared",
+        truncated="finished",
+        weight_norm="batch",
+    ):
+        super().__init__(alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+        assert truncated in ("finished", "ongoing")
+        self.omega, self.truncated = omega, truncated
+
+    def episodes(self) -> dict[Hashable, list[tuple[int, Transition]]]:
+        """Episode -> its stored transitions with their slots, in the order they were written."""
+        episodes: dict[Hashable, list[tuple[int, Transition]]] = {}
+        for slot, transition in sorted(self.transitions.items(), key=lambda item: item[1].written):
+            episodes.setdefault(transition.episode, []).append((slot, transition))
+        return episodes
+
+    def finished(self, transition: Transition) -> bool:
+        return transition.terminated or (transition.truncated and self.truncated == "finished")
+
+    def reliabilities(self) -> dict[int, float]:
+        """Slot -> R_t by Eq. 16, with 1 for those that wait for the first update of their episode (refinement I)."""
+        episodes = self.episodes()
+        largest_sum = max(math.fsum(t.magnitude for _, t in episode) for episode in episodes.values())  # F, Eq. 17
+        reliabilities = {}
+        for episode in episodes.values():
+            magnitudes = [transition.magnitude for _, transition in episode]
+            finished = any(self.finished(transition) for _, transition in episode)
+            for position, (slot, transition) in enumerate(episode):
+                total = math.fsum(magnitudes) if finished else largest_sum
+                if transition.waiting or total == 0.0:
+                    reliability = 1.0
+                elif finished:
+                    reliability = 1.0 - math.fsum(magnitudes[position + 1 :]) / total
+                else:
+                    reliability = 1.0 - (total - math.fsum(magnitudes[: position + 1])) / total
+                reliabilities[slot] = max(reliability, 0.0)  # rounding
+        return reliabilities
+
+    def criterion(self) -> dict[int, float]:
+        reliabilities = self.reliabilities()
+        return {
+            slot: reliabilities[slot] ** self.omega * transition.magnitude**self.alpha
+            for slot, transition in self.transitions.items()
+        }

@@ -1,0 +1,273 @@
+"""Random experience in every layout in which it reaches a buffer, told to a real buffer and to a naive reference."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+import torchrl_replay_ext
+from tests.reference import NaivePER, NaiveReaPER
+
+LAYOUTS = ("single", "single_with_ids", "interleaved", "env_major", "uneven", "two_dim")
+
+
+@dataclass
+class Step:
+    """One transition as an environment knows it: ``episode`` is never used twice, ``traj_id`` is the collector's."""
+
+    episode: int
+    traj_id: int
+    terminated: bool = False
+    truncated: bool = False
+
+
+class Environments:
+    """Environments that end their episodes at random, numbered the way a collector numbers them."""
+
+    def __init__(self, num_envs: int, rng: random.Random, end_probability: float = 0.2):
+        self.num_envs, self.rng, self.end_probability = num_envs, rng, end_probability
+        self.episodes_begun = 0
+        self.ids_given = 0
+        self.open: dict[int, Step] = {}  # environment -> the last step of its running episode
+        self.unseen_ends: set[int] = set()  # trajectory ids whose end was overwritten before anybody could read it
+
+    def step(self, env: int) -> Step:
+        if env not in self.open:
+            self.open[env] = Step(self.episodes_begun, self.ids_given)
+            self.episodes_begun += 1
+            self.ids_given += 1
+        step = self.open[env] = Step(self.open[env].episode, self.open[env].traj_id)
+        if self.rng.random() < self.end_probability:
+            kind = self.rng.choice(["terminated", "truncated", "both"])
+            step.terminated, step.truncated = kind != "truncated", kind != "terminated"
+            del self.open[env]
+        return step
+
+    def can_restart(self, one_lane_per_env: bool) -> bool:
+        """Whether the first ids of a new collector differ from those of the running episodes, so that they tell it."""
+        if one_lane_per_env:
+            return self.ids_given > 0 and all(step.traj_id != env for env, step in self.open.items())
+        maybe_open = self.unseen_ends | {step.traj_id for step in self.open.values()}
+        return self.ids_given > 0 and 0 not in maybe_open
+
+    def restart(self) -> None:
+        """A new collector: running episodes are never continued, ids begin at 0 again."""
+        self.open.clear()
+        self.unseen_ends.clear()
+        self.ids_given = 0
+
+    def end_unseen(self, written: list[Step], visible: int) -> None:
+        """Of a chunk larger than the buffer only the last ``visible`` steps can be read: running episodes without any
+        of them end with their last step, because neither a sampler nor a reader of the buffer could tell."""
+        seen = {step.episode for step in written[-visible:]}
+        for env, step in list(self.open.items()):
+            if step.episode not in seen:
+                step.truncated = True
+                del self.open[env]
+        self.unseen_ends |= {
+            s.traj_id for s in written[:-visible] if (s.terminated or s.truncated) and s.episode not in seen
+        }
+
+
+def transitions(steps: list[Step], with_ids: bool = True) -> TensorDict:
+    """The collector's batch [len(steps)] for ``steps``."""
+    count = len(steps)
+    terminated = torch.tensor([step.terminated for step in steps]).view(count, 1)
+    truncated = torch.tensor([step.truncated for step in steps]).view(count, 1)
+    td = TensorDict(
+        {
+            "observation": torch.arange(count, dtype=torch.float32)[:, None],
+            "next": {"done": terminated | truncated, "terminated": terminated, "truncated": truncated},
+        },
+        [count],
+    )
+    if with_ids:
+        td["collector", "traj_ids"] = torch.tensor([step.traj_id for step in steps])
+    return td
+
+
+class ReplayWithReference:
+    """A stock ``TensorDictReplayBuffer`` and the naive reference of its sampler, driven by the same operations."""
+
+    def __init__(
+        self, kind, *, layout="single", capacity=16, num_envs=1, seed=0, end_probability=0.2, buffer=None, **sampler
+    ):
+        self.layout, self.rng = layout, random.Random(seed)
+        self.num_envs = 1 if layout.startswith("single") else num_envs
+        self.environments = Environments(self.num_envs, self.rng, end_probability)
+        self.capacity = max(capacity // self.num_envs, 1) * self.num_envs  # a whole number of time steps
+        self.rows = self.capacity // self.num_envs if layout == "two_dim" else self.capacity
+        self.cursor = 0
+        self.squared = sampler.get("td_error", "squared") == "squared"
+        if kind == "per":
+            self.sampler = torchrl_replay_ext.ProportionalSampler(self.capacity, **sampler)
+            sampler.pop("stratified", None)
+            self.reference = NaivePER(**sampler)
+        else:
+            lanes = {"num_streams": self.num_envs} if layout in ("interleaved", "env_major", "uneven") else {}
+            self.sampler = torchrl_replay_ext.ReaPERSampler(self.capacity, **sampler, **lanes)
+            self.reference = NaiveReaPER(**sampler)
+        storage = LazyTensorStorage(self.capacity, ndim=2 if layout == "two_dim" else 1)
+        self.buffer = TensorDictReplayBuffer(storage=storage, sampler=self.sampler, **(buffer or {}))
+
+    # --- writing
+
+    def extend(self, count: int) -> None:
+        """Writes ``count`` transitions, or ``count`` time steps of every environment, in one chunk."""
+        step, envs = self.environments.step, range(self.num_envs)
+        if self.layout == "two_dim":
+            count = max(count, 2)  # TorchRL raises after writing an [E, 1] batch: it mistakes [E, 2] for E flat indices
+            frames = [[step(env) for env in envs] for _ in range(count)]
+            self.buffer.extend(torch.stack([transitions(frame) for frame in frames], 1))
+            for frame in frames:
+                for env, taken in enumerate(frame):
+                    self._tell(self.cursor * self.num_envs + env, taken)
+                self.cursor = (self.cursor + 1) % self.rows
+            return
+        if self.layout == "uneven":
+            activity = [1.0 / (1 + env) ** 2 for env in envs]
+            steps = [step(self.rng.choices(envs, activity)[0]) for _ in range(count)]
+            if count > self.rows:
+                steps += [step(env) for env in envs]
+        else:
+            frames = [[step(env) for env in envs] for _ in range(count)]
+            if self.layout == "env_major":
+                frames = zip(*frames, strict=True)
+            steps = [taken for frame in frames for taken in frame]
+        if len(steps) > self.rows:
+            self.environments.end_unseen(steps, self.rows)
+        self.buffer.extend(transitions(steps, with_ids=self.layout != "single"))
+        for taken in steps:
+            self._tell(self.cursor, taken)
+            self.cursor = (self.cursor + 1) % self.rows
+
+    def add(self) -> None:
+        """Writes one transition with ``add``, where the layout has single transitions."""
+        if self.layout in ("two_dim", "env_major", "interleaved"):
+            return self.extend(1)
+        taken = self.environments.step(self.rng.randrange(self.num_envs))
+        self.buffer.add(transitions([taken], with_ids=self.layout != "single")[0])
+        self._tell(self.cursor, taken)
+        self.cursor = (self.cursor + 1) % self.rows
+
+    def _tell(self, slot: int, step: Step) -> None:
+        self.reference.write(slot, step.episode, step.terminated, step.truncated)
+
+    def restart_collector(self) -> None:
+        """A new collector takes over, and its first steps are all there to read."""
+        two_dim = self.layout == "two_dim"
+        if self.layout == "single" or (two_dim and self.rows < 2):
+            return
+        if self.environments.can_restart(one_lane_per_env=two_dim):
+            self.environments.restart()
+            self.extend(1)
+
+    def empty(self) -> None:
+        self.buffer.empty()
+        self.reference.empty()
+        self.environments.restart()
+        self.cursor = 0
+
+    # --- priorities
+
+    def random_td_errors(self, count: int) -> torch.Tensor:
+        """Magnitudes between 0.01 and 10, in the form the sampler expects."""
+        absolute = torch.tensor([10 ** self.rng.uniform(-2.0, 1.0) for _ in range(count)])
+        return absolute.square() if self.squared else absolute
+
+    def sample(self, batch_size: int) -> TensorDict:
+        """A batch that remembers, for the reference, what was in its slots.
+
+        Follow it with :meth:`update`: an update of a slot that was sampled, then overwritten, counts as one for what
+        was sampled, and :meth:`update_directly` does not know that.
+        """
+        batch = self.buffer.sample(batch_size)
+        batch["stamp"] = torch.tensor(self.reference.stamps(self.slots(batch["index"])))
+        return batch
+
+    def slots(self, index: torch.Tensor) -> list[int]:
+        """Slots of the reference for an index of the buffer."""
+        return (index[:, 0] * self.num_envs + index[:, 1] if self.layout == "two_dim" else index).tolist()
+
+    def update(self, batch: TensorDict) -> None:
+        """New TD errors for a sampled batch."""
+        td_error = self.random_td_errors(len(batch))
+        batch["td_error"] = td_error
+        self.buffer.update_tensordict_priority(batch)
+        self.reference.update(self.slots(batch["index"]), td_error.tolist(), batch["stamp"].tolist())
+
+    def update_directly(self, count: int) -> None:
+        """New TD errors for ``count`` slots nobody sampled, duplicates included."""
+        slots = torch.tensor([self.rng.randrange(len(self.reference.transitions)) for _ in range(count)])
+        index = torch.stack([slots // self.num_envs, slots % self.num_envs], -1) if self.layout == "two_dim" else slots
+        td_error = self.random_td_errors(count)
+        self.buffer.update_priority(index, td_error)
+        self.reference.update(slots.tolist(), td_error.tolist())
+
+    # --- comparing
+
+    def probabilities(self) -> torch.Tensor:
+        return self.sampler.probabilities(self.buffer.storage)
+
+    def check(self) -> None:
+        """The buffer's exact probabilities are the reference's."""
+        probabilities = self.probabilities()
+        expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
+        assert probabilities.dtype == torch.float64
+        torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=1e-9)
+
+    def random_operation(self) -> None:
+        """One of everything that can happen to a buffer."""
+        if not self.reference.transitions:
+            return self.extend(self.rng.randint(1, 4))
+        operation = self.rng.random()
+        if operation < 0.3:
+            self.extend(self.rng.randint(1, 5))
+        elif operation < 0.4:
+            self.add()
+        elif operation < 0.7:
+            self.update(self.sample(self.rng.randint(1, 6)))
+        elif operation < 0.8:
+            batch = self.sample(self.rng.randint(1, 6))
+            self.extend(self.rng.randint(1, 5))
+            self.update(batch)
+        elif operation < 0.94:
+            self.update_directly(self.rng.randint(1, 6))
+        elif operation < 0.97:
+            self.restart_collector()
+        else:
+            self.extend(self.rows + self.rng.randint(1, 7))
+
+
+def assert_same_state(state: dict, expected: dict) -> None:
+    """Equality of two state_dicts, bit by bit."""
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_same_state(state[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(state[key], value), key
+        else:
+            assert state[key] == value, key
+
+
+class Refuses:
+    """Expects an error, and the sampler exactly as it was."""
+
+    def __init__(self, buffer, error, match):
+        self.buffer, self.expectation = buffer, pytest.raises(error, match=match)
+
+    def __enter__(self):
+        self.state = copy.deepcopy(self.buffer.sampler.state_dict())
+        self.expectation.__enter__()
+
+    def __exit__(self, *raised):
+        caught = self.expectation.__exit__(*raised)
+        assert_same_state(self.buffer.sampler.state_dict(), self.state)
+        return caught
