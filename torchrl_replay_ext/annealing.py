@@ -64,6 +64,18 @@ class Hyperparameter:
         self._count.zero_()
         self.value.fill_(schedule.start)
 
+    @property
+    def bound(self) -> float:
+        """The largest value it can take."""
+        return max(self._schedule.start, self._schedule.end)
+
+    def current(self) -> float | Tensor:
+        """The value as a number; while compiling, as a tensor."""
+        if torch.compiler.is_compiling():
+            return self.value
+        # a constant is known without asking the device
+        return self._schedule.start if self._schedule.start == self._schedule.end else self.value.item()
+
     def step(self) -> None:
         """Count one update and move along the schedule."""
         start, end, num_updates = self._schedule.start, self._schedule.end, self._schedule.num_updates

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.functional.priorities import last_occurrence, write_last
+from torchrl_replay_ext.functional.priorities import is_last_occurrence, write_last
 from torchrl_replay_ext.tree import MaxTree, SumTree
+
+_FANOUT = 64
 
 
 def _pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class EpisodeIndex:
         num_pages = None
         self.span = steps
         if assigned:
-            page = 128
+            page = _FANOUT
             self._page_shift = page.bit_length() - 1
             blocks = -(-steps // page) + 2
             self.span = blocks * page
@@ -105,7 +107,11 @@ class EpisodeIndex:
             self._no_page = num_pages
         positions = lanes * self.span
         self._tree = SumTree(
-            positions + (1 << 7 if assigned else 0), fanout=128, page_table=page_table, num_pages=num_pages, device=device
+            positions + (_FANOUT if assigned else 0),
+            fanout=_FANOUT,
+            page_table=page_table,
+            num_pages=num_pages,
+            device=device,
         )
 
         def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -271,7 +277,7 @@ class EpisodeIndex:
 
     def _free(self, record: Tensor) -> None:
         """Give back those of ``record`` [n] that hold nothing any more and do not go on."""
-        once = last_occurrence(record) == torch.arange(record.shape[0], device=record.device)
+        once = is_last_occurrence(record)
         empty = (self._count.index_select(0, record) == 0) & ~self._open.index_select(0, record)
         self._records.push(record, once & empty & (record != self._none))
 
@@ -401,12 +407,14 @@ class EpisodeIndex:
         """
         position = self.positions(slots)
         record = self.episode.index_select(0, slots).to(torch.int64)
-        winner = last_occurrence(slots)
-        change = (mass - self._tree.get(position)) * (winner == torch.arange(slots.shape[0], device=slots.device))
+        change = (mass - self._tree.get(position)).mul_(is_last_occurrence(slots))
         self._tree.write(position, mass)
         self._totals.leaves.index_add_(0, record, change)
         self._totals.refresh(record)
-        self._lane_total.index_add_(0, position // self.span, change)
+        if self.lanes == 1:
+            self._lane_total.add_(change.sum())
+        else:
+            self._lane_total.index_add_(0, position // self.span, change)
         if clock is not None:
             self._touched.scatter_(0, record, clock.expand(record.shape[0]))
 
@@ -415,13 +423,14 @@ class EpisodeIndex:
         record = self.episode.index_select(0, slots)
         position = self.positions(slots)
         start = self._start.index_select(0, record)
-        behind, upto = self._tree.prefix(torch.cat([start.to(torch.int64), position + 1])).chunk(2)
+        behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # an episode that runs over the end of its lane's ring
-        part = upto - behind + (position < start) * self._lane_total.index_select(0, position // self.span)
-        finished = self._finished.index_select(0, record)
-        whole = torch.where(finished, self._totals.leaves.index_select(0, record).double(), self._totals.max().double())
+        around = self._lane_total if self.lanes == 1 else self._lane_total.index_select(0, position // self.span)
+        part = upto.sub_(behind).add_((position < start) * around)
+        totals = self._totals.leaves.index_select(0, record)
+        whole = torch.where(self._finished.index_select(0, record), totals.double(), self._totals.max().double())
         is_new = stamp.index_select(0, slots) > self._touched.index_select(0, record)
-        return torch.where(is_new, 1.0, part / whole)
+        return whole.reciprocal_().mul_(part).masked_fill_(is_new, 1.0)
 
     # --- state ----------------------------------------------------------------------------------------------------------
 

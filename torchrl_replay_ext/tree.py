@@ -8,13 +8,12 @@ from torch import Tensor
 from torchrl_replay_ext.functional.priorities import write_last
 
 _INT64_MAX = torch.iinfo(torch.int64).max
-_TOP = 8192
 
 
-def _level_shapes(rows: int, fanout: int) -> list[tuple[int, ...]]:
-    """Shapes above ``rows`` rows of leaves: blocks of ``fanout`` until at most ``_TOP`` nodes are left."""
+def _level_shapes(rows: int, fanout: int, top: int) -> list[tuple[int, ...]]:
+    """Shapes above ``rows`` rows of leaves: blocks of ``fanout`` until at most ``top`` nodes are left."""
     shapes: list[tuple[int, ...]] = []
-    while rows > _TOP:
+    while rows > top:
         nodes = rows
         rows = -(-nodes // fanout)
         shapes.append((rows, fanout))
@@ -68,13 +67,14 @@ class SumTree:
 
     Masses are int64 in fixed point, ``SumTree.UNIT`` = 2^23 per unit of priority. Sums are therefore exact and do not
     depend on the order of updates, nothing drifts, and a leaf of mass 0 is never drawn. Leaves lie in rows of
-    ``fanout``; above them come blocks of ``fanout`` sums and a dense top of at most 8192. All shapes are static and no
+    ``fanout``; above them come blocks of ``fanout`` sums and a dense top. All shapes are static and no
     operation waits for the device; an update writes the leaves first and then recomputes every ancestor from its
     children, so duplicates are safe: the last one wins.
 
     Args:
         capacity: number of leaves, >= 1.
         fanout: width of a row, a power of two.
+        top: the largest number of nodes in the dense top.
         track_min: also keep the smallest positive mass, for :meth:`min`.
         page_table: int64 [capacity // fanout + 1], the row of ``leaves`` that stores each block of ``fanout``
             leaves; for trees over a sparsely used range. The tree reads it, its owner writes it. Row ``num_pages`` always
@@ -95,7 +95,8 @@ class SumTree:
         self,
         capacity: int,
         *,
-        fanout: int = 128,
+        fanout: int = 64,
+        top: int = 16384,
         track_min: bool = False,
         page_table: Tensor | None = None,
         num_pages: int | None = None,
@@ -115,11 +116,12 @@ class SumTree:
         self._shift = fanout.bit_length() - 1
         self.page_table = page_table
         stored = blocks if page_table is None or num_pages is None else num_pages + 1
-        shapes = _level_shapes(blocks, fanout)
+        shapes = _level_shapes(blocks, fanout, top)
         self.leaves = torch.zeros((stored, fanout), dtype=torch.int64, device=device)
         self._sums = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
         self._mins = [torch.full(shape, _INT64_MAX, device=device) for shape in shapes] if track_min else []
-        self._column = torch.arange(fanout, device=device)
+        # row k selects the first k of a row
+        self._first = -torch.ones((fanout, fanout), dtype=torch.int64, device=device).tril(-1)
         # running sums of the top, behind a 0; computed anew for each draw
         self._running = torch.zeros(shapes[-1][0] + 1, dtype=torch.int64, device=device)
 
@@ -130,12 +132,12 @@ class SumTree:
 
     def nbytes(self) -> int:
         """Memory of the tree in bytes, the page table left out."""
-        return sum(t.numel() * t.element_size() for t in (self.leaves, *self._sums, *self._mins, self._column))
+        return sum(t.numel() * t.element_size() for t in (self.leaves, *self._sums, *self._mins, self._first))
 
     @classmethod
     def to_mass(cls, priority: Tensor) -> Tensor:
-        """Fixed-point masses of priorities >= 0 (floating point): rounded up to a multiple of 2^-23, so only 0 has mass 0."""
-        return (priority * cls.UNIT).ceil().to(torch.int64)
+        """Fixed-point masses of priorities >= 0 (floating point): rounded up to a multiple of 2^-23; only 0 has mass 0."""
+        return (priority * cls.UNIT).ceil_().to(torch.int64)
 
     def _address(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block of each leaf, the row that stores the block, and the leaf's place among all rows."""
@@ -147,15 +149,16 @@ class SumTree:
 
     def get(self, index: Tensor) -> Tensor:
         """Masses at ``index`` [n], int64 [n]."""
-        return self.leaves.view(-1).index_select(0, self._address(index)[2])
+        place = index if self.page_table is None else self._address(index)[2]
+        return self.leaves.view(-1).index_select(0, place)
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
         return self._sums[-1].sum()
 
-    def min(self) -> Tensor:
-        """Smallest positive mass, int64 []; needs ``track_min`` and a positive total."""
-        return self._mins[-1].amin() + 1
+    def min(self) -> int | Tensor:
+        """Smallest positive mass; needs ``track_min`` and a positive total."""
+        return scalar(self._mins[-1].amin()) + 1
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of the leaves ``index`` [n] to ``priority`` [n]; of duplicates the last one wins.
@@ -192,12 +195,15 @@ class SumTree:
         Returns:
             The leaves and their masses, int64 [n] each.
         """
-        torch.cumsum(self._sums[-1], 0, out=self._running[1:])
-        return self._find(target)
+        return self._find(target, self._run())
 
-    def _find(self, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self) -> Tensor:
+        """Running sums of the top, inclusive; ``self._running`` holds the exclusive ones after it."""
+        return torch.cumsum(self._sums[-1], 0, out=self._running[1:])
+
+    def _find(self, target: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
         blocks = self._sums[:-1]
-        node = torch.searchsorted(self._running[1:], target, right=True)
+        node = torch.searchsorted(running, target, right=True)
         rest = target - self._running.index_select(0, node)
         for level in reversed(blocks):
             children = level.index_select(0, node)
@@ -229,29 +235,30 @@ class SumTree:
         u = torch.rand(num, dtype=torch.float64, device=self.leaves.device, generator=generator)
         if stratified:
             u = (torch.arange(num, device=u.device) + u) / num
-        torch.cumsum(self._sums[-1], 0, out=self._running[1:])
-        total = scalar(self._running[-1])
+        running = self._run()
+        total = scalar(running[-1])
         if not torch.compiler.is_compiling() and total == 0:
             raise RuntimeError("SumTree.sample: all priorities are 0, nothing can be drawn; use eps > 0.")
         target = (u * total).to(torch.int64)
         if torch.compiler.is_compiling() or total > 2**53:
             # the product may have been rounded up to the total
             target = target.clamp_(max=total - 1)
-        return self._find(target)
+        return self._find(target, running)
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves [0, i) for each i of ``index`` [n], 0 <= i <= capacity. int64 [n]."""
-        *blocks, top = self._sums
+        blocks = self._sums[:-1]
         node, row, _ = self._address(index)
         result = self._before(self.leaves.index_select(0, row), index)
         for level in blocks:
             parent = node >> self._shift
             result = result + self._before(level.index_select(0, parent), node)
             node = parent
-        return result + (top.cumsum(0) - top).index_select(0, node)
+        self._run()
+        return result + self._running.index_select(0, node)
 
     def _before(self, children: Tensor, index: Tensor) -> Tensor:
-        return (children * (self._column < (index & (self.fanout - 1)).unsqueeze(1))).sum(1)
+        return (children & self._first.index_select(0, index & (self.fanout - 1))).sum(1)
 
     def probability(self, index: Tensor) -> Tensor:
         """Probability of each leaf of ``index`` in one draw, float64; 0 everywhere if the tree is empty."""
@@ -296,15 +303,16 @@ class MaxTree:
     Args:
         capacity: number of leaves, >= 1.
         fanout: width of a row, a power of two.
+        top: the largest number of nodes in the dense top.
         device: where the tensors live.
     """
 
-    def __init__(self, capacity: int, *, fanout: int = 128, device: torch.device | str | None = None):
+    def __init__(self, capacity: int, *, fanout: int = 64, top: int = 16384, device: torch.device | str | None = None):
         self._shift = fanout.bit_length() - 1
         rows = -(-capacity // fanout)
         self._rows = torch.zeros((rows, fanout), dtype=torch.int64, device=device)
         self._maxima = [
-            torch.zeros(shape, dtype=torch.int64, device=device) for shape in _level_shapes(rows, fanout)
+            torch.zeros(shape, dtype=torch.int64, device=device) for shape in _level_shapes(rows, fanout, top)
         ]
 
     @property

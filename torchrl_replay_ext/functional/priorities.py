@@ -44,6 +44,16 @@ def last_occurrence(index: Tensor) -> Tensor:
     return order.index_select(0, torch.searchsorted(ordered, index, right=True) - 1)
 
 
+def is_last_occurrence(index: Tensor) -> Tensor:
+    """For each entry of ``index`` [n], whether it is the last of its value; bool [n].
+
+    Examples:
+        >>> is_last_occurrence(torch.tensor([7, 3, 7]))
+        tensor([False,  True,  True])
+    """
+    return last_occurrence(index) == torch.arange(index.shape[0], device=index.device)
+
+
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     """``destination[index] = values`` in place for 1-D tensors; of duplicates in ``index`` the last one wins.
 

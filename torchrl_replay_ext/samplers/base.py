@@ -20,6 +20,10 @@ from torchrl_replay_ext.tree import SumTree, scalar
 _OUTSTANDING = 32
 
 
+def _as_float32(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
 class PrioritySampler(Sampler):
     """Abstract sampler that draws by priorities d = |δ| + eps of the stored transitions.
 
@@ -107,7 +111,7 @@ class PrioritySampler(Sampler):
         """Set d of ``slots`` [n] to ``priority`` (float32 [n]); of duplicates the last one wins."""
 
     @abstractmethod
-    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         """Slots drawn, a number proportional to the probability of each, and the smallest such number in the buffer.
 
         The third is None where the weights are normalised over the batch.
@@ -193,7 +197,7 @@ class PrioritySampler(Sampler):
         if len(shape) == 1:
             if index.ndim == 2 and index.shape[1] == 1:
                 index = index.squeeze(1)
-            return index.reshape(-1)
+            return index if index.ndim == 1 else index.reshape(-1)
         else:
             if index.ndim < 1 or index.shape[-1] != len(shape):
                 raise ValueError(
@@ -273,53 +277,58 @@ class PrioritySampler(Sampler):
         if storage is not None and not int(self._clock) and len(storage):
             self._adopt(storage)
         slots = self._slots(index)
-        error = torch.as_tensor(priority, dtype=torch.float32, device=self._device).detach().reshape(-1)
+        error = torch.as_tensor(priority, dtype=torch.float32, device=self._device)
+        if error.ndim != 1:
+            error = error.reshape(-1)
         count = slots.shape[0]
         if error.shape[0] != count:
             if error.shape[0] != 1:
                 raise ValueError(
-                    f"{name}.update_priority: there are {error.shape[0]} TD errors for {count} indices; one TD error per "
-                    "transition is needed."
+                    f"{name}.update_priority: there are {error.shape[0]} TD errors for {count} indices; one TD error "
+                    "per transition is needed."
                 )
             error = error.expand(count)
         if not count:
             return
-        stamp = self._stamps(slots)
-        oldest, newest = (int(s) for s in torch.aminmax(stamp))
-        smallest, largest = (float(e) for e in torch.aminmax(error))
-        if (
-            count == 1
-            and torch.as_tensor(index).ndim == 0
-            and newest == int(self._clock)
-            and largest == float(torch.tensor(self.default_priority))
-        ):
-            # TensorDictReplayBuffer.add() sends the default back for a transition without TD error: it has it already
-            return
+        smallest, largest = (e.item() for e in torch.aminmax(error))
         limit = self._limit()
-        if oldest == 0:
-            wrong = int((stamp == 0).nonzero()[0])
-            raise IndexError(f"{name}.update_priority: slot {int(slots[wrong])} is out of range: nothing is stored there.")
         if not (smallest >= 0 and self._size_of(largest) <= limit):
             wrong = int((~((error >= 0) & (self._size_of(error) <= limit))).nonzero()[0])
             raise ValueError(
                 f"{name}.update_priority: TD error {float(error[wrong]):g} at index {int(slots[wrong])} (position "
-                f"{wrong} of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {limit:g}."
+                f"{wrong} of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most "
+                f"{limit:g}."
             )
-        priority = self._size_of(error)
-        clock = self._drawn_at(slots)
-        if clock is not None and newest > clock:
-            keep = stamp > clock
-            self._dropped.add_(keep.sum())
-            slots, priority = slots[~keep], priority[~keep]
-            largest = float(error[~keep].max()) if slots.numel() else 0.0
-            if slots.numel():
-                self._update(slots, priority)
-        else:
-            self._update(slots, priority)
-        if self._size_of(largest) > float(self._max_priority):
+        drawn_at, clock = self._drawn_at(slots), self._clock.item()
+        if drawn_at != clock:
+            # not a batch that was just drawn: it may name anything
+            stamp = self._stamps(slots)
+            oldest, newest = (s.item() for s in torch.aminmax(stamp))
+            if oldest == 0:
+                wrong = int((stamp == 0).nonzero()[0])
+                raise IndexError(
+                    f"{name}.update_priority: slot {int(slots[wrong])} is out of range: nothing is stored there."
+                )
+            if newest == clock and torch.as_tensor(index).ndim == 0 and largest == _as_float32(self.default_priority):
+                # TensorDictReplayBuffer.add() sends the default back for a transition without TD error
+                return
+            if drawn_at is not None and newest > drawn_at:
+                fresh = stamp <= drawn_at
+                self._dropped.add_(count - fresh.sum())
+                slots, error = slots[fresh], error[fresh]
+                largest = float(error.max()) if slots.numel() else 0.0
+        if slots.numel():
+            self._update(slots, self._size_of(error))
+        if self._size_of(largest) > self._max_priority.item():
             self._max_priority.fill_(self._size_of(largest))
         for hyperparameter in self._hyperparameters.values():
             hyperparameter.step()
+
+    def _size_of(self, error):
+        """The priority d = |δ| + eps of a TD error, tensor or number."""
+        if self._td_error == "squared":
+            error = error.sqrt() if isinstance(error, Tensor) else math.sqrt(error)
+        return error + self._eps
 
     def _stamps(self, slots: Tensor) -> Tensor:
         try:
@@ -330,17 +339,11 @@ class PrioritySampler(Sampler):
         except (IndexError, RuntimeError):
             return self._stamp.index_select(0, self._in_range(slots, self._size))
 
-    def _size_of(self, error):
-        """The priority d = |δ| + eps of a TD error, tensor or number."""
-        if self._td_error == "squared":
-            error = error.sqrt() if isinstance(error, Tensor) else math.sqrt(error)
-        return error + self._eps
-
     def _drawn_at(self, slots: Tensor) -> int | None:
         """The clock when ``slots`` were drawn, if they are a batch that was drawn; it is then forgotten."""
         for position in range(len(self._outstanding) - 1, -1, -1):
             drawn, clock = self._outstanding[position]
-            if drawn is slots or (drawn.shape == slots.shape and torch.equal(drawn, slots)):
+            if drawn.shape == slots.shape and (drawn.data_ptr() == slots.data_ptr() or torch.equal(drawn, slots)):
                 del self._outstanding[position]
                 return clock
         return None
@@ -359,13 +362,16 @@ class PrioritySampler(Sampler):
         if not len(storage):
             raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
         self._bind(storage)
-        clock = int(self._clock)
+        clock = self._clock.item()
         if not clock:
             self._adopt(storage)
             clock = int(self._clock)
         slots, density, smallest = self._draw(batch_size)
-        smallest = scalar(density.amin() if smallest is None else smallest)
-        weight = (density / smallest).to(torch.float32) ** -scalar(self._hyperparameters["beta"].value)
+        if smallest is None:
+            smallest = scalar(density.amin())
+        weight = (density / smallest) ** -self._hyperparameters["beta"].current()
+        if weight.dtype != torch.float32:
+            weight = weight.to(torch.float32)
         self._outstanding.append((slots, clock))
         shape = self._shape or (self._size,)
         index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
@@ -374,7 +380,7 @@ class PrioritySampler(Sampler):
     # --- shared by subclasses whose proposals are d^alpha ---------------------------------------------------------
 
     def _mass(self, priority: Tensor) -> Tensor:
-        return SumTree.to_mass(priority ** scalar(self._hyperparameters["alpha"].value))
+        return SumTree.to_mass(priority ** self._hyperparameters["alpha"].current())
 
     def _all_masses(self) -> Tensor:
         """Masses of all slots from the stored d, with the current alpha."""
@@ -382,8 +388,7 @@ class PrioritySampler(Sampler):
 
     def _largest(self, tree: SumTree) -> float:
         """The largest d whose d^alpha fits into ``tree``."""
-        alpha = self.alpha
-        return min(tree.max_priority ** (1 / max(alpha, 0.05)), torch.finfo(torch.float32).max)
+        return min(tree.max_priority ** (1 / max(self._hyperparameters["alpha"].bound, 0.05)), 1e30)
 
     def _stored_slots(self) -> Tensor:
         return (self._stamp > 0).nonzero().squeeze(1)

@@ -79,7 +79,7 @@ class ProportionalSampler(PrioritySampler):
         write_last(self._priority, slots, priority)
         self._tree.write(slots, self._mass(priority))
 
-    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)
         return slots, mass, self._tree.min() if self._weight_norm == "buffer" else None
 

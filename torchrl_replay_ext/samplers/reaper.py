@@ -13,11 +13,12 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.episodes import EpisodeIndex
 from torchrl_replay_ext.functional import write_last
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tree import SumTree, scalar
+from torchrl_replay_ext.tree import SumTree
 
 # Rounds of proposals before a draw falls back to computing every Ψ.
 _MAX_ROUNDS = 16
 _CHUNK = 65536
+_FIRST_RATE = 0.75
 
 
 @PrioritizedSampler.register
@@ -110,7 +111,6 @@ class ReaPERSampler(PrioritySampler):
         self._truncated = truncated
         self._done_key, self._terminated_key = done_key, terminated_key
         self._traj_key, self._init_key = traj_key, init_key
-        self._proposed = self._accepted = 0
         self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
         super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
         self._hyperparameters["omega"] = self._omega
@@ -129,6 +129,8 @@ class ReaPERSampler(PrioritySampler):
     def _allocate(self, size: int, device: torch.device) -> None:
         self._omega.to(device)
         self._tree = SumTree(size, device=device)
+        # running mean of the share of proposals that are accepted
+        self._rate = torch.full((), _FIRST_RATE, dtype=torch.float64, device=device)
         self._shape_changed()
 
     def _shape_changed(self) -> None:
@@ -144,10 +146,10 @@ class ReaPERSampler(PrioritySampler):
     def _clear(self) -> None:
         self._tree.clear_()
         self._episodes.clear_()
-        self._proposed = self._accepted = 0
+        self._rate.fill_(_FIRST_RATE)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves} | {f"episodes_{k}": v for k, v in self._episodes.tensors().items()}
+        return {"proposals": self._tree.leaves, "acceptance_rate": self._rate} | {f"episodes_{k}": v for k, v in self._episodes.tensors().items()}
 
     def _restored(self) -> None:
         self._tree.rebuild_()
@@ -229,25 +231,23 @@ class ReaPERSampler(PrioritySampler):
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
-    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        omega = scalar(self._omega.value)
+    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
+        omega = self._omega.current()
         chosen: list[tuple[Tensor, Tensor]] = []
         need = batch_size
-        num = need + need // 2 + 8
+        rate = self._rate.item()
         for _ in range(_MAX_ROUNDS):
+            num = min(int(1.1 * need / max(rate, 0.02)) + 8, _CHUNK)
             slots, mass = self._tree.sample(num, generator=self._rng)
             factor = self._episodes.reliability(slots, self._stamp) ** omega
             u = torch.rand(num, dtype=torch.float64, device=self._device, generator=self._rng)
             accepted = (u < factor).nonzero().squeeze(1)
-            self._proposed += num
-            self._accepted += accepted.shape[0]
-            rate = max(accepted.shape[0] / num, 0.01)
+            rate += 0.1 * (accepted.shape[0] / num - rate)
             accepted = accepted[:need]
-            chosen.append((slots[accepted], mass[accepted] * factor[accepted]))
+            chosen.append((slots.index_select(0, accepted), mass.index_select(0, accepted) * factor.index_select(0, accepted)))
             need -= accepted.shape[0]
             if not need:
                 break
-            num = min(int(1.5 * need / rate) + 8, _CHUNK)
         else:
             everything = self._stored_slots()
             density = self._unnormalized(everything)
@@ -255,6 +255,7 @@ class ReaPERSampler(PrioritySampler):
             u = torch.rand(need, dtype=torch.float64, device=self._device, generator=self._rng) * running[-1]
             drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
             chosen.append((everything[drawn], density[drawn]))
+        self._rate.fill_(rate)
         slots, density = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*chosen, strict=True))
         smallest = None
         if self._weight_norm == "buffer":
@@ -273,5 +274,4 @@ class ReaPERSampler(PrioritySampler):
         slots = self._stored_slots()
         parts = [self._episodes.reliability(part, self._stamp) for part in slots.split(_CHUNK)]
         mean = torch.cat(parts).mean() if slots.numel() else torch.ones(())
-        rate = self._accepted / self._proposed if self._proposed else 1.0
-        return {"acceptance_rate": torch.tensor(rate), "reliability_mean": mean}
+        return {"acceptance_rate": self._rate, "reliability_mean": mean}
