@@ -400,14 +400,18 @@ class EpisodeIndex:
             return slots
         return slots % self.lanes * self.steps + slots // self.lanes
 
-    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None) -> None:
-        """Set the masses of ``slots`` [n]; of duplicates the last one wins.
+    def update(self, slots: Tensor, mass: Tensor, last: Tensor, clock: Tensor | None) -> None:
+        """Set the masses of ``slots`` [n].
 
-        With a ``clock``, the transitions of these episodes stop being new.
+        Args:
+            slots: int64 [n]; each holds a transition.
+            mass: int64 [n]; of duplicates the last one wins.
+            last: bool [n], whether a slot is the last of its duplicates.
+            clock: number of the last write; the transitions of these episodes stop being new. None: they do not.
         """
         position = self.positions(slots)
         record = self.episode.index_select(0, slots).to(torch.int64)
-        change = (mass - self._tree.get(position)).mul_(is_last_occurrence(slots))
+        change = (mass - self._tree.get(position)).mul_(last)
         self._tree.write(position, mass)
         self._totals.leaves.index_add_(0, record, change)
         self._totals.refresh(record)
@@ -418,8 +422,17 @@ class EpisodeIndex:
         if clock is not None:
             self._touched.scatter_(0, record, clock.expand(record.shape[0]))
 
-    def reliability(self, slots: Tensor, stamp: Tensor) -> Tensor:
-        """R of ``slots`` [n] that hold something, float64 [n] in (0, 1]; 1 for what is new (``stamp`` tells since when)."""
+    def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
+        """R of ``slots`` [n] that hold something, in (0, 1]; 1 for what is new.
+
+        Args:
+            slots: int64 [n].
+            stamp: int64 [size], the number of the write of each slot.
+            exact: float64; otherwise float32, which is enough for a draw and takes fewer operations.
+
+        Returns:
+            [n].
+        """
         record = self.episode.index_select(0, slots)
         position = self.positions(slots)
         start = self._start.index_select(0, record)
@@ -428,9 +441,9 @@ class EpisodeIndex:
         around = self._lane_total if self.lanes == 1 else self._lane_total.index_select(0, position // self.span)
         part = upto.sub_(behind).add_((position < start) * around)
         totals = self._totals.leaves.index_select(0, record)
-        whole = torch.where(self._finished.index_select(0, record), totals.double(), self._totals.max().double())
+        whole = torch.where(self._finished.index_select(0, record), totals, self._totals.max())
         is_new = stamp.index_select(0, slots) > self._touched.index_select(0, record)
-        return whole.reciprocal_().mul_(part).masked_fill_(is_new, 1.0)
+        return ((part.double() if exact else part) / whole).masked_fill_(is_new, 1.0)
 
     # --- state ----------------------------------------------------------------------------------------------------------
 

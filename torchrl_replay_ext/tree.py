@@ -69,7 +69,7 @@ class SumTree:
     depend on the order of updates, nothing drifts, and a leaf of mass 0 is never drawn. Leaves lie in rows of
     ``fanout``; above them come blocks of ``fanout`` sums and a dense top. All shapes are static and no
     operation waits for the device; an update writes the leaves first and then recomputes every ancestor from its
-    children, so duplicates are safe: the last one wins.
+    children, so duplicates are safe: the last one wins. ``max_priority`` is the largest priority a leaf may hold.
 
     Args:
         capacity: number of leaves, >= 1.
@@ -122,13 +122,10 @@ class SumTree:
         self._mins = [torch.full(shape, _INT64_MAX, device=device) for shape in shapes] if track_min else []
         # row k selects the first k of a row
         self._first = -torch.ones((fanout, fanout), dtype=torch.int64, device=device).tril(-1)
+        # the largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62
+        self.max_priority = float(2**62 // min(capacity, self.leaves.numel()) // self.UNIT)
         # running sums of the top, behind a 0; computed anew for each draw
         self._running = torch.zeros(shapes[-1][0] + 1, dtype=torch.int64, device=device)
-
-    @property
-    def max_priority(self) -> float:
-        """The largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62."""
-        return float(2**62 // min(self.capacity, self.leaves.numel()) // self.UNIT)
 
     def nbytes(self) -> int:
         """Memory of the tree in bytes, the page table left out."""
@@ -180,8 +177,9 @@ class SumTree:
     def write(self, index: Tensor, mass: Tensor) -> None:
         """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins."""
         block, row, place = self._address(index)
-        write_last(self.leaves.view(-1), place, mass)
-        rows = self.leaves.index_select(0, row)
+        leaves = self.leaves
+        write_last(leaves.view(-1), place, mass)
+        rows = leaves.index_select(0, row)
         _propagate(self._sums, block, _sum(rows), self._shift, _sum)
         if self._mins:
             _propagate(self._mins, block, _min(_less_one(rows)), self._shift, _min)
@@ -239,7 +237,7 @@ class SumTree:
         total = scalar(running[-1])
         if not torch.compiler.is_compiling() and total == 0:
             raise RuntimeError("SumTree.sample: all priorities are 0, nothing can be drawn; use eps > 0.")
-        target = (u * total).to(torch.int64)
+        target = u.mul_(total).to(torch.int64)
         if torch.compiler.is_compiling() or total > 2**53:
             # the product may have been rounded up to the total
             target = target.clamp_(max=total - 1)

@@ -62,3 +62,17 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     if index.device.type != "cpu" or torch.compiler.is_compiling():
         values = values.index_select(0, last_occurrence(index))
     destination.scatter_(0, index, values)
+
+
+def write_last_marked(destination: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """:func:`write_last` for floating-point tensors that also tells, bool [n], which entries of ``index`` were the last."""
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or index.shape[0] > 2**23:
+        last = is_last_occurrence(index)
+        write_last(destination, index, values)
+        return last
+    # cheaper than a sort: whose number remains?
+    numbers = torch.arange(index.shape[0], dtype=destination.dtype)
+    destination.scatter_(0, index, numbers)
+    last = destination.index_select(0, index) == numbers
+    destination.scatter_(0, index, values)
+    return last

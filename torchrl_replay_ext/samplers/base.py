@@ -188,6 +188,8 @@ class PrioritySampler(Sampler):
     def _slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""
         shape = self._shape or (self._size,)
+        if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
+            return index if index.device == self._device else index.to(self._device)
         if isinstance(index, tuple):
             index = torch.stack([torch.as_tensor(i) for i in index], -1)
         index = torch.as_tensor(index, device=self._device)
@@ -273,9 +275,12 @@ class PrioritySampler(Sampler):
             IndexError: if a slot is out of range or holds nothing. The state is unchanged in all these cases.
         """
         name = type(self).__name__
-        self._bind(storage)
-        if storage is not None and not int(self._clock) and len(storage):
+        clock = self._clock.item()
+        if storage is not self._bound:
+            self._bind(storage)
+        if not clock and storage is not None and len(storage):
             self._adopt(storage)
+            clock = self._clock.item()
         slots = self._slots(index)
         error = torch.as_tensor(priority, dtype=torch.float32, device=self._device)
         if error.ndim != 1:
@@ -299,7 +304,7 @@ class PrioritySampler(Sampler):
                 f"{wrong} of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most "
                 f"{limit:g}."
             )
-        drawn_at, clock = self._drawn_at(slots), self._clock.item()
+        drawn_at = self._drawn_at(slots)
         if drawn_at != clock:
             # not a batch that was just drawn: it may name anything
             stamp = self._stamps(slots)
@@ -388,7 +393,8 @@ class PrioritySampler(Sampler):
 
     def _largest(self, tree: SumTree) -> float:
         """The largest d whose d^alpha fits into ``tree``."""
-        return min(tree.max_priority ** (1 / max(self._hyperparameters["alpha"].bound, 0.05)), 1e30)
+        alpha = self._hyperparameters["alpha"].bound
+        return min(tree.max_priority ** (1 / max(alpha, 0.05)), 1e30)
 
     def _stored_slots(self) -> Tensor:
         return (self._stamp > 0).nonzero().squeeze(1)
