@@ -47,7 +47,9 @@ class Hyperparameter:
         hint: advice that ends the error message.
     """
 
-    def __init__(self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""):
+    def __init__(
+        self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""
+    ):
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
         self.value = torch.zeros((), dtype=torch.float64)
         self._count = torch.zeros((), dtype=torch.float64)

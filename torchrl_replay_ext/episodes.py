@@ -8,6 +8,7 @@ from torch import Tensor
 from torchrl_replay_ext.functional.priorities import is_last_occurrence, write_last
 from torchrl_replay_ext.tree import MaxTree, SumTree
 
+# Narrower than the default: prefix sums of many more transitions are asked for than are changed.
 _FANOUT = 64
 
 
@@ -83,9 +84,7 @@ class EpisodeIndex:
         device: where the tensors live.
     """
 
-    def __init__(
-        self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None
-    ):
+    def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
         self.steps, self.lanes, self.assigned = steps, lanes, assigned
         self.size = size = steps if assigned else steps * lanes
         self.device = torch.device(device or "cpu")
@@ -109,6 +108,7 @@ class EpisodeIndex:
         self._tree = SumTree(
             positions + (_FANOUT if assigned else 0),
             fanout=_FANOUT,
+            top=16384,
             page_table=page_table,
             num_pages=num_pages,
             device=device,
@@ -228,7 +228,11 @@ class EpisodeIndex:
         self._lane_episode.copy_(self._at_last(lane, _pick(ended, self._none, record), self._lane_episode))
         self._lane_written.index_copy_(0, lane, clock.expand(count))
         self._totals.refresh(record)
-        last = slots[-1:] if self.lanes == 1 else (slots if self.assigned else slots // self.lanes)[order.argmax()].reshape(1)
+        last = (
+            slots[-1:]
+            if self.lanes == 1
+            else (slots if self.assigned else slots // self.lanes)[order.argmax()].reshape(1)
+        )
         self._cursor.copy_((last + 1) % self.steps)
 
     @staticmethod
@@ -370,7 +374,11 @@ class EpisodeIndex:
         available = open_lane & ~match.any(0) & (self._lane_old | self._lane_doubtful | seen_before)
         if not torch.compiler.is_compiling() and bool(missing > available.sum()):
             self._raise_too_many(open_lane.sum(), group_id[request][-1])
-        age = _pick(available, self._lane_written, torch.full_like(self._lane_written, 2**62)).argsort(stable=True).argsort()
+        age = (
+            _pick(available, self._lane_written, torch.full_like(self._lane_written, 2**62))
+            .argsort(stable=True)
+            .argsort()
+        )
         stolen = available & (age < missing)
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)

@@ -95,8 +95,8 @@ class SumTree:
         self,
         capacity: int,
         *,
-        fanout: int = 64,
-        top: int = 16384,
+        fanout: int = 128,
+        top: int = 8192,
         track_min: bool = False,
         page_table: Tensor | None = None,
         num_pages: int | None = None,
@@ -134,7 +134,7 @@ class SumTree:
     @classmethod
     def to_mass(cls, priority: Tensor) -> Tensor:
         """Fixed-point masses of priorities >= 0 (floating point): rounded up to a multiple of 2^-23; only 0 has mass 0."""
-        return (priority * cls.UNIT).ceil_().to(torch.int64)
+        return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
     def _address(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block of each leaf, the row that stores the block, and the leaf's place among all rows."""

@@ -9,4 +9,11 @@ from torchrl_replay_ext.functional.priorities import (
 )
 from torchrl_replay_ext.functional.reliability import reliability
 
-__all__ = ["importance_weights", "is_last_occurrence", "last_occurrence", "reliability", "write_last", "write_last_marked"]
+__all__ = [
+    "importance_weights",
+    "is_last_occurrence",
+    "last_occurrence",
+    "reliability",
+    "write_last",
+    "write_last_marked",
+]

@@ -331,9 +331,9 @@ class PrioritySampler(Sampler):
 
     def _size_of(self, error):
         """The priority d = |δ| + eps of a TD error, tensor or number."""
-        if self._td_error == "squared":
-            error = error.sqrt() if isinstance(error, Tensor) else math.sqrt(error)
-        return error + self._eps
+        if isinstance(error, Tensor):
+            return error.sqrt().add_(self._eps) if self._td_error == "squared" else error + self._eps
+        return (math.sqrt(error) if self._td_error == "squared" else error) + self._eps
 
     def _stamps(self, slots: Tensor) -> Tensor:
         try:
@@ -374,7 +374,7 @@ class PrioritySampler(Sampler):
         slots, density, smallest = self._draw(batch_size)
         if smallest is None:
             smallest = scalar(density.amin())
-        weight = (density / smallest) ** -self._hyperparameters["beta"].current()
+        weight = (density / smallest).pow_(-self._hyperparameters["beta"].current())
         if weight.dtype != torch.float32:
             weight = weight.to(torch.float32)
         self._outstanding.append((slots, clock))
@@ -436,7 +436,9 @@ class PrioritySampler(Sampler):
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self._extra_stats(),
         }
-        return TensorDict({key: value.to(self._device, torch.float32) for key, value in values.items()}, device=self._device)
+        return TensorDict(
+            {key: value.to(self._device, torch.float32) for key, value in values.items()}, device=self._device
+        )
 
     def _extra_stats(self) -> dict[str, Tensor]:
         return {}

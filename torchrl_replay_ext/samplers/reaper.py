@@ -140,7 +140,11 @@ class ReaPERSampler(PrioritySampler):
         else:
             layout = (steps, self._num_streams, self._num_streams > 1)
         current = getattr(self, "_episodes", None)
-        if current is None or layout != (current.steps, current.lanes, current.assigned) or self._device != current.device:
+        if (
+            current is None
+            or layout != (current.steps, current.lanes, current.assigned)
+            or self._device != current.device
+        ):
             self._episodes = EpisodeIndex(*layout[:2], assigned=layout[2], device=self._device)
 
     def _clear(self) -> None:
@@ -149,7 +153,9 @@ class ReaPERSampler(PrioritySampler):
         self._rate.fill_(_FIRST_RATE)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves, "acceptance_rate": self._rate} | {f"episodes_{k}": v for k, v in self._episodes.tensors().items()}
+        return {"proposals": self._tree.leaves, "acceptance_rate": self._rate} | {
+            f"episodes_{k}": v for k, v in self._episodes.tensors().items()
+        }
 
     def _restored(self) -> None:
         self._tree.rebuild_()
@@ -194,7 +200,9 @@ class ReaPERSampler(PrioritySampler):
                 slots,
                 "which the environment writes and truncated='ongoing' needs; pass its name as terminated_key=.",
             )
-        why = "by which a collector tells trajectories apart; pass its name as traj_key=, or store one environment only."
+        why = (
+            "by which a collector tells trajectories apart; pass its name as traj_key=, or store one environment only."
+        )
         trajectory = self._column(storage, self._traj_key, slots, why if self._episodes.assigned else None)
         initial = self._column(storage, self._init_key, slots, None)
         assert ended is not None and finished is not None
