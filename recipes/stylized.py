@@ -203,7 +203,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Runs the comparison from the command line and returns its rows."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.stylized", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m recipes.stylized", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--out", type=Path, default=Path("runs/stylized"), help="folder of stylized.csv and stylized.png"
     )

@@ -85,6 +85,11 @@ class Hyperparameter:
             self._count.add_(1)
             self.value.copy_((self._count / num_updates).clamp_max(1.0).mul(end - start).add(start))
 
+    def just_ended(self) -> bool:
+        """Whether the last step was the last of the schedule."""
+        schedule = self._schedule
+        return schedule.start != schedule.end and self._count.item() == schedule.num_updates
+
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
         self.value, self._count = self.value.to(device), self._count.to(device)

@@ -141,8 +141,6 @@ class EpisodeIndex:
         self._max_trajectory = full(1, -1)
         self._cursor = full(1, 0)
 
-    # --- writing ------------------------------------------------------------------------------------------------------
-
     def follows(self, slots: Tensor) -> bool:
         """Whether ``slots`` [n] come next in the ring, or hold something that is not known here."""
         steps = slots if self.assigned else slots // self.lanes
@@ -316,7 +314,7 @@ class EpisodeIndex:
         broken_off = ~_shifted(ended, self._lane_episode[0] == self._none)
         unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
         if not torch.compiler.is_compiling() and bool(unexpected.any()):
-            self._raise_too_many(previous[unexpected][0], trajectory[unexpected][0])
+            self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
         self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
 
     def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
@@ -325,10 +323,9 @@ class EpisodeIndex:
 
     def _raise_too_many(self, going_on: Tensor, new: Tensor) -> None:
         raise ValueError(
-            f"trajectory {int(new)} begins while {'trajectory ' if self.lanes == 1 else 'all '}"
-            f"{int(going_on)}{'' if self.lanes == 1 else ' others'} still go{'es' if self.lanes == 1 else ''} on: more "
-            f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that write "
-            "to the buffer>; a trajectory that is cut off must be marked in the done and truncated keys."
+            f"trajectory {int(new)} begins while {int(going_on)} of {self.lanes} streams hold one that still goes on: "
+            f"more simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments "
+            "that write to the buffer>; where a trajectory is cut off, mark it in the done and truncated keys."
         )
 
     def _assign(self, trajectory: Tensor | None, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -398,8 +395,6 @@ class EpisodeIndex:
         untouched = torch.ones_like(self._lane_old).index_fill_(0, lane, False)
         return lane, stolen, restarted & untouched
 
-    # --- priorities ---------------------------------------------------------------------------------------------------
-
     def positions(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n] in their lanes' order, int64."""
         if self.assigned:
@@ -452,8 +447,6 @@ class EpisodeIndex:
         whole = torch.where(self._finished.index_select(0, record), totals, self._totals.max())
         is_new = stamp.index_select(0, slots) > self._touched.index_select(0, record)
         return ((part.double() if exact else part) / whole).masked_fill_(is_new, 1.0)
-
-    # --- state ----------------------------------------------------------------------------------------------------------
 
     @property
     def max_priority(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,8 +41,8 @@ def _fill(levels: list[Tensor], value: Tensor, reduce) -> None:
     top.copy_(value)
 
 
-def scalar(value: Tensor) -> Tensor | float | int:
-    """A 0-dim tensor as a number, except while compiling, where it must stay a tensor; numbers are faster on the CPU."""
+def scalar(value: Tensor) -> Any:
+    """A 0-dim tensor as a number, which is faster on the CPU; while compiling it must stay a tensor."""
     return value if torch.compiler.is_compiling() else value.item()
 
 
@@ -77,8 +79,8 @@ class SumTree:
         top: the largest number of nodes in the dense top.
         track_min: also keep the smallest positive mass, for :meth:`min`.
         page_table: int64 [capacity // fanout + 1], the row of ``leaves`` that stores each block of ``fanout``
-            leaves; for trees over a sparsely used range. The tree reads it, its owner writes it. Row ``num_pages`` always
-            holds zeros and stands for a block that is not stored.
+            leaves; for trees over a sparsely used range. The tree reads it, its owner writes it. Row ``num_pages``
+            always holds zeros and stands for a block that is not stored.
         num_pages: number of stored rows; needed with ``page_table``.
         device: where the tensors live.
 
@@ -133,7 +135,7 @@ class SumTree:
 
     @classmethod
     def to_mass(cls, priority: Tensor) -> Tensor:
-        """Fixed-point masses of priorities >= 0 (floating point): rounded up to a multiple of 2^-23; only 0 has mass 0."""
+        """Fixed-point masses of floating-point priorities >= 0, rounded up to a unit of 2^-23: only 0 has mass 0."""
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
     def _address(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

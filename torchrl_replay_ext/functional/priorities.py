@@ -65,7 +65,7 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def write_last_marked(destination: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """:func:`write_last` for floating-point tensors that also tells, bool [n], which entries of ``index`` were the last."""
+    """:func:`write_last` for floating-point tensors; returns, bool [n], which entries of ``index`` were the last."""
     if index.device.type != "cpu" or torch.compiler.is_compiling() or index.shape[0] > 2**23:
         last = is_last_occurrence(index)
         write_last(destination, index, values)

@@ -11,13 +11,13 @@ def reliability(
 ) -> Tensor:
     r"""Reliability of the targets of all stored transitions.
 
-    With δ⁺ = |TD error|, t = 1..n the stored transitions of an episode in time order, and F the largest sum of δ⁺ over an
-    episode (Pleiss et al., arXiv 2506.18482, Eqs. 16-17)::
+    With δ⁺ = |TD error|, t = 1..n the stored transitions of an episode in time order, and F the largest sum of δ⁺ over
+    an episode (Pleiss et al., arXiv 2506.18482, Eqs. 16-17)::
 
         R_t = 1 − Σ_{i>t} δ⁺_i / Σ_i δ⁺_i    finished episodes (Eq. 4)
         R_t = Σ_{i≤t} δ⁺_i / F               ongoing episodes
 
-    An episode whose δ⁺ are all 0 has nothing unlearned behind any of its transitions: its reliability is 1.
+    A finished episode whose δ⁺ are all 0 has nothing unlearned ahead of any of its transitions: its reliability is 1.
 
     Args:
         td_error: absolute TD errors δ⁺, shape [N], >= 0.

@@ -20,6 +20,10 @@ from torchrl_replay_ext.tree import SumTree, scalar
 _OUTSTANDING = 32
 
 
+def _length(storage: Storage) -> int:
+    return len(storage)  # pyright: ignore[reportArgumentType]: the abstract class declares no result
+
+
 def _as_float32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
@@ -82,10 +86,8 @@ class PrioritySampler(Sampler):
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
         self._max_priority = torch.ones((), dtype=torch.float64, device=device)
         self._dropped = torch.zeros((), dtype=torch.int64, device=device)
-        self._outstanding: deque[tuple[Tensor, int]] = deque(maxlen=_OUTSTANDING)
+        self._outstanding: deque[tuple[Tensor, float]] = deque(maxlen=_OUTSTANDING)
         self._allocate(size, device)
-
-    # --- what a subclass provides ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _allocate(self, size: int, device: torch.device) -> None:
@@ -129,20 +131,18 @@ class PrioritySampler(Sampler):
     def _restored(self) -> None:
         """Called after the tensors of :meth:`_tensors` were overwritten."""
 
-    # --- slots --------------------------------------------------------------------------------------------------------
-
     def _bind(self, storage: Storage | None) -> None:
         """Take shape and device from the storage once it has them; take in what it holds already."""
         if storage is None:
             return
         if self._shape is None or storage is not self._bound:
             name = type(self).__name__
-            data = getattr(storage, "_storage", None)
+            data: Any = getattr(storage, "_storage", None)
             if data is None:
                 return
             shape, device = (storage.max_size,), torch.device("cpu")
             if not isinstance(data, list):
-                shape = tuple(storage._total_shape)[: storage.ndim]
+                shape = tuple(getattr(storage, "_total_shape"))[: storage.ndim]  # noqa: B009: absent from the abstract class
                 columns = data.values(True, True) if hasattr(data, "values") else [data]
                 device = next((c.device for c in columns if isinstance(c, Tensor)), device)
             if getattr(data, "ndim", 0) > storage.ndim:
@@ -178,7 +178,7 @@ class PrioritySampler(Sampler):
     def _adopt(self, storage: Storage) -> None:
         """Take in what a storage held before this sampler was attached, oldest first, as new transitions."""
         lanes = math.prod((self._shape or (1,))[1:])
-        steps = torch.arange(len(storage) // lanes, device=self._device)
+        steps = torch.arange(_length(storage) // lanes, device=self._device)
         last = getattr(storage, "_last_cursor_index", None)
         if last is not None:
             steps = (steps + int(last) + 1) % len(steps)
@@ -192,24 +192,22 @@ class PrioritySampler(Sampler):
             return index if index.device == self._device else index.to(self._device)
         if isinstance(index, tuple):
             index = torch.stack([torch.as_tensor(i) for i in index], -1)
-        index = torch.as_tensor(index, device=self._device)
-        if index.dtype.is_floating_point or index.dtype == torch.bool:
-            raise TypeError(f"{type(self).__name__}: index must hold integers, got {index.dtype}.")
-        index = index.to(torch.int64)
+        coordinates = torch.as_tensor(index, device=self._device)
+        if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
+            raise TypeError(f"{type(self).__name__}: index must hold integers, got {coordinates.dtype}.")
+        coordinates = coordinates.to(torch.int64)
         if len(shape) == 1:
-            if index.ndim == 2 and index.shape[1] == 1:
-                index = index.squeeze(1)
-            return index if index.ndim == 1 else index.reshape(-1)
-        else:
-            if index.ndim < 1 or index.shape[-1] != len(shape):
-                raise ValueError(
-                    f"{type(self).__name__}: index has shape {tuple(index.shape)}; a storage of shape {shape} needs "
-                    f"[n, {len(shape)}]."
-                )
-            index = self._in_range(index.reshape(-1, len(shape)), torch.tensor(shape, device=self._device))
-        slots = index[:, 0]
+            return coordinates.reshape(-1)
+        if coordinates.ndim < 1 or coordinates.shape[-1] != len(shape):
+            raise ValueError(
+                f"{type(self).__name__}: index has shape {tuple(coordinates.shape)}; a storage of shape {shape} needs "
+                f"[n, {len(shape)}]."
+            )
+        high = torch.tensor(shape, device=self._device)
+        coordinates = self._in_range(coordinates.reshape(-1, len(shape)), high)
+        slots = coordinates[:, 0]
         for dim, length in enumerate(shape[1:], start=1):
-            slots = slots * length + index[:, dim]
+            slots = slots * length + coordinates[:, dim]
         return slots
 
     def _in_range(self, index: Tensor, high: int | Tensor) -> Tensor:
@@ -219,26 +217,21 @@ class PrioritySampler(Sampler):
         if bool(outside.any()):
             wrong = index[outside if index.ndim == 1 else outside.any(1)][0].tolist()
             raise IndexError(
-                f"{type(self).__name__}: index {wrong} is out of range for a storage of shape {self._shape or self._size}."
+                f"{type(self).__name__}: index {wrong} is out of range for a storage of shape "
+                f"{self._shape or (self._size,)}."
             )
         return index
-
-    # --- TorchRL's hooks ----------------------------------------------------------------------------------------------
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer for slots just written: gives them the default priority."""
         self._bind(storage)
-        index = torch.as_tensor(index, device=self._device)
+        slots = self._slots(index)
         if len(self._shape or (0,)) == 1:
             # TensorDictMaxValueWriter marks what it did not store by -1
-            index = index.reshape(-1)
-            index = index[index >= 0]
-        slots = self._slots(index)
+            slots = self._in_range(slots[slots >= 0], (self._shape or (self._size,))[0])
         if not slots.numel():
             return
-        if len(self._shape or (0,)) == 1:
-            self._in_range(slots, (self._shape or (self._size,))[0])
-        if storage is not None and not int(self._clock) and len(storage) > slots.numel():
+        if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
             self._adopt(storage)
         else:
             total = math.prod(self._shape or (self._size,))
@@ -278,7 +271,7 @@ class PrioritySampler(Sampler):
         clock = self._clock.item()
         if storage is not self._bound:
             self._bind(storage)
-        if not clock and storage is not None and len(storage):
+        if not clock and storage is not None and _length(storage):
             self._adopt(storage)
             clock = self._clock.item()
         slots = self._slots(index)
@@ -328,8 +321,10 @@ class PrioritySampler(Sampler):
             self._max_priority.fill_(self._size_of(largest))
         for hyperparameter in self._hyperparameters.values():
             hyperparameter.step()
+        if self._hyperparameters["alpha"].just_ended():
+            self._reweight()
 
-    def _size_of(self, error):
+    def _size_of(self, error: Any) -> Any:
         """The priority d = |δ| + eps of a TD error, tensor or number."""
         if isinstance(error, Tensor):
             return error.sqrt().add_(self._eps) if self._td_error == "squared" else error + self._eps
@@ -344,7 +339,7 @@ class PrioritySampler(Sampler):
         except (IndexError, RuntimeError):
             return self._stamp.index_select(0, self._in_range(slots, self._size))
 
-    def _drawn_at(self, slots: Tensor) -> int | None:
+    def _drawn_at(self, slots: Tensor) -> float | None:
         """The clock when ``slots`` were drawn, if they are a batch that was drawn; it is then forgotten."""
         for position in range(len(self._outstanding) - 1, -1, -1):
             drawn, clock = self._outstanding[position]
@@ -364,7 +359,7 @@ class PrioritySampler(Sampler):
         Raises:
             RuntimeError: if the buffer is empty, or all priorities are 0.
         """
-        if not len(storage):
+        if not _length(storage):
             raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
         self._bind(storage)
         clock = self._clock.item()
@@ -382,8 +377,6 @@ class PrioritySampler(Sampler):
         index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
         return index, {"priority_weight": weight}
 
-    # --- shared by subclasses whose proposals are d^alpha ---------------------------------------------------------
-
     def _mass(self, priority: Tensor) -> Tensor:
         return SumTree.to_mass(priority ** self._hyperparameters["alpha"].current())
 
@@ -399,11 +392,9 @@ class PrioritySampler(Sampler):
     def _stored_slots(self) -> Tensor:
         return (self._stamp > 0).nonzero().squeeze(1)
 
-    # --- inspection -----------------------------------------------------------------------------------------------------
-
     def _stored(self, storage: Storage) -> Tensor:
         self._bind(storage)
-        return torch.arange(len(storage), device=self._device)
+        return torch.arange(_length(storage), device=self._device)
 
     def probabilities(self, storage: Storage) -> Tensor:
         """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
@@ -413,11 +404,11 @@ class PrioritySampler(Sampler):
     def stats(self) -> TensorDict:
         """Numbers worth logging, as a TensorDict of float32 scalars. O(N).
 
-        ``num_items``: transitions stored. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 is uniform.
-        ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
-        ``never_updated``: share of transitions that still have the priority of a new one. ``max_td_error``: the
-        largest \\|δ\\| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because
-        their slot had been overwritten. And each hyperparameter's current value.
+        ``num_items``: transitions stored. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 is
+        uniform. ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
+        ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
+        largest |δ| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because their
+        slot had been overwritten. And each hyperparameter's current value.
         """
         density = self._unnormalized(self._stored_slots())
         count = density.numel()
@@ -431,7 +422,7 @@ class PrioritySampler(Sampler):
             "priority_median": relative.median(),
             "priority_max": relative.max(),
             "never_updated": (self._priority < 0).sum() / max(count, 1),
-            "max_td_error": self._max_priority,
+            "max_priority": self._max_priority,
             "dropped_updates": self._dropped,
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self._extra_stats(),
@@ -447,14 +438,12 @@ class PrioritySampler(Sampler):
         values = ", ".join(f"{name}={float(h.value):g}" for name, h in self._hyperparameters.items())
         return f"{type(self).__name__}(capacity={self._capacity}, {values}, td_error={self._td_error!r})"
 
-    # --- hyperparameters ------------------------------------------------------------------------------------------------
-
     @property
     def alpha(self) -> float:
         """Priority exponent. Assigning it applies it to everything stored, in O(capacity).
 
-        An annealed alpha (:class:`~torchrl_replay_ext.Anneal`) is applied to each transition when it is written or
-        updated; the others keep the exponent they had.
+        While alpha is annealed (:class:`~torchrl_replay_ext.Anneal`), a transition has the exponent of the time when it
+        was last written or updated; when the schedule ends, its end is applied to everything stored.
         """
         return float(self._hyperparameters["alpha"].value)
 
@@ -478,8 +467,6 @@ class PrioritySampler(Sampler):
     def beta(self, value: float | Tensor | Anneal) -> None:
         self._hyperparameters["beta"].set(value)
 
-    # --- saving and restoring ---------------------------------------------------------------------------------------------
-
     def _state(self) -> dict[str, Tensor]:
         return {
             "stamp": self._stamp,
@@ -498,13 +485,14 @@ class PrioritySampler(Sampler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, and nothing is changed then."""
+        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
         state = dict(state_dict)
         name = type(self).__name__
         expected = {*self._state(), *self._hyperparameters, "storage_shape"}
         if set(state) != expected:
             raise ValueError(
-                f"{name}.load_state_dict: missing {sorted(expected - set(state))}, unexpected {sorted(set(state) - expected)}."
+                f"{name}.load_state_dict: missing {sorted(expected - set(state))}, "
+                f"unexpected {sorted(set(state) - expected)}."
             )
         shape = tuple(state["storage_shape"].tolist()) or None
         if self._shape is not None and shape not in (None, self._shape):
@@ -521,7 +509,8 @@ class PrioritySampler(Sampler):
         for key, tensor in own.items():
             if tensor.shape != state[key].shape:
                 raise ValueError(
-                    f"{name}.load_state_dict: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}."
+                    f"{name}.load_state_dict: {key} has shape {tuple(state[key].shape)}, expected "
+                    f"{tuple(tensor.shape)}."
                 )
         for key, tensor in own.items():
             tensor.copy_(state[key])

@@ -30,8 +30,8 @@ class ProportionalSampler(PrioritySampler):
         stratified: draw one transition from each of B segments of equal mass instead of B independent ones.
         td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN, TD3 and SAC losses write it (the
             sampler takes the root); ``"absolute"`` if it is handed \|δ\|. Getting it wrong is silent.
-        weight_norm: ``"buffer"``: weights are divided by the largest weight of any stored transition; ``"batch"``: by the
-            largest of the batch.
+        weight_norm: ``"buffer"``: weights are divided by the largest weight of any stored transition; ``"batch"``: by
+            the largest of the batch.
 
     Raises:
         ValueError: if an argument is out of range, or, at the first write, ``capacity`` is smaller than the storage.

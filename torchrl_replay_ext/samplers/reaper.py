@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from tensordict import NestedKey
@@ -47,9 +48,9 @@ class ReaPERSampler(PrioritySampler):
       a truncated target is not exact.
     * An episode that breaks off unmarked (its environment was reset, trajectory ids restarted) stays ongoing.
 
-    Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one flat
-    storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``. In
-    flat storage, data of shape [E, T] must be flattened first: ``rb.append_transform(lambda td: td.reshape(-1),
+    Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one
+    flat storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``.
+    In flat storage, data of shape [E, T] must be flattened first: ``rb.append_transform(lambda td: td.reshape(-1),
     invert=True)``.
 
     Args:
@@ -124,8 +125,6 @@ class ReaPERSampler(PrioritySampler):
     def omega(self, value: float | Tensor | Anneal) -> None:
         self._omega.set(value)
 
-    # --- state --------------------------------------------------------------------------------------------------------
-
     def _allocate(self, size: int, device: torch.device) -> None:
         self._omega.to(device)
         self._tree = SumTree(size, device=device)
@@ -135,10 +134,7 @@ class ReaPERSampler(PrioritySampler):
 
     def _shape_changed(self) -> None:
         steps, *lanes = self._shape or (self._size,)
-        if lanes:
-            layout = (steps, math.prod(lanes), False)
-        else:
-            layout = (steps, self._num_streams, self._num_streams > 1)
+        layout = (steps, math.prod(lanes), False) if lanes else (steps, self._num_streams, self._num_streams > 1)
         current = getattr(self, "_episodes", None)
         if (
             current is None
@@ -169,11 +165,9 @@ class ReaPERSampler(PrioritySampler):
     def _limit(self) -> float:
         return min(self._largest(self._tree), self._episodes.max_priority)
 
-    # --- writing ------------------------------------------------------------------------------------------------------
-
     def _column(self, storage: Storage, key: NestedKey, slots: Tensor, why: str | None) -> Tensor | None:
         """The entries of a column at ``slots``; None if it is missing and no reason is given why it must be there."""
-        data = getattr(storage, "_storage", None)
+        data: Any = getattr(storage, "_storage", None)
         column = data.get(key, None) if hasattr(data, "get") else None
         if column is None:
             if why is None:
@@ -182,7 +176,8 @@ class ReaPERSampler(PrioritySampler):
         slots_in_storage = math.prod(self._shape or (self._size,))
         if column.numel() != slots_in_storage:
             raise ValueError(
-                f"ReaPERSampler: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is needed."
+                f"ReaPERSampler: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is "
+                "needed."
             )
         return column.reshape(-1).index_select(0, slots)
 
@@ -237,8 +232,6 @@ class ReaPERSampler(PrioritySampler):
         self._tree.leaves.view(-1)[: self._size] = self._all_masses()
         self._tree.rebuild_()
 
-    # --- drawing ------------------------------------------------------------------------------------------------------
-
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         omega = self._omega.current()
         chosen: list[tuple[Tensor, Tensor]] = []
@@ -264,7 +257,9 @@ class ReaPERSampler(PrioritySampler):
             drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
             chosen.append((everything[drawn], density[drawn].to(torch.float32)))
         self._rate.fill_(rate)
-        slots, density = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*chosen, strict=True))
+        slots, density = chosen[0]
+        if len(chosen) > 1:
+            slots, density = torch.cat([s for s, _ in chosen]), torch.cat([d for _, d in chosen])
         smallest = None
         if self._weight_norm == "buffer":
             everything = self._unnormalized(self._stored_slots())
