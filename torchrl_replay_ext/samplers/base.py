@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
@@ -142,15 +142,16 @@ class PrioritySampler(Sampler):
                 return
             shape, device = (storage.max_size,), torch.device("cpu")
             if not isinstance(data, list):
-                shape = tuple(getattr(storage, "_total_shape"))[: storage.ndim]  # noqa: B009: absent from the abstract class
+                tensors: Any = storage
+                shape = tuple(tensors._total_shape)[: storage.ndim]
                 columns = data.values(True, True) if hasattr(data, "values") else [data]
                 device = next((c.device for c in columns if isinstance(c, Tensor)), device)
-            if getattr(data, "ndim", 0) > storage.ndim:
-                raise ValueError(
-                    f"{name}: the storage holds entries of shape {tuple(data.shape[storage.ndim :])} in each slot, not "
-                    f"single transitions. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data before "
-                    "it is written: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
-                )
+                if is_tensor_collection(data) and data.ndim > storage.ndim:
+                    raise ValueError(
+                        f"{name}: the storage holds entries of shape {tuple(data.shape[storage.ndim :])} in each slot, "
+                        f"not single transitions. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data "
+                        "before it is written: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
+                    )
             # TorchRL rounds the size of a storage of ndim >= 2 up to a multiple of its columns
             lanes = math.prod(shape[1:])
             if -(-self._capacity // lanes) < shape[0]:
