@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.functional.priorities import is_last_occurrence, write_last
+from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
 from torchrl_replay_ext.tree import MaxTree, SumTree
 
 # Narrower than the default: prefix sums of many more transitions are asked for than are changed.
@@ -403,18 +403,19 @@ class EpisodeIndex:
             return slots
         return slots % self.lanes * self.steps + slots // self.lanes
 
-    def update(self, slots: Tensor, mass: Tensor, last: Tensor, clock: Tensor | None) -> None:
+    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None) -> None:
         """Set the masses of ``slots`` [n].
 
         Args:
             slots: int64 [n]; each holds a transition.
             mass: int64 [n]; of duplicates the last one wins.
-            last: bool [n], whether a slot is the last of its duplicates.
             clock: number of the last write; the transitions of these episodes stop being new. None: they do not.
         """
         position = self.positions(slots)
         record = self.episode.index_select(0, slots).to(torch.int64)
-        change = (mass - self._tree.get(position)).mul_(last)
+        change = mass - self._tree.get(position)
+        if not all_different(slots):
+            change *= is_last_occurrence(slots)
         self._tree.write(position, mass)
         self._totals.leaves.index_add_(0, record, change)
         self._totals.refresh(record)

@@ -235,6 +235,10 @@ class SumTree:
         u = torch.rand(num, dtype=torch.float64, device=self.leaves.device, generator=generator)
         if stratified:
             u = (torch.arange(num, device=u.device) + u) / num
+        return self.draw(u)
+
+    def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`sample` with given uniform numbers ``u``, float64 [n] in [0, 1), which it may overwrite."""
         running = self._run()
         total = scalar(running[-1])
         if not torch.compiler.is_compiling() and total == 0:

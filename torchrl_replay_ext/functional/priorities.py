@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# Up to here, numbers are looked at faster in Python than by tensor operations.
+_FEW = 1024
 
 
 def importance_weights(
@@ -54,6 +59,22 @@ def is_last_occurrence(index: Tensor) -> Tensor:
     return last_occurrence(index) == torch.arange(index.shape[0], device=index.device)
 
 
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of ``values`` [n], n >= 1; both NaN if one is."""
+    if values.shape[0] > _FEW:
+        low, high = torch.aminmax(values)
+        return low.item(), high.item()
+    numbers = values.tolist()
+    total = sum(numbers)
+    return (math.nan, math.nan) if total != total else (min(numbers), max(numbers))
+
+
+def all_different(index: Tensor) -> bool:
+    """Whether ``index`` [n] is known to hold no value twice; long ones, and those being compiled, are not looked at."""
+    count = index.shape[0]
+    return count <= _FEW and not torch.compiler.is_compiling() and len(set(index.tolist())) == count
+
+
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     """``destination[index] = values`` in place for 1-D tensors; of duplicates in ``index`` the last one wins.
 
@@ -62,17 +83,3 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     if index.device.type != "cpu" or torch.compiler.is_compiling():
         values = values.index_select(0, last_occurrence(index))
     destination.scatter_(0, index, values)
-
-
-def write_last_marked(destination: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """:func:`write_last` for floating-point tensors; returns, bool [n], which entries of ``index`` were the last."""
-    if index.device.type != "cpu" or torch.compiler.is_compiling() or index.shape[0] > 2**23:
-        last = is_last_occurrence(index)
-        write_last(destination, index, values)
-        return last
-    # cheaper than a sort: whose number remains?
-    numbers = torch.arange(index.shape[0], dtype=destination.dtype)
-    destination.scatter_(0, index, numbers)
-    last = destination.index_select(0, index) == numbers
-    destination.scatter_(0, index, values)
-    return last

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.functional import extremes
 from torchrl_replay_ext.tree import SumTree, scalar
 
 # Batches that are remembered until their priorities come back.
@@ -289,7 +290,7 @@ class PrioritySampler(Sampler):
             error = error.expand(count)
         if not count:
             return
-        smallest, largest = (e.item() for e in torch.aminmax(error))
+        smallest, largest = extremes(error)
         limit = self._limit()
         if not (smallest >= 0 and self._size_of(largest) <= limit):
             wrong = int((~((error >= 0) & (self._size_of(error) <= limit))).nonzero()[0])
@@ -360,13 +361,14 @@ class PrioritySampler(Sampler):
         Raises:
             RuntimeError: if the buffer is empty, or all priorities are 0.
         """
-        if not _length(storage):
-            raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
-        self._bind(storage)
+        if storage is not self._bound:
+            self._bind(storage)
         clock = self._clock.item()
         if not clock:
+            if not _length(storage):
+                raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
             self._adopt(storage)
-            clock = int(self._clock)
+            clock = self._clock.item()
         slots, density, smallest = self._draw(batch_size)
         if smallest is None:
             smallest = scalar(density.amin())

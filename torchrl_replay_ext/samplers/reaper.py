@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.episodes import EpisodeIndex
-from torchrl_replay_ext.functional import is_last_occurrence, write_last_marked
+from torchrl_replay_ext.functional import write_last
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.tree import SumTree
 
@@ -206,7 +206,7 @@ class ReaPERSampler(PrioritySampler):
             # marked again, not written in turn: it stays where it is in its episode
             self._stamp_slots(slots)
             mass = SumTree.to_mass(self._max_priority).expand(slots.shape[0])
-            self._episodes.update(slots, mass, is_last_occurrence(slots), None)
+            self._episodes.update(slots, mass, None)
         else:
             self._episodes.write(
                 slots,
@@ -224,9 +224,9 @@ class ReaPERSampler(PrioritySampler):
         self._episodes.forget()
 
     def _update(self, slots: Tensor, priority: Tensor) -> None:
-        last = write_last_marked(self._priority, slots, priority)
+        write_last(self._priority, slots, priority)
         self._tree.write(slots, self._mass(priority))
-        self._episodes.update(slots, SumTree.to_mass(priority), last, self._clock)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
 
     def _reweight(self) -> None:
         self._tree.leaves.view(-1)[: self._size] = self._all_masses()
@@ -239,10 +239,10 @@ class ReaPERSampler(PrioritySampler):
         rate = self._rate.item()
         for _ in range(_MAX_ROUNDS):
             num = min(int(1.1 * need / max(rate, 0.02)) + 8, _CHUNK)
-            slots, mass = self._tree.sample(num, generator=self._rng)
+            u, v = torch.rand((2, num), dtype=torch.float64, device=self._device, generator=self._rng)
+            slots, mass = self._tree.draw(u)
             factor = self._episodes.reliability(slots, self._stamp, exact=False) ** omega
-            u = torch.rand(num, device=self._device, generator=self._rng)
-            accepted = (u < factor).nonzero().squeeze(1)
+            accepted = (v < factor).nonzero().squeeze(1)
             rate += 0.1 * (accepted.shape[0] / num - rate)
             accepted = accepted[:need]
             chosen.append((slots.index_select(0, accepted), factor.mul_(mass).index_select(0, accepted)))
