@@ -432,7 +432,8 @@ class EpisodeIndex:
         Args:
             slots: int64 [n].
             stamp: int64 [size], the number of the write of each slot.
-            exact: float64; otherwise float32, which is enough for a draw and takes fewer operations.
+            exact: float64, and 1 where an episode has no mass at all; otherwise float32, and NaN there, which is enough
+                for a draw and takes fewer operations.
 
         Returns:
             [n].
@@ -447,7 +448,8 @@ class EpisodeIndex:
         totals = self._totals.leaves.index_select(0, record)
         whole = torch.where(self._finished.index_select(0, record), totals, self._totals.max())
         is_new = stamp.index_select(0, slots) > self._touched.index_select(0, record)
-        return ((part.double() if exact else part) / whole).masked_fill_(is_new, 1.0)
+        ratio = (part.double() / whole).nan_to_num_(nan=1.0) if exact else part / whole
+        return ratio.masked_fill_(is_new, 1.0)
 
     @property
     def max_priority(self) -> float:

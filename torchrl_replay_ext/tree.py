@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.functional.priorities import write_last
+from torchrl_replay_ext.functional.priorities import FEW, write_last
 
 _INT64_MAX = torch.iinfo(torch.int64).max
+# Lazy writes until minima are brought up to date.
+_MAX_STALE = 64
 
 
 def _level_shapes(rows: int, fanout: int, top: int) -> list[tuple[int, ...]]:
@@ -97,8 +99,8 @@ class SumTree:
         self,
         capacity: int,
         *,
-        fanout: int = 128,
-        top: int = 8192,
+        fanout: int = 64,
+        top: int = 16384,
         track_min: bool = False,
         page_table: Tensor | None = None,
         num_pages: int | None = None,
@@ -109,6 +111,8 @@ class SumTree:
         if fanout < 2 or fanout & (fanout - 1):
             raise ValueError(f"SumTree(fanout={fanout}): fanout must be a power of two, >= 2.")
         blocks = capacity // fanout + 1
+        if top < 1:
+            raise ValueError(f"SumTree(top={top}): top must be >= 1.")
         if page_table is not None:
             if num_pages is None or page_table.shape != (blocks,):
                 raise ValueError(f"SumTree: page_table must have shape ({blocks},) and come with num_pages.")
@@ -122,6 +126,9 @@ class SumTree:
         self.leaves = torch.zeros((stored, fanout), dtype=torch.int64, device=device)
         self._sums = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
         self._mins = [torch.full(shape, _INT64_MAX, device=device) for shape in shapes] if track_min else []
+        # the smallest positive mass if known, and the blocks whose minimum is out of date
+        self._min: int | None = None
+        self._stale: list[Tensor] = []
         # row k selects the first k of a row
         self._first = -torch.ones((fanout, fanout), dtype=torch.int64, device=device).tril(-1)
         # the largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62
@@ -157,7 +164,28 @@ class SumTree:
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; needs ``track_min`` and a positive total."""
-        return scalar(self._mins[-1].amin()) + 1
+        if torch.compiler.is_compiling():
+            return self._mins[-1].amin() + 1
+        if self._min is None:
+            self._refresh_minima()
+            self._min = int(self._mins[-1].amin()) + 1
+        return self._min
+
+    def forget_min(self) -> None:
+        """To be called when somebody else has written to these tensors, another process for instance."""
+        self._min = None
+
+    def _refresh_minima(self) -> None:
+        if self._stale:
+            block = torch.cat(self._stale)
+            self._stale.clear()
+            self._write_minima(block, self.leaves.index_select(0, self._row(block)))
+
+    def _write_minima(self, block: Tensor, rows: Tensor) -> None:
+        _propagate(self._mins, block, _min(_less_one(rows)), self._shift, _min)
+
+    def _row(self, block: Tensor) -> Tensor:
+        return block if self.page_table is None else self.page_table[block]
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of the leaves ``index`` [n] to ``priority`` [n]; of duplicates the last one wins.
@@ -174,17 +202,33 @@ class SumTree:
             raise ValueError(f"SumTree.update: index must lie in [0, {self.capacity}).")
         if not bool(((priority >= 0) & (priority <= self.max_priority)).all()):
             raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
-        self.write(index, self.to_mass(priority))
+        self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
-    def write(self, index: Tensor, mass: Tensor) -> None:
-        """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins."""
+    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False) -> None:
+        """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins.
+
+        With ``lazy``, minima are brought up to date only when they are needed, which they seldom are: as long as no
+        leaf of the smallest mass is written, the smallest mass can only become that of a leaf that is.
+        """
         block, row, place = self._address(index)
         leaves = self.leaves
+        lazy = lazy and bool(self._mins) and self._min is not None and index.shape[0] <= FEW
+        lazy = lazy and not torch.compiler.is_compiling()
+        before = leaves.view(-1).index_select(0, place).tolist() if lazy else []
         write_last(leaves.view(-1), place, mass)
         rows = leaves.index_select(0, row)
         _propagate(self._sums, block, _sum(rows), self._shift, _sum)
-        if self._mins:
-            _propagate(self._mins, block, _min(_less_one(rows)), self._shift, _min)
+        if lazy:
+            self._stale.append(block)
+            written = dict(zip(index.tolist(), mass.tolist(), strict=True)).values()
+            smallest, after = self._min, min(filter(None, written), default=_INT64_MAX)
+            if smallest is not None and after <= smallest:
+                self._min = after
+            elif smallest in before or len(self._stale) > _MAX_STALE:
+                self._min = None
+        elif self._mins:
+            self._write_minima(block, rows)
+            self._min = None
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The leaves in which ``target`` falls: the i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j.
@@ -234,7 +278,8 @@ class SumTree:
         """
         u = torch.rand(num, dtype=torch.float64, device=self.leaves.device, generator=generator)
         if stratified:
-            u = (torch.arange(num, device=u.device) + u) / num
+            # the last may be rounded up to 1
+            u = ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-53)
         return self.draw(u)
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,6 +319,8 @@ class SumTree:
             tensor.zero_()
         for tensor in self._mins:
             tensor.fill_(_INT64_MAX)
+        self._min = None
+        self._stale.clear()
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
@@ -281,12 +328,18 @@ class SumTree:
         _fill(self._sums, _sum(rows), _sum)
         if self._mins:
             _fill(self._mins, _min(_less_one(rows)), _min)
+            self._min = None
+            self._stale.clear()
 
     def check_valid(self) -> None:
         """Raise AssertionError if a sum or a minimum is not that of its children."""
         rows = self.leaves if self.page_table is None else self.leaves[self.page_table]
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
+        positive = self.leaves[self.leaves > 0]
+        if self._min is not None and (not positive.numel() or self._min != int(positive.min())):
+            raise AssertionError("SumTree: the smallest mass is not that of the leaves")
+        self._refresh_minima()
         for name, levels, value, reduce in (
             ("sums", self._sums, _sum(rows), _sum),
             ("minima", self._mins, _min(_less_one(rows)), _min),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Up to here, numbers are looked at faster in Python than by tensor operations.
-_FEW = 1024
+FEW = 1024
 
 
 def importance_weights(
@@ -45,6 +45,7 @@ def last_occurrence(index: Tensor) -> Tensor:
         >>> last_occurrence(torch.tensor([7, 3, 7]))
         tensor([2, 1, 2])
     """
+    index = index.contiguous()
     ordered, order = index.sort(stable=True)
     return order.index_select(0, torch.searchsorted(ordered, index, right=True) - 1)
 
@@ -61,7 +62,7 @@ def is_last_occurrence(index: Tensor) -> Tensor:
 
 def extremes(values: Tensor) -> tuple[float, float]:
     """The smallest and the largest of ``values`` [n], n >= 1; both NaN if one is."""
-    if values.shape[0] > _FEW:
+    if values.shape[0] > FEW:
         low, high = torch.aminmax(values)
         return low.item(), high.item()
     numbers = values.tolist()
@@ -72,7 +73,7 @@ def extremes(values: Tensor) -> tuple[float, float]:
 def all_different(index: Tensor) -> bool:
     """Whether ``index`` [n] is known to hold no value twice; long ones, and those being compiled, are not looked at."""
     count = index.shape[0]
-    return count <= _FEW and not torch.compiler.is_compiling() and len(set(index.tolist())) == count
+    return count <= FEW and not torch.compiler.is_compiling() and len(set(index.tolist())) == count
 
 
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:

@@ -9,7 +9,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.functional import write_last
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.tree import SumTree, scalar
 
 
 @PrioritizedSampler.register
@@ -63,6 +63,7 @@ class ProportionalSampler(PrioritySampler):
         super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
 
     def _allocate(self, size: int, device: torch.device) -> None:
+        self._seen = 0
         self._tree = SumTree(size, track_min=self._weight_norm == "buffer", device=device)
 
     def _clear(self) -> None:
@@ -77,11 +78,18 @@ class ProportionalSampler(PrioritySampler):
 
     def _update(self, slots: Tensor, priority: Tensor) -> None:
         write_last(self._priority, slots, priority)
-        self._tree.write(slots, self._mass(priority))
+        self._tree.write(slots, self._mass(priority), lazy=True)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)
-        return slots, mass, self._tree.min() if self._weight_norm == "buffer" else None
+        if self._weight_norm == "batch":
+            return slots, mass, None
+        clock = scalar(self._clock)
+        if clock is not self._clock and clock != self._seen:
+            # another process may have written
+            self._tree.forget_min()
+            self._seen = clock
+        return slots, mass, self._tree.min()
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()

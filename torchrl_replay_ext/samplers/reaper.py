@@ -241,11 +241,11 @@ class ReaPERSampler(PrioritySampler):
             num = min(int(1.1 * need / max(rate, 0.02)) + 8, _CHUNK)
             u, v = torch.rand((2, num), dtype=torch.float64, device=self._device, generator=self._rng)
             slots, mass = self._tree.draw(u)
-            factor = self._episodes.reliability(slots, self._stamp, exact=False) ** omega
+            factor = self._episodes.reliability(slots, self._stamp, exact=self._eps == 0) ** omega
             accepted = (v < factor).nonzero().squeeze(1)
             rate += 0.1 * (accepted.shape[0] / num - rate)
             accepted = accepted[:need]
-            chosen.append((slots.index_select(0, accepted), factor.mul_(mass).index_select(0, accepted)))
+            chosen.append((slots.index_select(0, accepted), (factor * mass).index_select(0, accepted)))
             need -= accepted.shape[0]
             if not need:
                 break

@@ -1,0 +1,149 @@
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+import torch
+
+from torchrl_replay_ext import Anneal
+from torchrl_replay_ext.annealing import Hyperparameter
+
+
+def beta(value, **limits):
+    return Hyperparameter("SomeSampler", "beta", value, **limits)
+
+
+def test_anneal_is_a_value():
+    schedule = Anneal(0.4, 1.0, num_updates=10)
+    assert schedule == Anneal(start=0.4, end=1.0, num_updates=10)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        schedule.start = 0.5
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+@pytest.mark.parametrize("num_updates", [0, -1])
+def test_anneal_refuses(num_updates):
+    with pytest.raises(ValueError, match=rf"Anneal\(num_updates={num_updates}\): num_updates must be >= 1"):
+        Anneal(0.4, 1.0, num_updates)
+
+
+@pytest.mark.parametrize("value", [0.4, 1, torch.tensor(0.25)])
+def test_constant_stays(value):
+    hyperparameter = beta(value, high=1.0)
+    for _ in range(3):
+        assert hyperparameter.current() == pytest.approx(float(value))
+        assert hyperparameter.bound == pytest.approx(float(value))
+        hyperparameter.step()
+    assert hyperparameter.value.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.4, 1.0), (1.0, 0.0)])
+def test_annealed_is_linear_then_constant(start, end):
+    hyperparameter = beta(Anneal(start, end, 4), high=1.0)
+    assert hyperparameter.bound == 1.0
+    values = []
+    for _ in range(7):
+        values.append(hyperparameter.current())
+        assert float(hyperparameter.value) == values[-1]
+        hyperparameter.step()
+    expected = [start + (end - start) * min(k / 4, 1) for k in range(7)]
+    assert values == pytest.approx(expected, abs=1e-12)
+    assert values[-1] == end
+
+
+def test_one_update_is_enough():
+    hyperparameter = beta(Anneal(0.0, 1.0, 1))
+    hyperparameter.step()
+    assert hyperparameter.current() == 1.0
+
+
+def test_changed_in_place():
+    """Whoever holds the tensor sees the new value."""
+    hyperparameter = beta(Anneal(0.0, 1.0, 2))
+    held = hyperparameter.value
+    hyperparameter.step()
+    assert float(held) == 0.5
+    hyperparameter.set(0.3)
+    assert float(held) == 0.3
+    hyperparameter.load(beta(0.7).state())
+    assert float(held) == 0.7
+
+
+def test_set_restarts():
+    hyperparameter = beta(Anneal(0.0, 1.0, 2))
+    hyperparameter.step()
+    hyperparameter.set(Anneal(1.0, 3.0, 2))
+    assert hyperparameter.current() == 1.0
+    hyperparameter.step()
+    assert hyperparameter.current() == 2.0
+    hyperparameter.set(5.0)
+    hyperparameter.step()
+    assert hyperparameter.current() == 5.0
+
+
+@pytest.mark.parametrize(
+    "value", [-0.1, math.nan, math.inf, torch.tensor(-1.0), Anneal(-0.5, 1.0, 3), Anneal(0, math.inf, 3)]
+)
+def test_refuses_what_is_not_a_size(value):
+    with pytest.raises(ValueError, match=r"SomeSampler\(beta=\S+\): beta must be >= 0; use 0"):
+        beta(value, hint="; use 0 for none")
+
+
+@pytest.mark.parametrize("value", [1.5, Anneal(0.5, 1.5, 3), Anneal(2.0, 0.5, 3)])
+def test_refuses_above_the_limit(value):
+    with pytest.raises(ValueError, match=r"SomeSampler\(beta=\S+\): beta must be in \[0, 1\]"):
+        beta(value, high=1.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, Anneal(0.5, 9.0, 3)])
+def test_a_refused_value_changes_nothing(value):
+    hyperparameter = beta(Anneal(0.0, 1.0, 4), high=1.0)
+    hyperparameter.step()
+    state = hyperparameter.state()
+    with pytest.raises(ValueError, match="beta"):
+        hyperparameter.set(value)
+    assert torch.equal(hyperparameter.state(), state)
+    hyperparameter.step()
+    assert hyperparameter.current() == 0.5
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 9])
+def test_state_round_trips(steps):
+    """The restored one goes on as the original does, whatever it was before."""
+    original, restored = beta(Anneal(0.1, 0.9, 5)), beta(Anneal(0.5, 0.0, 77))
+    for _ in range(steps):
+        original.step()
+    restored.step()
+    state = original.state()
+    assert state.dtype == torch.float64
+    restored.load(state.clone())
+    for _ in range(8):
+        assert restored.current() == original.current()
+        assert torch.equal(restored.state(), original.state())
+        original.step()
+        restored.step()
+
+
+def test_state_is_not_shared():
+    hyperparameter = beta(Anneal(0.0, 1.0, 4))
+    state = hyperparameter.state()
+    hyperparameter.step()
+    assert state.tolist() == [0.0, 0.0, 0.0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))])
+def test_copies_go_on_alone(duplicate):
+    hyperparameter = beta(Anneal(0.0, 1.0, 4))
+    hyperparameter.step()
+    other = duplicate(hyperparameter)
+    other.step()
+    assert (hyperparameter.current(), other.current()) == (0.25, 0.5)
+
+
+def test_moves_to_a_device():
+    hyperparameter = beta(Anneal(0.0, 1.0, 4))
+    hyperparameter.step()
+    hyperparameter.to(torch.device("cpu"))
+    hyperparameter.step()
+    assert hyperparameter.current() == 0.5

@@ -1,0 +1,403 @@
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torchrl_replay_ext.episodes import EpisodeIndex, FreeList
+
+
+@dataclass
+class Episode:
+    """A list of what is stored of one episode."""
+
+    trajectory: int
+    finished: bool = False
+    touched: int = 0
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """One transition to be written."""
+
+    lane: int
+    ended: bool = False
+    finished: bool = False
+    initial: bool = False
+
+
+class IndexWithModel:
+    """An EpisodeIndex, and the same as plain lists; both are told of the same writes and updates.
+
+    Lanes are environments. Where they are assigned, rows of any environments may follow each other; otherwise each time
+    step has one row of each.
+    """
+
+    def __init__(self, steps: int, lanes: int, assigned: bool):
+        self.steps, self.lanes, self.assigned = steps, lanes, assigned
+        self.index = EpisodeIndex(steps, lanes, assigned=assigned)
+        self.size = steps if assigned else steps * lanes
+        self.stamp = torch.zeros(self.size, dtype=torch.int64)
+        self.clock = 0
+        self.trajectories = 0
+        self.clear()
+
+    def clear(self):
+        self.cursor = 0
+        self.mass: dict[int, int] = {}
+        self.episode: dict[int, Episode] = {}
+        self.going_on: list[Episode | None] = [None] * self.lanes
+
+    def write(self, rows: list[Row], mass: int) -> None:
+        """Writes at most ``size`` rows."""
+        slots = [(self.cursor + i) % self.size for i in range(len(rows))]
+        for slot in slots:
+            if slot in self.episode:
+                self.episode.pop(slot).slots.remove(slot)
+        self.clock += 1
+        trajectory = []
+        for slot, row in zip(slots, rows, strict=True):
+            episode = self.going_on[row.lane]
+            if episode is None or (row.initial and not self.assigned):
+                episode = Episode(self.trajectories)
+                self.trajectories += 1
+            trajectory.append(episode.trajectory)
+            episode.slots.append(slot)
+            self.episode[slot], self.mass[slot] = episode, mass
+            self.going_on[row.lane] = None if row.ended else episode
+            if row.ended:
+                episode.finished, episode.touched = row.finished, self.clock
+        self.cursor = (slots[-1] + 1) % self.size
+        self.index.write(
+            torch.tensor(slots),
+            torch.tensor(mass),
+            torch.tensor(self.clock),
+            ended=torch.tensor([row.ended for row in rows]),
+            finished=torch.tensor([row.ended and row.finished for row in rows]),
+            trajectory=torch.tensor(trajectory) if self.assigned else None,
+            initial=None if self.assigned else torch.tensor([row.initial for row in rows]),
+        )
+        self.stamp[torch.tensor(slots)] = self.clock
+
+    def forget(self) -> None:
+        """What comes before a write that replaces more than everything."""
+        self.index.forget()
+        going_on = self.going_on
+        cursor = self.cursor
+        self.clear()
+        self.cursor = cursor
+        for lane, episode in enumerate(going_on):
+            # an assigned trajectory may go on, now without anything stored
+            if self.assigned and episode is not None:
+                episode.slots.clear()
+                self.going_on[lane] = episode
+
+    def update(self, slots: list[int], mass: list[int], touch: bool = True) -> None:
+        for slot, m in zip(slots, mass, strict=True):
+            self.mass[slot] = m
+            if touch:
+                self.episode[slot].touched = self.clock
+        index = torch.tensor(slots)
+        clock = torch.tensor(self.clock) if touch else None
+        self.index.update(index, torch.tensor(mass), clock)
+
+    def episodes(self) -> list[Episode]:
+        return list({id(episode): episode for episode in self.episode.values()}.values())
+
+    def reliability(self) -> dict[int, float]:
+        """Eq. 16 and 17, by sums over lists."""
+        totals = {id(e): sum(self.mass[s] for s in e.slots) for e in self.episodes()}
+        reliability = {}
+        for episode in self.episodes():
+            whole = totals[id(episode)] if episode.finished else max(totals.values())
+            upto = 0
+            for slot in episode.slots:
+                upto += self.mass[slot]
+                reliability[slot] = 1.0 if int(self.stamp[slot]) > episode.touched else upto / whole
+        return reliability
+
+    def check(self) -> None:
+        if self.episode:
+            expected = self.reliability()
+            slots = torch.tensor(sorted(expected))
+            reliability = self.index.reliability(slots, self.stamp)
+            assert reliability.dtype == torch.float64
+            assert reliability.tolist() == [expected[slot] for slot in slots.tolist()]
+            fast = self.index.reliability(slots, self.stamp, exact=False).double()
+            torch.testing.assert_close(fast, reliability, rtol=1e-6, atol=0.0)
+            # slots of one episode share a record, others do not
+            records = self.index.episode[slots].tolist()
+            record_of = {id(self.episode[s]): r for s, r in zip(slots.tolist(), records, strict=True)}
+            assert [record_of[id(self.episode[s])] for s in slots.tolist()] == records
+            assert len(set(record_of.values())) == len(record_of)
+        self.check_memory()
+
+    def check_memory(self) -> None:
+        """Records are held by stored or ongoing episodes, pages by blocks of lanes; all others are free, once each."""
+        state = self.index.tensors()
+        known = {id(e) for e in (*self.episode.values(), *self.going_on) if e is not None}
+        free = free_ids(state, "records", self.size + self.lanes)
+        assert len(set(free)) == len(free) == self.size + self.lanes - len(known)
+        assert not set(free) & set(self.index.episode[torch.tensor(sorted(self.episode), dtype=torch.int64)].tolist())
+        if self.assigned:
+            num_pages = state["pages_queue"].numel() - 1
+            free = free_ids(state, "pages", num_pages)
+            stored = [page for page in state["page_table"].tolist() if page != num_pages]
+            assert sorted(free + stored) == list(range(num_pages))
+
+
+def free_ids(state: dict[str, torch.Tensor], name: str, size: int) -> list[int]:
+    head, tail = int(state[f"{name}_head"]), int(state[f"{name}_tail"])
+    return [int(state[f"{name}_queue"][k % size]) for k in range(head, tail)]
+
+
+# --- random operations
+
+
+class EpisodesAgainstLists(RuleBasedStateMachine):
+    """Random writes and updates, one environment per lane."""
+
+    lanes, assigned = 1, False
+
+    @initialize(steps=st.integers(1, 12), seed=st.integers(0, 2**32), end=st.sampled_from([0.02, 0.2, 0.8]))
+    def create(self, steps, seed, end):
+        self.rng, self.end = random.Random(seed), end
+        if self.assigned:
+            # over the 64 positions of a page
+            steps *= self.rng.choice([1, 12])
+        self.both = IndexWithModel(steps, self.lanes, self.assigned)
+
+    def rows(self, most: int) -> list[Row]:
+        """Up to ``most`` rows."""
+        lanes = []
+        if self.assigned:
+            # environments of very uneven activity
+            activity = [4.0**-lane for lane in range(self.lanes)]
+            lanes = self.rng.choices(range(self.lanes), activity, k=most)
+        else:
+            lanes = list(range(self.lanes)) * max(most // self.lanes, 1)
+        rows = []
+        for lane in lanes:
+            ended = self.rng.random() < self.end
+            rows.append(Row(lane, ended, ended and self.rng.random() < 0.7, initial=self.rng.random() < 0.05))
+        return rows
+
+    @rule(share=st.floats(0.0, 1.0), mass=st.integers(1, 2**30))
+    def write(self, share, mass):
+        self.both.write(self.rows(max(int(share * self.both.size), 1)), mass)
+
+    @rule(mass=st.integers(1, 2**30))
+    def write_little(self, mass):
+        self.both.write(self.rows(1), mass)
+
+    @rule(mass=st.integers(1, 2**30))
+    def write_everything(self, mass):
+        self.both.forget()
+        self.both.write(self.rows(self.both.size), mass)
+
+    @precondition(lambda self: self.both.episode)
+    @rule(data=st.data(), touch=st.integers(0, 5))
+    def update(self, data, touch):
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.both.episode)), min_size=1, max_size=8))
+        mass = [self.rng.choice([1, self.rng.randrange(1, 2**10), self.rng.randrange(1, 2**40)]) for _ in slots]
+        self.both.update(slots, mass, touch=touch > 0)
+
+    @rule()
+    def rebuild(self):
+        self.both.index.rebuild_()
+
+    @precondition(lambda self: self.rng.random() < 0.2)
+    @rule()
+    def clear(self):
+        self.both.index.clear_()
+        self.both.clear()
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "both"):
+            self.both.check()
+
+
+class ThreeLanes(EpisodesAgainstLists):
+    lanes = 3
+
+
+class AssignedLanes(EpisodesAgainstLists):
+    lanes, assigned = 3, True
+
+
+TestOneLane = EpisodesAgainstLists.TestCase
+TestThreeLanes = ThreeLanes.TestCase
+TestAssignedLanes = AssignedLanes.TestCase
+TestOneLane.settings = TestThreeLanes.settings = TestAssignedLanes.settings = settings(
+    max_examples=50, stateful_step_count=25, deadline=None, derandomize=True
+)
+
+
+# --- layouts
+
+LAYOUTS = [(1, False), (3, False), (3, True)]
+
+
+@pytest.mark.parametrize(("lanes", "assigned"), LAYOUTS)
+def test_trajectories_much_longer_than_the_ring(lanes, assigned):
+    both = IndexWithModel(7 * (lanes if assigned else 1), lanes, assigned)
+    rng = random.Random(0)
+    for step in range(500):
+        ended = step % 100 == 99
+        both.write([Row(lane, ended, ended) for lane in range(lanes)], mass=1 + step)
+        slot = rng.choice(sorted(both.episode))
+        both.update([slot], [rng.randrange(1, 1000)])
+        if step % 10 == 9:
+            both.check()
+
+
+def test_lanes_of_very_uneven_activity():
+    """One environment hardly ever steps, so its few transitions outlive thousands of others, and pages go round."""
+    both = IndexWithModel(300, 3, assigned=True)
+    rng = random.Random(1)
+    for step in range(400):
+        rows = [Row(0, rng.random() < 0.01, True) for _ in range(rng.randint(1, 30))]
+        if step % 40 == 0:
+            rows.insert(rng.randrange(len(rows)), Row(1, step % 160 == 0, True))
+        if step % 7 == 0:
+            rows += [Row(2, ended, True) for ended in (True, True, False)]
+        both.write(rows, mass=1)
+        slots = rng.choices(sorted(both.episode), k=5)
+        both.update(slots, [rng.randrange(1, 1000) for _ in slots])
+        if step % 10 == 0:
+            both.check()
+    assert {len(e.slots) > 20 for e in both.episodes()} == {True, False}
+
+
+@pytest.mark.parametrize(("lanes", "assigned"), LAYOUTS)
+def test_memory_does_not_leak(lanes, assigned):
+    """A thousand writes later as many records and pages are free as there should be, and in the end all."""
+    both = IndexWithModel(64 if assigned else 16, lanes, assigned)
+    rng = random.Random(2)
+    for step in range(1000):
+        both.write([Row(lane, rng.random() < 0.3, True) for lane in range(lanes)], mass=5)
+        if step % 100 == 0:
+            both.check()
+    both.check()
+    # everything ends, and then is overwritten by one episode
+    both.write([Row(lane, True, True) for lane in range(lanes)], mass=5)
+    for _ in range(both.size):
+        both.write([Row(lane) for lane in range(1 if assigned else lanes)], mass=5)
+    assert len(both.episodes()) == (1 if assigned else lanes)
+    both.check()
+    if assigned:
+        state = both.index.tensors()
+        # 64 transitions in a row lie on at most two pages; the two idle lanes hold one each that is not yet full
+        assert int(state["pages_tail"] - state["pages_head"]) >= state["pages_queue"].numel() - 1 - 4
+
+
+def test_an_interleaved_write_is_the_same_in_any_chunks():
+    rng = random.Random(3)
+    rows = [Row(rng.randrange(3), rng.random() < 0.2, True) for _ in range(200)]
+    results = []
+    for chunk in (1, 7, 50):
+        both = IndexWithModel(50, 3, assigned=True)
+        for start in range(0, 200, chunk):
+            both.write(rows[start : start + chunk], mass=3)
+        both.update(sorted(both.episode), list(range(1, 51)))
+        both.check()
+        results.append(both.index.reliability(torch.arange(50), both.stamp))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_reliability_by_hand():
+    """Two environments in turn; the first's episode of 1, 2, 1 is finished, the second's of 4, 4 goes on: F = 8."""
+    both = IndexWithModel(8, 2, assigned=True)
+    both.write([Row(0), Row(1), Row(0), Row(1), Row(0, ended=True, finished=True)], mass=9)
+    assert both.index.reliability(torch.arange(5), both.stamp).tolist() == [1 / 3, 1, 2 / 3, 1, 1]
+    both.update([0, 1, 2, 3, 4], [1, 4, 2, 4, 1])
+    assert both.index.reliability(torch.arange(5), both.stamp).tolist() == [1 / 4, 4 / 8, 3 / 4, 8 / 8, 4 / 4]
+    # new ones are at 1, and count for F
+    both.write([Row(1)], mass=8)
+    assert both.index.reliability(torch.arange(6), both.stamp).tolist() == [1 / 4, 4 / 16, 3 / 4, 8 / 16, 1, 1]
+
+
+# --- more trajectories than lanes
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("before", [False, True])
+def test_more_trajectories_than_lanes(lanes, before):
+    """Whether the lanes were taken in an earlier write or in the same one: refused, and nothing changed."""
+    index = EpisodeIndex(200, lanes, assigned=lanes > 1)
+    never = torch.zeros(lanes + 1, dtype=torch.bool)
+
+    def write(trajectory, start, clock):
+        no = never[: len(trajectory)]
+        index.write(
+            torch.arange(start, start + len(trajectory)),
+            torch.tensor(1),
+            torch.tensor(clock),
+            ended=no,
+            finished=no,
+            trajectory=torch.tensor(trajectory),
+        )
+
+    trajectories = list(range(lanes + 1))
+    if before:
+        write(trajectories[:lanes], start=0, clock=1)
+    state = {name: tensor.clone() for name, tensor in index.tensors().items()}
+    with pytest.raises(ValueError, match=rf"num_streams={lanes}.*num_streams=<"):
+        if before:
+            write(trajectories[lanes:], start=lanes, clock=2)
+        else:
+            write(trajectories, start=0, clock=1)
+    for name, tensor in index.tensors().items():
+        assert torch.equal(tensor, state[name]), name
+    # a trajectory that has a lane can still go on
+    write(trajectories[:lanes], start=lanes if before else 0, clock=2)
+
+
+def test_a_lane_is_free_again_when_its_trajectory_ends():
+    """Within one write, a trajectory takes the lane of one that ended in it."""
+    both = IndexWithModel(20, 2, assigned=True)
+    both.write([Row(0), Row(1), Row(0, True, True), Row(0), Row(1, True), Row(1), Row(0, True, True), Row(0)], mass=2)
+    both.update(list(range(8)), list(range(1, 9)))
+    both.check()
+    assert len(both.episodes()) == 5
+
+
+# --- free ids
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(size=st.integers(1, 12), data=st.data())
+def test_free_list_against_a_queue(size, data):
+    """Never hands out an id that is in use; first given back, first handed out."""
+    ids, free, used = FreeList(size), list(range(size)), []
+    for _ in range(data.draw(st.integers(1, 20))):
+        if data.draw(st.booleans()):
+            mask = data.draw(st.lists(st.booleans(), min_size=1, max_size=2 * size))
+            wanted = sum(mask)
+            if wanted > len(free):
+                continue
+            handed = ids.pop(torch.tensor(mask)).tolist()
+            assert all(0 <= i < size for i in handed)
+            fresh = [i for i, m in zip(handed, mask, strict=True) if m]
+            assert fresh == free[:wanted]
+            assert not set(fresh) & set(used)
+            first = mask.index(True) if wanted else len(mask)
+            for row in range(first + 1, len(mask)):
+                assert mask[row] or handed[row] == handed[row - 1]
+            used += fresh
+            del free[:wanted]
+        else:
+            given_back = [i for i in used if data.draw(st.booleans())]
+            rows = [(i, True) for i in given_back] + [(data.draw(st.integers(0, size - 1)), False) for _ in range(2)]
+            rows = data.draw(st.permutations(rows))
+            ids.push(torch.tensor([i for i, _ in rows]), torch.tensor([m for _, m in rows]))
+            free += [i for i, m in rows if m]
+            used = [i for i in used if i not in given_back]
+    ids.clear_()
+    assert sorted(ids.pop(torch.ones(size, dtype=torch.bool)).tolist()) == list(range(size))

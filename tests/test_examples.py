@@ -1,0 +1,45 @@
+"""Runs the examples of the docstrings and of the README."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrl_replay_ext
+
+README = Path(__file__).parents[1] / "README.md"
+MODULES = [
+    "torchrl_replay_ext",
+    *sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")),
+]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def readme_blocks():
+    """Every block of Python in the README, with the number of its first line."""
+    text = README.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, match.start(1))
+        yield pytest.param("\n" * line + match[1], id=f"line-{line + 1}")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name, capsys):
+    result = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch}, optionflags=FLAGS)
+    assert not result.failed, capsys.readouterr().out
+
+
+def test_docstring_examples_are_found():
+    finder = doctest.DocTestFinder()
+    assert any(test.examples for name in MODULES for test in finder.find(importlib.import_module(name)))
+
+
+# without any block, pytest skips it
+@pytest.mark.parametrize("block", list(readme_blocks()))
+def test_readme(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(README), "exec"), {"__name__": "__main__"})

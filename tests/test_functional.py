@@ -1,0 +1,251 @@
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_replay_ext.functional import (
+    importance_weights,
+    is_last_occurrence,
+    last_occurrence,
+    reliability,
+    write_last,
+)
+
+# --- importance weights
+
+
+def test_importance_weights_by_hand():
+    """N = 4: w = (4 P)^-beta is 1/2, 1, 2 for P = 1/2, 1/4, 1/8 and beta = 1."""
+    probability = torch.tensor([1 / 2, 1 / 4, 1 / 8])
+    assert importance_weights(probability, 4, 1.0, normalize=False).tolist() == [0.5, 1.0, 2.0]
+    assert importance_weights(probability, 4, 1.0).tolist() == [0.25, 0.5, 1.0]
+    torch.testing.assert_close(importance_weights(probability, 4, 0.5), torch.tensor([0.5, 0.5**0.5, 1.0]))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_importance_weights_against_a_loop(beta, normalize):
+    probability = torch.rand(50, dtype=torch.float64).clamp_min(1e-9)
+    weights = [(1 / (1000 * p)) ** beta for p in probability.tolist()]
+    if normalize:
+        weights = [w / max(weights) for w in weights]
+    result = importance_weights(probability, 1000, beta, normalize)
+    torch.testing.assert_close(result, torch.tensor(weights, dtype=torch.float64))
+
+
+def test_importance_weights_without_correction_are_one():
+    assert importance_weights(torch.rand(5) + 0.1, 7, 0.0).tolist() == [1.0] * 5
+
+
+def test_importance_weights_of_uniform_draws_are_one():
+    assert importance_weights(torch.full((5,), 0.2), 5, 0.7, normalize=False).tolist() == [1.0] * 5
+
+
+def test_normalised_importance_weights_do_not_depend_on_the_number_of_items():
+    probability = torch.rand(20, dtype=torch.float64) + 0.01
+    torch.testing.assert_close(importance_weights(probability, 3, 0.6), importance_weights(probability, 3e6, 0.6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(6,), (2, 3), ()])
+def test_importance_weights_keep_shape_and_dtype(dtype, shape):
+    probability = torch.rand(shape, dtype=dtype) + 0.1
+    kept = probability.clone()
+    for beta in (0.4, torch.tensor(0.4)):
+        weights = importance_weights(probability, torch.tensor(10), beta)
+        assert weights.shape == shape
+        assert weights.dtype == dtype
+        assert float(weights.max()) == 1.0
+    assert torch.equal(probability, kept)
+
+
+# --- the order of writes
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(index=st.lists(st.integers(0, 9), min_size=1, max_size=40))
+def test_last_occurrence_against_a_loop(index):
+    where = {value: position for position, value in enumerate(index)}
+    assert last_occurrence(torch.tensor(index)).tolist() == [where[value] for value in index]
+    expected = [where[value] == position for position, value in enumerate(index)]
+    assert is_last_occurrence(torch.tensor(index)).tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*non-contiguous:UserWarning")
+def test_an_index_need_not_be_contiguous():
+    index = torch.tensor([[2, 0], [3, 0], [2, 0]])[:, 0]
+    assert last_occurrence(index).tolist() == [2, 1, 2]
+    destination = torch.zeros(4)
+    write_last(destination, index, torch.tensor([1.0, 2.0, 3.0]))
+    assert destination.tolist() == [0, 0, 3, 2]
+
+
+def test_last_occurrence_of_nothing():
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert last_occurrence(empty).shape == (0,)
+    assert is_last_occurrence(empty).shape == (0,)
+
+
+def test_last_occurrence_in_a_large_index():
+    index = torch.randint(1000, (200_000,))
+    where = {value: position for position, value in enumerate(index.tolist())}
+    last = last_occurrence(index)
+    assert last.tolist() == [where[value] for value in index.tolist()]
+    assert is_last_occurrence(index).nonzero().squeeze(1).tolist() == sorted(where.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bool])
+def test_write_last(dtype):
+    destination = torch.zeros(5, dtype=dtype)
+    write_last(destination, torch.tensor([4, 1, 4, 1, 4]), torch.tensor([1, 1, 0, 0, 1]).to(dtype))
+    assert destination.tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 200_000])
+def test_write_last_in_a_large_index(size):
+    """Also where several threads could share the work."""
+    count = 200_000
+    index, values = torch.randint(size, (count,)), torch.arange(count)
+    expected = [-1] * size
+    for i, value in zip(index.tolist(), values.tolist(), strict=True):
+        expected[i] = value
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(5):
+            destination = torch.full((size,), -1)
+            write_last(destination, index, values)
+            assert destination.tolist() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_write_last_into_a_view():
+    matrix = torch.zeros(3, 4)
+    write_last(matrix.view(-1), torch.tensor([5, 5, 0]), torch.tensor([1.0, 2.0, 3.0]))
+    assert matrix.tolist() == [[3, 0, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+
+
+def test_write_last_of_one_value():
+    """An expanded value, as for the priority of new transitions."""
+    destination = torch.zeros(4, dtype=torch.int64)
+    write_last(destination, torch.tensor([3, 0, 3]), torch.tensor(6).expand(3))
+    assert destination.tolist() == [6, 0, 0, 6]
+
+
+# --- reliability
+
+
+def naive_reliability(td_error, episode, finished, largest=None):
+    """Eq. 4 for finished and Eq. 17 for ongoing episodes, transition by transition."""
+    sums: dict[int, float] = {}
+    for delta, e in zip(td_error, episode, strict=True):
+        sums[e] = sums.get(e, 0.0) + delta
+    largest = max(sums.values()) if largest is None else largest
+    result = []
+    for t, e in enumerate(episode):
+        behind = math.fsum(td_error[i] for i in range(t + 1, len(episode)) if episode[i] == e)
+        if finished[t]:
+            result.append(1 - behind / sums[e] if sums[e] else 1.0)
+        else:
+            result.append((sums[e] - behind) / largest)
+    return result
+
+
+def test_reliability_by_hand():
+    """Episode 7, finished: delta = 1, 2, 1, 4, sum 8, so R = 1 - 7/8, 1 - 5/8, 1 - 4/8, 1.
+
+    Episode 3, ongoing: delta = 4, 6, 6, sum 16 = F, so R = 4/16, 10/16, 1. Episode 5, ongoing: delta = 2, 2, so
+    R = 2/16, 4/16.
+    """
+    episode = torch.tensor([7, 3, 7, 3, 5, 7, 3, 5, 7])
+    delta = torch.tensor([1.0, 4.0, 2.0, 6.0, 2.0, 1.0, 6.0, 2.0, 4.0])
+    finished = episode == 7
+    expected = [1 / 8, 4 / 16, 3 / 8, 10 / 16, 2 / 16, 4 / 8, 1.0, 4 / 16, 1.0]
+    assert reliability(delta, episode, finished).tolist() == expected
+
+
+def test_reliability_of_ongoing_episodes_with_a_given_largest_sum():
+    result = reliability(torch.tensor([1.0, 3.0]), torch.zeros(2, dtype=torch.int64), torch.zeros(2).bool())
+    assert result.tolist() == [0.25, 1.0]
+    for largest in (16.0, torch.tensor(16.0)):
+        result = reliability(
+            torch.tensor([1.0, 3.0]),
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(2).bool(),
+            max_episode_sum=largest,
+        )
+        assert result.tolist() == [1 / 16, 4 / 16]
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 40), episodes=st.integers(1, 8))
+def test_reliability_against_a_loop(seed, size, episodes):
+    rng = random.Random(seed)
+    episode = [rng.randrange(episodes) * 10 - 30 for _ in range(size)]
+    ended = {e: rng.random() < 0.5 for e in set(episode)}
+    td_error = [rng.choice([0.0, 10 ** rng.uniform(-2.0, 2.0)]) for _ in range(size)]
+    finished = [ended[e] for e in episode]
+    if not any(td_error):
+        td_error[0] = 1.0
+    result = reliability(torch.tensor(td_error, dtype=torch.float64), torch.tensor(episode), torch.tensor(finished))
+    expected = torch.tensor(naive_reliability(td_error, episode, finished), dtype=torch.float64)
+    # 1 - behind / sum and prefix / sum round differently, and so do running sums over all episodes,
+    # by 1e-16 of the sum of all
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    assert float(result.min()) >= 0
+    assert float(result.max()) <= 1
+
+
+def test_reliability_rises_along_an_episode_to_one():
+    delta = torch.rand(100)
+    result = reliability(delta, torch.zeros(100, dtype=torch.int64), torch.ones(100).bool())
+    assert (result.diff() >= 0).all()
+    assert result[-1] == 1
+
+
+def test_reliability_of_a_finished_episode_without_errors_is_one():
+    episode = torch.tensor([0, 0, 1, 1])
+    delta = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert reliability(delta, episode, torch.ones(4).bool()).tolist() == [1.0, 1.0, 0.5, 1.0]
+    assert reliability(torch.zeros(4), episode, torch.tensor([True, True, False, False])).tolist() == [1.0] * 4
+
+
+def test_reliability_of_an_ongoing_episode_without_errors():
+    """By Eq. 17 it is 0 / F."""
+    episode = torch.tensor([0, 0, 1, 1])
+    delta = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert reliability(delta, episode, torch.zeros(4).bool()).tolist() == [0.0, 0.0, 0.5, 1.0]
+
+
+def test_reliability_of_nothing():
+    empty = torch.zeros(0)
+    assert reliability(empty, empty.long(), empty.bool()).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reliability_gives_no_gradient_and_leaves_its_arguments_alone(dtype):
+    delta = torch.tensor([1.0, 3.0], dtype=dtype, requires_grad=True)
+    result = reliability(delta, torch.zeros(2, dtype=torch.int64), torch.ones(2).bool())
+    assert not result.requires_grad
+    assert result.dtype == dtype
+    assert delta.tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("td_error", "episode", "finished", "named"),
+    [
+        (torch.ones(3), torch.zeros(2).long(), torch.ones(3).bool(), "episode"),
+        (torch.ones(3), torch.zeros(3).long(), torch.ones(1).bool(), "finished"),
+        (torch.ones(1, 3), torch.zeros(1, 3).long(), torch.ones(1, 3).bool(), "td_error"),
+        (torch.tensor([1.0, -0.1]), torch.zeros(2).long(), torch.ones(2).bool(), "td_error"),
+        (torch.tensor([1.0, torch.nan]), torch.zeros(2).long(), torch.ones(2).bool(), "td_error"),
+        (torch.tensor([1.0, torch.inf]), torch.zeros(2).long(), torch.ones(2).bool(), "td_error"),
+    ],
+)
+def test_reliability_refuses(td_error, episode, finished, named):
+    with pytest.raises(ValueError, match=rf"^reliability: .*{named}"):
+        reliability(td_error, episode, finished)

@@ -1,0 +1,621 @@
+import copy
+import math
+import pickle
+import random
+from fractions import Fraction
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scipy import stats
+
+from torchrl_replay_ext.tree import MaxTree, SumTree
+
+UNIT = SumTree.UNIT
+
+# everything from 0 over less than one unit to large, in float32 so that the tree is given just what the model is given
+PRIORITIES = st.one_of(
+    st.just(0.0),
+    st.floats(0.0, 4.0, width=32),
+    st.floats(0.0, 2.0**-22, width=32),
+    st.floats(0.0, 1e6, width=32),
+)
+
+
+def mass_of(priority: float) -> int:
+    """Rounded up to a multiple of 2^-23, in exact arithmetic."""
+    return math.ceil(Fraction(priority) * UNIT)
+
+
+def scan(masses: list[int], target: int) -> int:
+    """The leaf in which ``target`` falls, by a walk over all of them."""
+    for leaf, upto in enumerate(accumulate(masses)):
+        if target < upto:
+            return leaf
+    raise AssertionError("target is not below the total")
+
+
+def assert_same_tree(tree: SumTree, masses: list[int], track_min: bool) -> None:
+    """Leaves, total, minimum and all prefix sums of ``tree`` are those of the list ``masses``."""
+    tree.check_valid()
+    assert tree.get(torch.arange(len(masses))).tolist() == masses
+    assert int(tree.total()) == sum(masses)
+    assert tree.prefix(torch.arange(len(masses) + 1)).tolist() == list(accumulate(masses, initial=0))
+    if track_min and sum(masses):
+        assert int(tree.min()) == min(mass for mass in masses if mass)
+
+
+class TreeAgainstList(RuleBasedStateMachine):
+    """The same random operations on a SumTree and on a plain list of ints."""
+
+    paged = False
+
+    @initialize(
+        capacity=st.integers(1, 90),
+        fanout=st.sampled_from([2, 4, 8]),
+        top=st.integers(1, 8),
+        track_min=st.booleans(),
+        seed=st.integers(0, 2**32),
+    )
+    def create(self, capacity, fanout, top, track_min, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.fanout, self.track_min = fanout, track_min
+        self.masses = [0] * capacity
+        blocks = capacity // fanout + 1
+        if self.paged:
+            # as many pages as half of the blocks, so that pages are given back and taken again
+            self.free = list(range((blocks + 1) // 2))
+            num_pages = len(self.free)
+            self.page_table = torch.full((blocks,), num_pages)
+            self.pages: dict[int, int] = {}  # block -> page
+            self.tree = SumTree(
+                capacity, fanout=fanout, top=top, track_min=track_min, page_table=self.page_table, num_pages=num_pages
+            )
+        else:
+            self.tree = SumTree(capacity, fanout=fanout, top=top, track_min=track_min)
+
+    def choose_leaves(self, data, most=12) -> list[int]:
+        leaves = [i for i in range(len(self.masses)) if not self.paged or i // self.fanout in self.pages]
+        return data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=most)) if leaves else []
+
+    @rule(data=st.data())
+    def update(self, data):
+        index = self.choose_leaves(data)
+        priority = [data.draw(PRIORITIES) for _ in index]
+        self.tree.update(torch.tensor(index, dtype=torch.int64), torch.tensor(priority))
+        for i, p in zip(index, priority, strict=True):
+            self.masses[i] = mass_of(p)
+
+    @rule(data=st.data())
+    def write(self, data):
+        index = self.choose_leaves(data)
+        mass = [data.draw(st.integers(0, 2**40)) for _ in index]
+        self.tree.write(torch.tensor(index, dtype=torch.int64), torch.tensor(mass, dtype=torch.int64))
+        for i, m in zip(index, mass, strict=True):
+            self.masses[i] = m
+
+    @rule(data=st.data(), ask=st.booleans(), bursts=st.sampled_from([1, 1, 1, 3, 40]))
+    def write_lazily(self, data, ask, bursts):
+        """Several writes in a row, with or without a known minimum before them."""
+        if ask and self.track_min and sum(self.masses):
+            self.tree.min()
+        index = self.choose_leaves(data)
+        for burst in range(bursts if index else 0):
+            mass = [data.draw(st.integers(0, 5)) for _ in index] if burst < 3 else [burst + i for i in index]
+            self.tree.write(torch.tensor(index), torch.tensor(mass), lazy=True)
+            for i, m in zip(index, mass, strict=True):
+                self.masses[i] = m
+
+    @rule(data=st.data())
+    def write_one_mass_to_many(self, data):
+        index = self.choose_leaves(data)
+        mass = data.draw(st.integers(0, 100))
+        self.tree.write(torch.tensor(index, dtype=torch.int64), torch.tensor(mass).expand(len(index)))
+        for i in index:
+            self.masses[i] = mass
+
+    @rule(data=st.data())
+    def change_leaves_and_rebuild(self, data):
+        if not self.paged:
+            for i in self.choose_leaves(data, most=3):
+                self.masses[i] = int(self.tree.leaves.view(-1)[i].add_(7))
+        self.tree.rebuild_()
+
+    @rule()
+    def clear(self):
+        self.tree.clear_()
+        self.masses = [0] * len(self.masses)
+
+    @rule()
+    def continue_with_a_copy(self):
+        self.tree = copy.deepcopy(self.tree)
+        self.page_table = self.tree.page_table
+
+    @rule(data=st.data())
+    def refuse_bad_input(self, data):
+        index = [data.draw(st.integers(0, len(self.masses) - 1)), data.draw(st.sampled_from([-1, len(self.masses)]))]
+        with pytest.raises(ValueError, match="index"):
+            self.tree.update(torch.tensor(index), torch.ones(2))
+        with pytest.raises(ValueError, match="priorit"):
+            self.tree.update(torch.tensor(index[:1] * 2), torch.tensor([1.0, -1.0]))
+
+    @precondition(lambda self: sum(self.masses) > 0)
+    @rule(data=st.data())
+    def find(self, data):
+        total = sum(self.masses)
+        borders = [b + d for b in accumulate(self.masses) for d in (-1, 0) if 0 <= b + d < total]
+        target = [0, total - 1, *data.draw(st.lists(st.sampled_from(borders), max_size=6))]
+        target += data.draw(st.lists(st.integers(0, total - 1), max_size=6))
+        leaf, mass = self.tree.find(torch.tensor(target))
+        assert leaf.tolist() == [scan(self.masses, t) for t in target]
+        assert mass.tolist() == [self.masses[i] for i in leaf.tolist()]
+
+    @rule(num=st.integers(1, 20), stratified=st.booleans())
+    def sample(self, num, stratified):
+        if not sum(self.masses):
+            with pytest.raises(RuntimeError, match="all priorities are 0"):
+                self.tree.sample(num, stratified=stratified, generator=self.generator)
+            return
+        leaf, mass = self.tree.sample(num, stratified=stratified, generator=self.generator)
+        assert leaf.shape == mass.shape == (num,)
+        assert leaf.dtype == mass.dtype == torch.int64
+        assert mass.tolist() == [self.masses[i] for i in leaf.tolist()]
+        assert int(mass.min()) > 0
+        if stratified:
+            assert leaf.tolist() == sorted(leaf.tolist())
+
+    @rule(data=st.data())
+    def probability(self, data):
+        index = data.draw(st.lists(st.integers(0, len(self.masses) - 1), min_size=1, max_size=6))
+        expected = [self.masses[i] / max(sum(self.masses), 1) for i in index]
+        probability = self.tree.probability(torch.tensor(index))
+        assert probability.dtype == torch.float64
+        assert probability.tolist() == expected
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "tree"):
+            assert_same_tree(self.tree, self.masses, self.track_min)
+
+
+class PagedTreeAgainstList(TreeAgainstList):
+    """Only some blocks are stored; this machine is the owner of the page table."""
+
+    paged = True
+
+    @precondition(lambda self: self.free and len(self.pages) < len(self.page_table))
+    @rule(data=st.data())
+    def store_block(self, data):
+        block = data.draw(st.sampled_from([b for b in range(len(self.page_table)) if b not in self.pages]))
+        self.pages[block] = self.free.pop(0)
+        self.page_table[block] = self.pages[block]
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def drop_block(self, data):
+        block = data.draw(st.sampled_from(sorted(self.pages)))
+        index = range(block * self.fanout, min((block + 1) * self.fanout, len(self.masses)))
+        self.tree.write(torch.tensor(index, dtype=torch.int64), torch.zeros(len(index), dtype=torch.int64))
+        for i in index:
+            self.masses[i] = 0
+        self.free.append(self.pages.pop(block))
+        self.page_table[block] = self.tree.leaves.shape[0] - 1
+
+
+TestTree = TreeAgainstList.TestCase
+TestPagedTree = PagedTreeAgainstList.TestCase
+TestTree.settings = TestPagedTree.settings = settings(
+    max_examples=80, stateful_step_count=25, deadline=None, derandomize=True
+)
+
+
+# --- sums
+
+
+@pytest.mark.parametrize("capacity", [63, 64, 65, 4096, 100_000])
+@pytest.mark.parametrize(
+    "layout", [{}, {"fanout": 2, "top": 1}, {"fanout": 4, "top": 16}, {"fanout": 128, "top": 1024}]
+)
+def test_layout_does_not_matter(capacity, layout):
+    tree = SumTree(capacity, track_min=True, **layout)
+    index = torch.randperm(capacity)[: capacity // 2 + 1]
+    masses = torch.zeros(capacity, dtype=torch.int64)
+    masses[index] = torch.randint(1, 2**30, (len(index),))
+    tree.write(index, masses[index])
+    tree.check_valid()
+    running = masses.cumsum(0)
+    assert torch.equal(tree.prefix(torch.arange(1, capacity + 1)), running)
+    assert int(tree.min()) == int(masses[index].min())
+    target = torch.randint(int(running[-1]), (1000,))
+    leaf, mass = tree.find(target)
+    assert torch.equal(leaf, torch.searchsorted(running, target, right=True))
+    assert torch.equal(mass, masses[leaf])
+
+
+def test_no_drift():
+    """1e5 updates of all magnitudes later the sums are still exactly those of the leaves."""
+    tree = SumTree(1000, fanout=4, top=8, track_min=True)
+    expected = torch.zeros(1000, dtype=torch.int64)
+    for _ in range(1000):
+        index = torch.randperm(1000)[:100]
+        priority = 10 ** torch.empty(100, dtype=torch.float64).uniform_(-15.0, 8.0)
+        tree.update(index, priority)
+        expected[index] = (priority * UNIT).ceil().to(torch.int64)
+    tree.check_valid()
+    assert torch.equal(tree.get(torch.arange(1000)), expected)
+    assert int(tree.total()) == sum(expected.tolist())
+    assert int(tree.prefix(torch.tensor([1000]))) == sum(expected.tolist())
+    tree.update(torch.arange(1000), torch.zeros(1000))
+    assert int(tree.total()) == 0
+
+
+def test_order_of_updates_does_not_matter():
+    index, priority = torch.arange(500), torch.rand(500)
+    trees = [SumTree(500, fanout=8, top=4) for _ in range(2)]
+    trees[0].update(index, priority)
+    for i in torch.randperm(500).split(7):
+        trees[1].update(index[i], priority[i])
+    target = torch.randint(int(trees[0].total()), (1000,))
+    assert torch.equal(trees[0].find(target)[0], trees[1].find(target)[0])
+
+
+def test_duplicates_last_wins():
+    tree = SumTree(8, fanout=2, top=2)
+    tree.update(torch.tensor([3, 3, 1, 3]), torch.tensor([4.0, 2.0, 1.0, 0.5]))
+    assert_same_tree(tree, [0, UNIT, 0, UNIT // 2, 0, 0, 0, 0], track_min=False)
+
+
+@pytest.mark.parametrize("capacity", [10, 1000, 300_000])
+def test_duplicates_last_wins_in_a_large_update(capacity):
+    count = 200_000
+    index = torch.randint(capacity, (count,))
+    mass = torch.arange(1, count + 1)
+    last = dict(zip(index.tolist(), mass.tolist(), strict=True))
+    expected = [last.get(i, 0) for i in range(capacity)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(3):
+            tree = SumTree(capacity, track_min=True)
+            tree.write(index, mass)
+            tree.check_valid()
+            assert tree.get(torch.arange(capacity)).tolist() == expected
+            assert int(tree.total()) == sum(expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_duplicates_and_the_minimum(lazy):
+    """A mass that loses to a later duplicate is not the smallest."""
+    tree = SumTree(4, track_min=True)
+    tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
+    assert int(tree.min()) == 5
+    tree.write(torch.tensor([3, 3]), torch.tensor([1, 9]), lazy=lazy)
+    assert int(tree.min()) == 5
+    tree.write(torch.tensor([0, 0]), torch.tensor([3, 9]), lazy=lazy)
+    assert_same_tree(tree, [9, 6, 7, 9], track_min=True)
+
+
+def test_empty_update_changes_nothing():
+    tree = SumTree(3, track_min=True)
+    tree.update(torch.arange(3), torch.ones(3))
+    tree.update(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+    assert_same_tree(tree, [UNIT] * 3, track_min=True)
+
+
+def test_capacity_one():
+    tree = SumTree(1, track_min=True)
+    tree.update(torch.tensor([0]), torch.tensor([2.5]))
+    leaf, mass = tree.sample(5)
+    assert leaf.tolist() == [0] * 5
+    assert mass.tolist() == [5 * UNIT // 2] * 5
+    assert_same_tree(tree, [5 * UNIT // 2], track_min=True)
+
+
+# --- fixed point
+
+
+@pytest.mark.parametrize("priority", [2.0**-23, 2.0**-24, 1e-15, 1e-38, 5e-324])
+def test_any_positive_priority_is_at_least_one_unit(priority):
+    tree = SumTree(3, track_min=True)
+    tree.update(torch.tensor([1]), torch.tensor([priority], dtype=torch.float64))
+    assert_same_tree(tree, [0, 1, 0], track_min=True)
+    assert tree.sample(4)[0].tolist() == [1] * 4
+
+
+def test_priorities_are_rounded_up():
+    priority = torch.tensor([1.0, 1.0 + 2.0**-30, 0.3, 1e9], dtype=torch.float64)
+    expected = [mass_of(p) for p in priority.tolist()]
+    assert expected[:2] == [UNIT, UNIT + 1]
+    assert SumTree.to_mass(priority).tolist() == expected
+
+
+def test_to_mass_leaves_its_argument_alone():
+    priority = torch.tensor([0.3, 2.0])
+    SumTree.to_mass(priority)
+    assert torch.equal(priority, torch.tensor([0.3, 2.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_floating_point_dtype(dtype):
+    tree = SumTree(4)
+    tree.update(torch.arange(4), torch.tensor([0.0, 0.25, 1.0, 1000.0], dtype=dtype))
+    assert_same_tree(tree, [0, UNIT // 4, UNIT, 1000 * UNIT], track_min=False)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 8, 1000])
+def test_up_to_max_priority(capacity):
+    tree = SumTree(capacity, fanout=8, top=4, track_min=True)
+    largest = torch.full((capacity,), tree.max_priority, dtype=torch.float64)
+    tree.update(torch.arange(capacity), largest)
+    masses = [mass_of(tree.max_priority)] * capacity
+    assert sum(masses) <= 2**62
+    assert_same_tree(tree, masses, track_min=True)
+    _, mass = tree.sample(100)
+    assert mass.tolist() == masses[:1] * 100
+    assert tree.sample(capacity, stratified=True)[0].tolist() == list(range(capacity))
+    with pytest.raises(ValueError, match=r"SumTree\.update: priorities"):
+        tree.update(torch.tensor([0]), torch.tensor([tree.max_priority * 1.01]))
+    assert_same_tree(tree, masses, track_min=True)
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (dict(capacity=0), "capacity"),
+        (dict(capacity=-3), "capacity"),
+        (dict(capacity=8, fanout=1), "fanout"),
+        (dict(capacity=8, fanout=6), "fanout"),
+        (dict(capacity=8, fanout=4, page_table=torch.zeros(2, dtype=torch.int64), num_pages=2), "page_table"),
+        (dict(capacity=8, fanout=4, page_table=torch.zeros(3, dtype=torch.int64)), "num_pages"),
+    ],
+)
+def test_constructor_refuses(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        SumTree(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("index", "priority", "named"),
+    [
+        (torch.tensor([0, 5]), torch.ones(2), "index"),
+        (torch.tensor([0, -1]), torch.ones(2), "index"),
+        (torch.tensor([0, 1]), torch.tensor([1.0, -1e-6]), "priorities"),
+        (torch.tensor([0, 1]), torch.tensor([1.0, torch.nan]), "priorities"),
+        (torch.tensor([0, 1]), torch.tensor([1.0, torch.inf]), "priorities"),
+        (torch.tensor([0, 1]), torch.tensor([1.0, 1e30]), "priorities"),
+        (torch.tensor([0, 1]), torch.ones(3), "shape"),
+        (torch.tensor([0, 1]), torch.ones(1), "shape"),
+        (torch.tensor(0), torch.tensor(1.0), "shape"),
+        (torch.tensor([[0, 1]]), torch.ones(1, 2), "shape"),
+    ],
+)
+def test_update_refuses_and_changes_nothing(index, priority, named):
+    tree = SumTree(5, track_min=True)
+    tree.update(torch.arange(5), torch.full((5,), 2.0))
+    with pytest.raises(ValueError, match=rf"SumTree\.update: .*{named}"):
+        tree.update(index, priority)
+    assert_same_tree(tree, [2 * UNIT] * 5, track_min=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32])
+def test_other_index_dtypes_are_understood_or_refused(dtype):
+    """Never half an update: leaves without their sums."""
+    tree = SumTree(5, track_min=True)
+    tree.update(torch.arange(5), torch.full((5,), 2.0))
+    try:
+        tree.update(torch.tensor([1, 3], dtype=dtype), torch.ones(2))
+    except (TypeError, ValueError, RuntimeError):
+        expected = [2 * UNIT] * 5
+    else:
+        expected = [2 * UNIT, UNIT, 2 * UNIT, UNIT, 2 * UNIT]
+    assert_same_tree(tree, expected, track_min=True)
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_all_zero_cannot_be_sampled(stratified):
+    tree = SumTree(10)
+    with pytest.raises(RuntimeError, match="all priorities are 0"):
+        tree.sample(4, stratified=stratified)
+    tree.update(torch.arange(10), torch.ones(10))
+    tree.clear_()
+    with pytest.raises(RuntimeError, match="all priorities are 0"):
+        tree.sample(4, stratified=stratified)
+    assert tree.probability(torch.arange(10)).tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize("change", ["leaf", "negative", "minimum"])
+def test_check_valid_can_fail(change):
+    tree = SumTree(100, fanout=4, top=2, track_min=True)
+    tree.update(torch.arange(100), torch.ones(100))
+    tree.check_valid()
+    tree.leaves.view(-1)[17] += {"leaf": 1, "negative": -2 * UNIT, "minimum": UNIT // 2}[change]
+    if change == "minimum":
+        # the sum of the block stays, so only the minimum tells
+        tree.leaves.view(-1)[18] -= UNIT // 2
+    with pytest.raises(AssertionError):
+        tree.check_valid()
+    if change != "negative":
+        tree.rebuild_()
+        tree.check_valid()
+
+
+# --- draws
+
+
+@pytest.mark.parametrize("num", [1, 3, 8, 32, 60])
+@pytest.mark.parametrize("layout", [{}, {"fanout": 2, "top": 2}])
+def test_stratified_draws_one_per_stratum(num, layout):
+    """With 60 leaves of equal mass a stratum of a batch of num is 60/num leaves wide."""
+    tree = SumTree(60, **layout)
+    tree.update(torch.arange(60), torch.ones(60))
+    for _ in range(50):
+        leaf, _ = tree.sample(num, stratified=True)
+        for stratum, drawn in enumerate(leaf.tolist()):
+            # the stratum [stratum, stratum + 1) * 60 / num shares some part with the leaf [drawn, drawn + 1)
+            assert stratum * 60 < (drawn + 1) * num
+            assert drawn * num < (stratum + 1) * 60
+
+
+def test_stratified_counts():
+    """Per batch: floor(B p) - 1 <= n <= ceil(B p) + 1; and on average B p."""
+    priority = torch.rand(20) ** 3
+    tree = SumTree(20, fanout=4, top=2)
+    tree.update(torch.arange(20), priority)
+    expected = 32 * tree.probability(torch.arange(20))
+    total = torch.zeros(20)
+    for _ in range(500):
+        counts = tree.sample(32, stratified=True)[0].bincount(minlength=20)
+        assert (counts >= expected.floor() - 1).all()
+        assert (counts <= expected.ceil() + 1).all()
+        total += counts
+    torch.testing.assert_close(total.double() / 500, expected, rtol=0.0, atol=0.15)
+
+
+def test_largest_random_number(monkeypatch):
+    """The largest number torch.rand can return still falls in the last leaf that holds something."""
+    tree = SumTree(10)
+    tree.update(torch.arange(8), torch.ones(8))
+    largest = 1 - 2.0**-53
+    monkeypatch.setattr(torch, "rand", lambda num, **_: torch.full((num,), largest, dtype=torch.float64))
+    assert tree.sample(4)[0].tolist() == [7] * 4
+    assert tree.sample(32, stratified=True)[0][-1] == 7
+
+
+def draw_counts(tree: SumTree, stratified: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    batches = [tree.sample(500, stratified=stratified, generator=generator)[0] for _ in range(100)]
+    return torch.cat(batches).bincount(minlength=tree.capacity)
+
+
+@pytest.mark.parametrize("layout", [{}, {"fanout": 2, "top": 4}, {"fanout": 8, "top": 1}])
+def test_independent_draws_follow_the_priorities(layout):
+    """Chi-square with 64 items and 50,000 draws; a tree with another exponent must fail it."""
+    size = torch.linspace(0.2, 3.0, 64)[torch.randperm(64)]
+    tree, wrong = SumTree(80, **layout), SumTree(80, **layout)
+    tree.update(torch.arange(64), size**0.6)
+    wrong.update(torch.arange(64), size**0.5)
+    expected = 50_000 * (size**0.6 / (size**0.6).sum()).double()
+    assert float(expected.min()) > 5
+
+    def p_value(tree):
+        counts = draw_counts(tree)
+        assert int(counts[64:].sum()) == 0
+        return stats.chisquare(counts[:64].numpy(), (expected / expected.sum() * counts.sum()).numpy()).pvalue
+
+    assert p_value(tree) > 1e-4
+    assert p_value(wrong) < 1e-4
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_empty_leaves_are_never_drawn(stratified):
+    """Leaves of 0 next to leaves of one unit and of 1e6, in a third of all places."""
+    priority = torch.tensor([0.0, 1e-9, 1e6]).repeat(30)
+    tree = SumTree(90, fanout=2, top=2)
+    tree.update(torch.arange(90), priority)
+    counts = draw_counts(tree, stratified)
+    assert int(counts[0::3].sum()) == 0
+    assert int((counts[2::3] > 0).sum()) == 30
+    tree.update(torch.arange(2, 90, 3), torch.zeros(30))
+    counts = draw_counts(tree, stratified)
+    assert int(counts[1::3].sum()) == int(counts.sum())
+    assert int((counts[1::3] > 0).sum()) == 30
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_generator_decides(stratified):
+    tree = SumTree(1000)
+    tree.update(torch.arange(1000), torch.rand(1000))
+    generator = torch.Generator().manual_seed(3)
+    state, global_state = generator.get_state(), torch.get_rng_state()
+    first = tree.sample(50, stratified=stratified, generator=generator)[0]
+    second = tree.sample(50, stratified=stratified, generator=generator)[0]
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), global_state)
+    generator.set_state(state)
+    assert torch.equal(tree.sample(50, stratified=stratified, generator=generator)[0], first)
+    torch.manual_seed(5)
+    first = tree.sample(50, stratified=stratified)[0]
+    torch.manual_seed(5)
+    assert torch.equal(tree.sample(50, stratified=stratified)[0], first)
+
+
+def test_sampling_changes_nothing():
+    tree = SumTree(50, fanout=4, top=4, track_min=True)
+    tree.update(torch.arange(50), torch.rand(50))
+    masses = tree.get(torch.arange(50)).tolist()
+    target = torch.tensor([0, 5, 9])
+    tree.sample(20)
+    tree.find(target)
+    assert target.tolist() == [0, 5, 9]
+    assert_same_tree(tree, masses, track_min=True)
+
+
+# --- copies
+
+
+def pickled(tree):
+    return pickle.loads(pickle.dumps(tree))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("layout", [{"fanout": 4, "top": 4}, {"fanout": 4, "top": 1000}])
+def test_a_copy_lives_on_its_own(duplicate, paged, layout):
+    pages = dict(page_table=torch.arange(26), num_pages=26) if paged else {}
+    tree = SumTree(100, track_min=True, **layout, **pages)
+    tree.update(torch.arange(100), torch.rand(100))
+    tree.sample(3)
+    masses = tree.get(torch.arange(100)).tolist()
+    other = duplicate(tree)
+    assert_same_tree(other, masses, track_min=True)
+    for first, second in ((other, tree), (tree, other)):
+        kept = second.get(torch.arange(100)).tolist()
+        first.update(torch.arange(50), 5 + torch.rand(50))
+        changed = first.get(torch.arange(100)).tolist()
+        assert changed != kept
+        for each, expected in ((first, changed), (second, kept)):
+            assert_same_tree(each, expected, track_min=True)
+            target = torch.linspace(0, sum(expected) - 1, 20, dtype=torch.float64).long()
+            assert each.find(target)[0].tolist() == [scan(expected, t) for t in target.tolist()]
+            assert set(each.sample(10)[1].tolist()) <= set(expected)
+    other.clear_()
+    assert_same_tree(other, [0] * 100, track_min=True)
+    assert int(tree.total()) > 0
+    tree.clear_()
+    other.update(torch.tensor([7]), torch.tensor([1.0]))
+    assert other.sample(4)[0].tolist() == [7] * 4
+    assert int(tree.total()) == 0
+
+
+# --- maxima
+
+
+@pytest.mark.parametrize("layout", [{}, {"fanout": 2, "top": 1}, {"fanout": 4, "top": 4}])
+@pytest.mark.parametrize("capacity", [1, 4, 5, 100])
+def test_max_tree(capacity, layout):
+    rng = random.Random(0)
+    tree, values = MaxTree(capacity, **layout), [0] * capacity
+    assert int(tree.max()) == 0
+    for step in range(300):
+        changed = [rng.randrange(capacity) for _ in range(rng.randint(1, 4))]
+        for i in changed:
+            # up and down again, so that the maximum must also fall
+            values[i] = rng.choice([0, rng.randrange(2**10), rng.randrange(2**50)])
+            tree.leaves[i] = values[i]
+        tree.refresh(torch.tensor(changed))
+        if step % 50 == 49:
+            tree = rng.choice([copy.deepcopy, pickled])(tree)
+        assert int(tree.max()) == max(values)
+        assert tree.leaves[:capacity].tolist() == values
+    tree.leaves.zero_()
+    tree.leaves[capacity - 1] = 9
+    tree.rebuild_()
+    assert int(tree.max()) == 9
