@@ -32,7 +32,7 @@ class Anneal:
     num_updates: int
 
     def __post_init__(self):
-        if self.num_updates < 1:
+        if not self.num_updates >= 1:
             raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be >= 1.")
 
 
@@ -73,10 +73,7 @@ class Hyperparameter:
 
     def current(self) -> float | Tensor:
         """The value as a number; while compiling, as a tensor."""
-        if torch.compiler.is_compiling():
-            return self.value
-        # a constant is known without asking the device
-        return self._schedule.start if self._schedule.start == self._schedule.end else self.value.item()
+        return self.value if torch.compiler.is_compiling() else self.value.item()
 
     def step(self) -> None:
         """Count one update and move along the schedule."""

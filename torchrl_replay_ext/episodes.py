@@ -75,7 +75,8 @@ class EpisodeIndex:
     * several environments in one flat storage (``assigned=True``): the lane of a transition is that of its trajectory
       id. A lane grows by pages that are taken from a common pool and given back, so lanes may be of any length.
 
-    All shapes are static, and all operations run without waiting for the device; only :meth:`check` waits.
+    All shapes are static. Nothing waits for the device but the check for too many trajectories, which is left out while
+    compiling, and :meth:`skipped`.
 
     Args:
         steps: length of the ring in slots per lane if fixed, in slots if assigned.
@@ -139,12 +140,30 @@ class EpisodeIndex:
         self._lane_old = full(lanes, 0, torch.bool)
         self._lane_doubtful = full(lanes, 0, torch.bool)
         self._max_trajectory = full(1, -1)
+        self._zero_seen = full(1, 0, torch.bool)
         self._cursor = full(1, 0)
 
-    def follows(self, slots: Tensor) -> bool:
-        """Whether ``slots`` [n] come next in the ring, or hold something that is not known here."""
-        steps = slots if self.assigned else slots // self.lanes
-        return bool((steps[0] == self._cursor) | (self.episode.index_select(0, slots) == self._none).any())
+    def step_of(self, slot: Tensor) -> int:
+        """The place of ``slot`` [] in the ring."""
+        return int(slot) // (1 if self.assigned else self.lanes)
+
+    def expected_step(self) -> int:
+        """The place in the ring where the next write is expected."""
+        return int(self._cursor)
+
+    def skipped(self, slots: Tensor) -> Tensor:
+        """The slots from where the next write was expected up to ``slots`` [n]: written behind our back. int64 [k]."""
+        width = 1 if self.assigned else self.lanes
+        gap = (self.step_of(slots[0]) - self.expected_step()) % self.steps
+        steps = (self._cursor + torch.arange(gap, device=slots.device)) % self.steps
+        return (steps.unsqueeze(1) * width + torch.arange(width, device=slots.device)).reshape(-1)
+
+    def drop(self, slots: Tensor) -> None:
+        """Forget what ``slots`` [n] held, the oldest first; what goes on does not go on after them."""
+        self._evict(slots, slots % self.lanes)
+        if not self.assigned:
+            self._abandon(self._lane_episode)
+            self._lane_episode.fill_(self._none)
 
     def write(
         self,
@@ -177,7 +196,7 @@ class EpisodeIndex:
             lane, stolen, restarted = self._assign(trajectory, ended)
         else:
             lane = slots % self.lanes
-            self._require_one_stream(trajectory, ended)
+            self._require_one_stream(trajectory, ended, initial)
         order = lane.argsort(stable=True) if self.lanes > 1 else rows
         lane, slots, ended, finished = lane[order], slots[order], ended[order], finished[order]
         first = _shifted(lane, -1) != lane
@@ -262,20 +281,16 @@ class EpisodeIndex:
             self._pages.push(table[block], over)
             nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
             table.index_fill_(0, _pick(over, block, nowhere), self._no_page)
+            self._position.index_fill_(0, slots, self._nowhere)
         self._free(record)
         self._totals.refresh(record)
         self.episode.index_fill_(0, slots, self._none)
 
     def forget(self) -> None:
         """Drop all content, before a write of more rows than there are slots, whose first rows go unseen."""
-        slots = torch.arange(self.size, device=self.device)
-        self._evict(slots, slots % self.lanes)
-        if self.assigned:
-            # trajectories may go on, or have ended unseen
-            self._lane_doubtful.copy_(self._lane_episode != self._none)
-        else:
-            self._abandon(self._lane_episode)
-            self._lane_episode.fill_(self._none)
+        self.drop(torch.arange(self.size, device=self.device))
+        # trajectories may go on, or have ended unseen
+        self._lane_doubtful.copy_(self._lane_episode != self._none)
 
     def _free(self, record: Tensor) -> None:
         """Give back those of ``record`` [n] that hold nothing any more and do not go on."""
@@ -306,18 +321,21 @@ class EpisodeIndex:
         self._position.scatter_(0, slots, position.to(self._position.dtype))
         return position
 
-    def _require_one_stream(self, trajectory: Tensor | None, ended: Tensor) -> None:
-        """In flat storage with one lane, a trajectory may be broken off only where ids restart."""
+    def _require_one_stream(self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None) -> None:
+        """With one lane, a trajectory may break off only where ids restart or a first transition is marked."""
         if trajectory is None or self.lanes > 1:
             return
         previous = _shifted(trajectory, self._lane_trajectory[0])
         broken_off = ~_shifted(ended, self._lane_episode[0] == self._none)
         unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
+        if initial is not None:
+            unexpected &= ~initial
         if not torch.compiler.is_compiling() and bool(unexpected.any()):
             self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
         self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
 
     def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
+        self._zero_seen |= (trajectory == 0).any()
         largest = trajectory.max().reshape(1)
         self._max_trajectory.copy_(_pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
@@ -325,7 +343,8 @@ class EpisodeIndex:
         raise ValueError(
             f"trajectory {int(new)} begins while {int(going_on)} of {self.lanes} streams hold one that still goes on: "
             f"more simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments "
-            "that write to the buffer>; where a trajectory is cut off, mark it in the done and truncated keys."
+            "that write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does "
+            "with set_truncated=True), or mark the first transition of the next (torchrl's InitTracker does)."
         )
 
     def _assign(self, trajectory: Tensor | None, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,7 +373,7 @@ class EpisodeIndex:
         open_lane = self._lane_episode != self._none
         match = (group_id.unsqueeze(1) == self._lane_trajectory) & open_lane & ~self._lane_old & used.unsqueeze(1)
         # ids begin at 0 again: what was going on before does not go on
-        begins_again = used & (group_id == 0) & ~match.any(1) & (self._max_trajectory >= 0)
+        begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
         restarted = begins_again.any()
         match &= (first < _pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
         request = used & ~match.any(1)
@@ -475,6 +494,7 @@ class EpisodeIndex:
             "lane_old": self._lane_old,
             "lane_doubtful": self._lane_doubtful,
             "max_trajectory": self._max_trajectory,
+            "zero_seen": self._zero_seen,
             "cursor": self._cursor,
             **self._records.tensors("records"),
         }
@@ -512,6 +532,7 @@ class EpisodeIndex:
             (self._lane_old, 0),
             (self._lane_doubtful, 0),
             (self._max_trajectory, -1),
+            (self._zero_seen, 0),
             (self._cursor, 0),
         ):
             field.fill_(value)

@@ -71,8 +71,8 @@ class SumTree:
 
     Masses are int64 in fixed point, ``SumTree.UNIT`` = 2^23 per unit of priority. Sums are therefore exact and do not
     depend on the order of updates, nothing drifts, and a leaf of mass 0 is never drawn. Leaves lie in rows of
-    ``fanout``; above them come blocks of ``fanout`` sums and a dense top. All shapes are static and no
-    operation waits for the device; an update writes the leaves first and then recomputes every ancestor from its
+    ``fanout``; above them come blocks of ``fanout`` sums and a dense top. All shapes are static, and
+    only checks wait for the device; an update writes the leaves first and then recomputes every ancestor from its
     children, so duplicates are safe: the last one wins. ``max_priority`` is the largest priority a leaf may hold.
 
     Args:

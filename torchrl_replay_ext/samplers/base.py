@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
@@ -88,6 +89,7 @@ class PrioritySampler(Sampler):
         self._max_priority = torch.ones((), dtype=torch.float64, device=device)
         self._dropped = torch.zeros((), dtype=torch.int64, device=device)
         self._outstanding: deque[tuple[Tensor, float]] = deque(maxlen=_OUTSTANDING)
+        self._just_written: Tensor | None = None
         self._allocate(size, device)
 
     @abstractmethod
@@ -106,8 +108,8 @@ class PrioritySampler(Sampler):
         """Called before a write that replaces everything, parts of itself included."""
 
     @abstractmethod
-    def _limit(self) -> float:
-        """The largest d that can be stored."""
+    def _limit(self, alpha: float) -> float:
+        """The largest d that can be stored with this alpha."""
 
     @abstractmethod
     def _update(self, slots: Tensor, priority: Tensor) -> None:
@@ -138,6 +140,10 @@ class PrioritySampler(Sampler):
             return
         if self._shape is None or storage is not self._bound:
             name = type(self).__name__
+            if self._bound is not None and int(self._clock):
+                raise RuntimeError(
+                    f"{name}: holds the priorities of another storage; give each buffer its own sampler."
+                )
             data: Any = getattr(storage, "_storage", None)
             if data is None:
                 return
@@ -145,7 +151,7 @@ class PrioritySampler(Sampler):
             if not isinstance(data, list):
                 tensors: Any = storage
                 shape = tuple(tensors._total_shape)[: storage.ndim]
-                columns = data.values(True, True) if hasattr(data, "values") else [data]
+                columns = data.values(True, True) if is_tensor_collection(data) else tree_leaves(data)
                 device = next((c.device for c in columns if isinstance(c, Tensor)), device)
                 if is_tensor_collection(data) and data.ndim > storage.ndim:
                     raise ValueError(
@@ -173,6 +179,9 @@ class PrioritySampler(Sampler):
             self._shape_changed()
 
     _bound: Storage | None = None
+    # whether the order of slots matters, and is not known
+    _needs_order = False
+    _order_unknown = False
 
     def _shape_changed(self) -> None:
         """Called when the storage's shape has become known."""
@@ -184,6 +193,8 @@ class PrioritySampler(Sampler):
         last = getattr(storage, "_last_cursor_index", None)
         if last is not None:
             steps = (steps + int(last) + 1) % len(steps)
+        # a storage that was loaded does not know where its ring begins, but will after the next write
+        self._order_unknown = last is None and len(steps) == (self._shape or (self._size,))[0]
         slots = steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
         self._write(slots.reshape(-1), storage)
 
@@ -233,6 +244,8 @@ class PrioritySampler(Sampler):
             slots = self._in_range(slots[slots >= 0], (self._shape or (self._size,))[0])
         if not slots.numel():
             return
+        if self._needs_order and self._order_unknown and getattr(storage, "_last_cursor_index", None) is not None:
+            self._empty()
         if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
             self._adopt(storage)
         else:
@@ -244,6 +257,7 @@ class PrioritySampler(Sampler):
 
     def _stamp_slots(self, slots: Tensor) -> None:
         """Count one write, and stamp ``slots`` with it."""
+        self._just_written = slots
         self._clock.add_(1)
         self._stamp[slots] = self._clock
         self._priority[slots] = -self._max_priority.float()
@@ -282,7 +296,7 @@ class PrioritySampler(Sampler):
             error = error.reshape(-1)
         count = slots.shape[0]
         if error.shape[0] != count:
-            if error.shape[0] != 1:
+            if torch.as_tensor(priority).ndim != 0:
                 raise ValueError(
                     f"{name}.update_priority: there are {error.shape[0]} TD errors for {count} indices; one TD error "
                     "per transition is needed."
@@ -291,7 +305,7 @@ class PrioritySampler(Sampler):
         if not count:
             return
         smallest, largest = extremes(error)
-        limit = self._limit()
+        limit = self._limit(self._hyperparameters["alpha"].bound)
         if not (smallest >= 0 and self._size_of(largest) <= limit):
             wrong = int((~((error >= 0) & (self._size_of(error) <= limit))).nonzero()[0])
             raise ValueError(
@@ -299,28 +313,33 @@ class PrioritySampler(Sampler):
                 f"{wrong} of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most "
                 f"{limit:g}."
             )
-        drawn_at = self._drawn_at(slots)
+        written, self._just_written = self._just_written, None
+        if written is not None and written.shape == slots.shape and torch.equal(written, slots):
+            # the buffer hands on the TD errors that came with the data
+            drawn_at = None
+            if torch.as_tensor(index).ndim == 0 and largest == _as_float32(self.default_priority):
+                # TensorDictReplayBuffer.add() sends the default back for a transition without one
+                return
+        else:
+            drawn_at = self._drawn_at(slots)
         if drawn_at != clock:
             # not a batch that was just drawn: it may name anything
             stamp = self._stamps(slots)
-            oldest, newest = (s.item() for s in torch.aminmax(stamp))
-            if oldest == 0:
+            oldest, newest = extremes(stamp)
+            if drawn_at is not None and (newest > drawn_at or oldest == 0):
+                fresh = (stamp <= drawn_at) & (stamp > 0)
+                self._dropped.add_(count - fresh.sum())
+                slots, error = slots[fresh], error[fresh]
+                largest = float(error.max()) if slots.numel() else 0.0
+            elif oldest == 0:
                 wrong = int((stamp == 0).nonzero()[0])
                 raise IndexError(
                     f"{name}.update_priority: slot {int(slots[wrong])} is out of range: nothing is stored there."
                 )
-            if newest == clock and torch.as_tensor(index).ndim == 0 and largest == _as_float32(self.default_priority):
-                # TensorDictReplayBuffer.add() sends the default back for a transition without TD error
-                return
-            if drawn_at is not None and newest > drawn_at:
-                fresh = stamp <= drawn_at
-                self._dropped.add_(count - fresh.sum())
-                slots, error = slots[fresh], error[fresh]
-                largest = float(error.max()) if slots.numel() else 0.0
         if slots.numel():
             self._update(slots, self._size_of(error))
-        if self._size_of(largest) > self._max_priority.item():
-            self._max_priority.fill_(self._size_of(largest))
+            if self._size_of(largest) > self._max_priority.item():
+                self._max_priority.fill_(self._size_of(largest))
         for hyperparameter in self._hyperparameters.values():
             hyperparameter.step()
         if self._hyperparameters["alpha"].just_ended():
@@ -361,6 +380,8 @@ class PrioritySampler(Sampler):
         Raises:
             RuntimeError: if the buffer is empty, or all priorities are 0.
         """
+        if batch_size < 1:
+            raise ValueError(f"{type(self).__name__}.sample(batch_size={batch_size}): batch_size must be >= 1.")
         if storage is not self._bound:
             self._bind(storage)
         clock = self._clock.item()
@@ -387,9 +408,9 @@ class PrioritySampler(Sampler):
         """Masses of all slots from the stored d, with the current alpha."""
         return self._mass(self._priority.abs()) * (self._stamp > 0)
 
-    def _largest(self, tree: SumTree) -> float:
+    @staticmethod
+    def _largest(tree: SumTree, alpha: float) -> float:
         """The largest d whose d^alpha fits into ``tree``."""
-        alpha = self._hyperparameters["alpha"].bound
         return min(tree.max_priority ** (1 / max(alpha, 0.05)), 1e30)
 
     def _stored_slots(self) -> Tensor:
@@ -453,6 +474,13 @@ class PrioritySampler(Sampler):
     @alpha.setter
     def alpha(self, value: float | Tensor | Anneal) -> None:
         before = self.alpha
+        bound = max(value.start, value.end) if isinstance(value, Anneal) else float(value)
+        largest = max(self._max_priority.item(), self._priority.abs().max().item())
+        if largest > self._limit(bound):
+            raise ValueError(
+                f"{type(self).__name__}(alpha={bound:g}): alpha is too large for the largest priority so far, "
+                f"{largest:g}."
+            )
         self._hyperparameters["alpha"].set(value)
         if self.alpha != before:
             self._reweight()
@@ -503,24 +531,33 @@ class PrioritySampler(Sampler):
         size = state["stamp"].numel()
         if size < self._capacity:
             raise ValueError(f"{name}.load_state_dict: the state has {size} slots, the sampler {self._capacity}.")
+        before = vars(self).copy()
+        try:
+            self._fit(shape, size, state)
+        except ValueError:
+            vars(self).update(before)
+            raise
+        for key, tensor in self._state().items():
+            tensor.copy_(state[key])
+        for key, hyperparameter in self._hyperparameters.items():
+            hyperparameter.load(state[key])
+        self._outstanding.clear()
+        self._just_written = None
+        self._restored()
+
+    def _fit(self, shape: tuple[int, ...] | None, size: int, state: dict[str, Any]) -> None:
+        """Make room for a state; ValueError if it does not fit."""
         if shape is not None and self._shape is None:
             self._shape = shape
             self._shape_changed()
         if size != self._size:
             self._setup(size, self._device)
-        own = self._state()
-        for key, tensor in own.items():
+        for key, tensor in self._state().items():
             if tensor.shape != state[key].shape:
                 raise ValueError(
-                    f"{name}.load_state_dict: {key} has shape {tuple(state[key].shape)}, expected "
+                    f"{type(self).__name__}.load_state_dict: {key} has shape {tuple(state[key].shape)}, expected "
                     f"{tuple(tensor.shape)}."
                 )
-        for key, tensor in own.items():
-            tensor.copy_(state[key])
-        for key, hyperparameter in self._hyperparameters.items():
-            hyperparameter.load(state[key])
-        self._outstanding.clear()
-        self._restored()
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""
@@ -534,10 +571,13 @@ class PrioritySampler(Sampler):
         for tensor in (self._stamp, self._priority, self._clock, self._dropped):
             tensor.zero_()
         self._max_priority.fill_(1.0)
-        self._outstanding.clear()
+        # batches in flight are of no use any more
+        self._outstanding = deque(((slots, -1) for slots, _ in self._outstanding), maxlen=_OUTSTANDING)
+        self._just_written = None
+        self._order_unknown = False
         self._clear()
 
     def __getstate__(self):
         state = super().__getstate__()
         # batches in flight belong to this process, and the storage comes with the buffer
-        return {**state, "_outstanding": deque(maxlen=_OUTSTANDING), "_bound": None}
+        return {**state, "_outstanding": deque(maxlen=_OUTSTANDING), "_just_written": None, "_bound": None}

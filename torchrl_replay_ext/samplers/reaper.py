@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
@@ -46,12 +46,18 @@ class ReaPERSampler(PrioritySampler):
       of its episode is updated or the episode ends. Its d counts in the sums.
     * Finished is terminated or truncated, as in the authors' code; ``truncated="ongoing"`` for those who hold that
       a truncated target is not exact.
-    * An episode that breaks off unmarked (its environment was reset, trajectory ids restarted) stays ongoing.
+    * An episode that breaks off without an end stays ongoing. It may do so in a column of a storage of ``ndim`` >= 2,
+      where trajectory ids restart, and where ``init_key`` marks the first transition of the next; elsewhere it is an
+      error. Several collectors in turn are told apart by ids that restart, unless the same id was going on: mark the
+      first transitions then (torchrl's ``InitTracker``).
 
     Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one
     flat storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``.
     In flat storage, data of shape [E, T] must be flattened first: ``rb.append_transform(lambda td: td.reshape(-1),
     invert=True)``.
+
+    d and d^α are kept in fixed point, in units of 2^-23 = 1.2e-7 (rounded up): scale rewards so that \|δ\| is typically
+    above 1e-5. At a capacity of 10^6, d may be up to 5 · 10^5.
 
     Args:
         capacity: number of slots, at least that of the storage.
@@ -86,6 +92,8 @@ class ReaPERSampler(PrioritySampler):
         >>> batch["td_error"] = torch.rand(4) ** 2  # a loss module writes it
         >>> rb.update_tensordict_priority(batch)
     """
+
+    _needs_order = True
 
     def __init__(
         self,
@@ -162,13 +170,15 @@ class ReaPERSampler(PrioritySampler):
         shared = (self._stamp, self._priority)
         return self._tree.nbytes() + self._episodes.nbytes() + sum(t.numel() * t.element_size() for t in shared)
 
-    def _limit(self) -> float:
-        return min(self._largest(self._tree), self._episodes.max_priority)
+    def _limit(self, alpha: float) -> float:
+        return min(self._largest(self._tree, alpha), self._episodes.max_priority)
 
     def _column(self, storage: Storage, key: NestedKey, slots: Tensor, why: str | None) -> Tensor | None:
         """The entries of a column at ``slots``; None if it is missing and no reason is given why it must be there."""
         data: Any = getattr(storage, "_storage", None)
-        column = data.get(key, None) if hasattr(data, "get") else None
+        if not is_tensor_collection(data):
+            raise TypeError("ReaPERSampler: TensorDicts in a tensor storage are needed, LazyTensorStorage for example.")
+        column = data.get(key, None)
         if column is None:
             if why is None:
                 return None
@@ -201,24 +211,50 @@ class ReaPERSampler(PrioritySampler):
         trajectory = self._column(storage, self._traj_key, slots, why if self._episodes.assigned else None)
         initial = self._column(storage, self._init_key, slots, None)
         assert ended is not None and finished is not None
-        known = self._stamp.index_select(0, slots) > 0
-        if not torch.compiler.is_compiling() and bool(known.all()) and not self._episodes.follows(slots):
-            # marked again, not written in turn: it stays where it is in its episode
-            self._stamp_slots(slots)
-            mass = SumTree.to_mass(self._max_priority).expand(slots.shape[0])
-            self._episodes.update(slots, mass, None)
-        else:
-            self._episodes.write(
-                slots,
-                SumTree.to_mass(self._max_priority),
-                self._clock + 1,
-                ended=ended.to(torch.bool),
-                finished=finished.to(torch.bool),
-                trajectory=None if trajectory is None else trajectory.to(torch.int64),
-                initial=None if initial is None else initial.to(torch.bool),
-            )
-            self._stamp_slots(slots)
+        if not torch.compiler.is_compiling():
+            if self._is_marked_again(slots, storage):
+                # the transition stays where it is in its episode
+                self._stamp_slots(slots)
+                self._episodes.update(slots, SumTree.to_mass(self._max_priority).expand(slots.shape[0]), None)
+                self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
+                return
+            size = math.prod(self._shape or (self._size,))
+            in_turn = (slots[0] + torch.arange(slots.shape[0], device=self._device)) % size
+            if not torch.equal(slots, in_turn):
+                raise ValueError("ReaPERSampler: slots must be written in turn; use a round-robin writer, the default.")
+            if slots.shape[0] < size:
+                self._drop(self._episodes.skipped(slots))
+        self._episodes.write(
+            slots,
+            SumTree.to_mass(self._max_priority),
+            self._clock + 1,
+            ended=ended.to(torch.bool),
+            finished=finished.to(torch.bool),
+            trajectory=None if trajectory is None else trajectory.to(torch.int64),
+            initial=None if initial is None else initial.to(torch.bool),
+        )
+        self._stamp_slots(slots)
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
+
+    def _is_marked_again(self, slots: Tensor, storage: Storage) -> bool:
+        """Whether these slots are marked by ``rb.mark_update``, or written out of turn, not by the writer in turn."""
+        if not bool((self._stamp.index_select(0, slots) > 0).all()):
+            return False
+        first, last = self._episodes.step_of(slots[0]), self._episodes.step_of(slots[-1])
+        expected = self._episodes.expected_step()
+        # the storage knows where the writer has written last
+        written = getattr(storage, "_last_cursor_index", None)
+        if written is None or int(written) != last:
+            return True
+        return first != expected and (last + 1) % self._episodes.steps == expected
+
+    def _drop(self, slots: Tensor) -> None:
+        """Forget slots that were written without our knowing what; until written again they cannot be drawn."""
+        if slots.numel():
+            self._episodes.drop(slots)
+            self._tree.write(slots, torch.zeros_like(slots))
+            self._stamp[slots] = 0
+            self._priority[slots] = 0.0
 
     def _forget(self) -> None:
         self._episodes.forget()
