@@ -1,0 +1,196 @@
+"""What happens beside the straight path between a buffer and its sampler."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
+
+from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+
+
+def rows(count, done=(), ids=None, **extra):
+    ends = torch.zeros(count, 1, dtype=torch.bool)
+    ends[list(done)] = True
+    data = TensorDict({"observation": torch.arange(float(count)), "next": {"done": ends}, **extra}, [count])
+    if ids is not None:
+        data["collector", "traj_ids"] = torch.tensor(ids)
+    return data
+
+
+def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):
+    sampler = sampler_class(capacity, **sampler)
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=batch_size)
+
+
+def episodes(buffer):
+    """The episode of each slot, numbered by first appearance; -1 where none is known."""
+    index = buffer.sampler._episodes
+    names: dict[int, int] = {}
+    records = index.episode.tolist()[: len(buffer)]
+    return [-1 if r == index._none else names.setdefault(r, len(names)) for r in records]
+
+
+def test_the_first_trajectory_may_be_the_last_to_arrive():
+    """Trajectory id 0 is a restart only if it was seen before."""
+    buffer = buffer_of(capacity=20, num_streams=2)
+    for trajectory in (1, 0, 1, 0):
+        buffer.extend(rows(3, ids=[trajectory] * 3))
+    assert episodes(buffer) == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
+
+
+def test_writes_go_on_after_a_refused_one():
+    buffer = buffer_of(capacity=6)
+    buffer.extend(rows(6, done=[5], ids=[0] * 6))
+    with pytest.raises(ValueError, match="num_streams=1"):
+        buffer.extend(rows(2, ids=[1, 2]))
+    # the refused rows are in the storage, but nobody knows what they are: they are not drawn
+    buffer.extend(rows(2, done=[1], ids=[3, 3]))
+    assert episodes(buffer) == [-1, -1, 1, 1, 0, 0] or episodes(buffer) == [-1, -1, 0, 0, 1, 1]
+    assert buffer.sampler.probabilities(buffer.storage)[:2].tolist() == [0.0, 0.0]
+    buffer.extend(rows(2, done=[1], ids=[4, 4]))
+    buffer.extend(rows(2, ids=[5, 5]))
+    assert len(set(episodes(buffer))) == 3 and -1 not in episodes(buffer)
+    buffer.sampler._episodes._tree.check_valid()
+
+
+def test_attached_to_a_loaded_ring(tmp_path):
+    """Where the ring begins shows with the first write; the episodes are then in order."""
+    source = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
+    source.extend(rows(10, done=[6]))
+    source.extend(rows(4, done=[1]))
+    source.dumps(tmp_path)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
+    buffer.loads(tmp_path)
+    buffer.set_sampler(ReaPERSampler(10))
+    buffer.sample()
+    buffer.extend(rows(2))
+    # slots from old to new: 6 | 7 8 9 0 1 | 2 3 4 5
+    assert episodes(buffer) == [0, 0, 1, 1, 1, 1, 2, 0, 0, 0]
+
+
+def test_marking_again_keeps_the_episodes():
+    buffer = buffer_of(capacity=6)
+    buffer.extend(rows(6, done=[2, 5]))
+    buffer.update_priority(torch.arange(6), torch.full((6,), 4.0))
+    for again in (torch.arange(3), torch.tensor([0, 0, 3]), 5):
+        buffer.mark_update(again)
+    assert episodes(buffer) == [0, 0, 0, 1, 1, 1]
+    buffer.extend(rows(2, done=[1]))
+    assert episodes(buffer) == [0, 0, 1, 2, 2, 2]
+    torch.testing.assert_close(
+        buffer.sampler._episodes._totals.leaves.sum(), buffer.sampler._episodes._tree.total(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("sampler_class", [ProportionalSampler, ReaPERSampler])
+def test_alpha_too_large_for_what_is_stored(sampler_class):
+    buffer = buffer_of(sampler_class, capacity=1000, alpha=0.1, td_error="absolute")
+    buffer.extend(rows(10))
+    buffer.update_priority(torch.arange(10), torch.full((10,), 1e6))
+    before = buffer.sampler.probabilities(buffer.storage)
+    with pytest.raises(ValueError, match="alpha"):
+        buffer.sampler.alpha = 3.0
+    assert buffer.sampler.alpha == pytest.approx(0.1)
+    assert torch.equal(buffer.sampler.probabilities(buffer.storage), before)
+
+
+def test_td_errors_that_come_with_the_data_are_taken():
+    buffer = buffer_of(ProportionalSampler, capacity=4, batch_size=1, td_error="absolute", eps=0.0)
+    buffer.extend(rows(4))
+    for _ in range(20):
+        buffer.sample()
+    for i in range(4):
+        buffer.add(rows(1, td_error=torch.full((1,), 0.1 * (i + 1)))[0])
+    assert buffer.sampler._priority.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert buffer.sampler.stats()["dropped_updates"] == 0
+
+
+def test_only_writers_in_turn():
+    storage = LazyTensorStorage(6)
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=ReaPERSampler(6), writer=writer, batch_size=2)
+    buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
+    with pytest.raises(ValueError, match="round-robin"):
+        buffer.extend(rows(2, rank=torch.tensor([9.0, 8.0])))
+
+
+@pytest.mark.parametrize("data", [torch.arange(14.0), {"a": torch.arange(14.0), "b": (torch.zeros(14, 2),)}])
+def test_plain_tensors_and_pytrees(data):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=ProportionalSampler(20), batch_size=4)
+    buffer.extend(data)
+    _, info = buffer.sample(return_info=True)
+    buffer.update_priority(info["index"], torch.ones(4))
+    with pytest.raises(TypeError, match="TensorDicts"):
+        ReplayBuffer(storage=LazyTensorStorage(20), sampler=ReaPERSampler(20), batch_size=4).extend(data)
+
+
+def test_list_storage():
+    buffer = ReplayBuffer(storage=ListStorage(20), sampler=ProportionalSampler(20), batch_size=4, collate_fn=list)
+    buffer.extend(list("abcdef"))
+    assert len(buffer.sample()) == 4
+
+
+def test_one_sampler_for_one_buffer():
+    buffer = buffer_of()
+    buffer.extend(rows(5))
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=buffer.sampler, batch_size=4)
+    with pytest.raises(RuntimeError, match="another storage"):
+        other.extend(rows(3))
+    twin = copy.deepcopy(buffer)
+    twin.extend(rows(3))
+    assert (len(twin), len(buffer)) == (8, 5)
+
+
+def test_a_marked_first_transition_ends_the_trajectory_before():
+    buffer = buffer_of()
+    first = torch.tensor([True, False, True, False])
+    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
+    assert episodes(buffer) == [0, 0, 1, 1]
+    # the same id again, from a second collector
+    buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
+    assert episodes(buffer) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_batches_from_before_empty_change_nothing(prefetch):
+    sampler = ProportionalSampler(10, td_error="absolute")
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=sampler, batch_size=4, **({"prefetch": prefetch} if prefetch else {})
+    )
+    buffer.extend(rows(10))
+    batch = buffer.sample()
+    buffer.empty()
+    buffer.extend(rows(10))
+    batch["td_error"] = torch.full((4,), 100.0)
+    buffer.update_tensordict_priority(batch)
+    assert sampler.probabilities(buffer.storage).tolist() == pytest.approx([0.1] * 10)
+    assert sampler.stats()["dropped_updates"] == 4
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    donor = buffer_of(capacity=20, num_streams=2)
+    donor.extend(rows(4, ids=[0, 1, 0, 1]))
+    buffer = buffer_of(capacity=10, num_streams=3)
+    buffer.extend(rows(3, ids=[0, 1, 2]))
+    before = buffer.sampler.state_dict()
+    with pytest.raises(ValueError, match="load_state_dict"):
+        buffer.sampler.load_state_dict(donor.sampler.state_dict())
+    after = buffer.sampler.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_small_checks():
+    buffer = buffer_of(eps=0.0, td_error="absolute")
+    buffer.extend(rows(10, done=[4, 9]))
+    buffer.update_priority(torch.arange(5), torch.zeros(5))
+    assert buffer.sampler.probabilities(buffer.storage)[:5].tolist() == [0.0] * 5
+    with pytest.raises(ValueError, match="one TD error per transition"):
+        buffer.update_priority(torch.arange(5), torch.ones(1))
+    with pytest.raises(ValueError, match="batch_size"):
+        buffer.sampler.sample(buffer.storage, 0)
+    with pytest.raises(ValueError, match="num_updates"):
+        Anneal(0.4, 1.0, float("nan"))
