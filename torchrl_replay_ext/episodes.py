@@ -87,7 +87,9 @@ class EpisodeIndex:
 
     def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
         self.steps, self.lanes, self.assigned = steps, lanes, assigned
-        self.size = size = steps if assigned else steps * lanes
+        # slots per step of the ring
+        self._width = 1 if assigned else lanes
+        self.size = size = steps * self._width
         self.device = torch.device(device or "cpu")
         page_table = None
         num_pages = None
@@ -145,7 +147,7 @@ class EpisodeIndex:
 
     def step_of(self, slot: Tensor) -> int:
         """The place of ``slot`` [] in the ring."""
-        return int(slot) // (1 if self.assigned else self.lanes)
+        return int(slot) // self._width
 
     def expected_step(self) -> int:
         """The place in the ring where the next write is expected."""
@@ -153,10 +155,9 @@ class EpisodeIndex:
 
     def skipped(self, slots: Tensor) -> Tensor:
         """The slots from where the next write was expected up to ``slots`` [n]: written behind our back. int64 [k]."""
-        width = 1 if self.assigned else self.lanes
         gap = (self.step_of(slots[0]) - self.expected_step()) % self.steps
         steps = (self._cursor + torch.arange(gap, device=slots.device)) % self.steps
-        return (steps.unsqueeze(1) * width + torch.arange(width, device=slots.device)).reshape(-1)
+        return (steps.unsqueeze(1) * self._width + torch.arange(self._width, device=slots.device)).reshape(-1)
 
     def drop(self, slots: Tensor) -> None:
         """Forget what ``slots`` [n] held, the oldest first; what goes on does not go on after them."""
@@ -192,6 +193,7 @@ class EpisodeIndex:
         """
         count = slots.shape[0]
         rows = torch.arange(count, device=slots.device)
+        newest = slots[-1:] // self._width
         if self.assigned:
             lane, stolen, restarted = self._assign(trajectory, ended)
         else:
@@ -245,12 +247,7 @@ class EpisodeIndex:
         self._lane_episode.copy_(self._at_last(lane, _pick(ended, self._none, record), self._lane_episode))
         self._lane_written.index_copy_(0, lane, clock.expand(count))
         self._totals.refresh(record)
-        last = (
-            slots[-1:]
-            if self.lanes == 1
-            else (slots if self.assigned else slots // self.lanes)[order.argmax()].reshape(1)
-        )
-        self._cursor.copy_((last + 1) % self.steps)
+        self._cursor.copy_((newest + 1) % self.steps)
 
     @staticmethod
     def _at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
@@ -359,6 +356,7 @@ class EpisodeIndex:
         assert trajectory is not None
         count, device = trajectory.shape[0], trajectory.device
         rows = torch.arange(count, device=device)
+        # groups: the rows of one trajectory each
         order = trajectory.argsort(stable=True)
         ids = trajectory[order]
         group_sorted = (_shifted(ids, 0) != ids).to(torch.int64)
@@ -370,6 +368,7 @@ class EpisodeIndex:
         last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
         used = first < count
         group_id = torch.full_like(rows, -1).scatter_(0, group, trajectory)
+        # which of them go on in an open lane
         open_lane = self._lane_episode != self._none
         match = (group_id.unsqueeze(1) == self._lane_trajectory) & open_lane & ~self._lane_old & used.unsqueeze(1)
         # ids begin at 0 again: what was going on before does not go on
@@ -378,7 +377,8 @@ class EpisodeIndex:
         match &= (first < _pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
         request = used & ~match.any(1)
         closes = used & ended[last]
-        # requests and releases of lanes, counted along the rows
+        # the others request a lane at their first row; a group that ends releases its lane at its last row. Counted
+        # along the rows, the k-th request can be met if k lanes were free or released before it.
         row_or_none = torch.zeros(count + 1, dtype=torch.int64, device=device)
         requested = row_or_none.index_add(0, first, request.to(torch.int64))[:count].cumsum(0)
         released = row_or_none.index_add(0, last, closes.to(torch.int64))[:count].cumsum(0)
@@ -386,6 +386,7 @@ class EpisodeIndex:
         number = requested[clipped] - 1
         released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
         missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
+        # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
         seen_before = (request & (group_id <= self._max_trajectory)).any()
         available = open_lane & ~match.any(0) & (self._lane_old | self._lane_doubtful | seen_before)
         if not torch.compiler.is_compiling() and bool(missing > available.sum()):
@@ -399,7 +400,8 @@ class EpisodeIndex:
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()
-        # the k-th request takes the k-th lane that is or becomes free
+        # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
+        # releases it, which may itself have taken it from another; the chain is followed by doubling
         release = torch.zeros(count + 1, dtype=torch.int64, device=device)
         release.scatter_(0, _pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
         inherits = request & (number >= num_free)
