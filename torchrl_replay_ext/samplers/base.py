@@ -135,7 +135,7 @@ class PrioritySampler(Sampler):
         """Called after the tensors of :meth:`_tensors` were overwritten."""
 
     def _bind(self, storage: Storage | None) -> None:
-        """Take shape and device from the storage once it has them; take in what it holds already."""
+        """Take shape and device from the storage once it has them."""
         if storage is None:
             return
         if self._shape is None or storage is not self._bound:
