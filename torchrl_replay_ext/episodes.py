@@ -8,8 +8,8 @@ from torch import Tensor
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
 from torchrl_replay_ext.tree import MaxTree, SumTree
 
-# Narrower than the default: prefix sums of many more transitions are asked for than are changed.
-_FANOUT = 64
+# Positions per page: a row of the tree.
+_PAGE = 64
 
 
 def _pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
@@ -95,11 +95,10 @@ class EpisodeIndex:
         num_pages = None
         self.span = steps
         if assigned:
-            page = _FANOUT
-            self._page_shift = page.bit_length() - 1
-            blocks = -(-steps // page) + 2
-            self.span = blocks * page
-            num_pages = -(-steps // page) + 2 * lanes
+            self._page_shift = _PAGE.bit_length() - 1
+            blocks = -(-steps // _PAGE) + 2
+            self.span = blocks * _PAGE
+            num_pages = -(-steps // _PAGE) + 2 * lanes
             # the last block is never stored: it is where unwritten slots point to
             page_table = torch.full((lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
             self._nowhere = lanes * self.span
@@ -109,9 +108,8 @@ class EpisodeIndex:
             self._no_page = num_pages
         positions = lanes * self.span
         self._tree = SumTree(
-            positions + (_FANOUT if assigned else 0),
-            fanout=_FANOUT,
-            top=16384,
+            positions + (_PAGE if assigned else 0),
+            fanout=_PAGE,
             page_table=page_table,
             num_pages=num_pages,
             device=device,

@@ -148,9 +148,9 @@ class SumTree:
     def _address(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block of each leaf, the row that stores the block, and the leaf's place among all rows."""
         block = index >> self._shift
+        row = self._row(block)
         if self.page_table is None:
-            return block, block, index
-        row = self.page_table[block]
+            return block, row, index
         return block, row, (row << self._shift) + (index & (self.fanout - 1))
 
     def get(self, index: Tensor) -> Tensor:
@@ -186,6 +186,9 @@ class SumTree:
 
     def _row(self, block: Tensor) -> Tensor:
         return block if self.page_table is None else self.page_table[block]
+
+    def _rows_in_order(self) -> Tensor:
+        return self.leaves if self.page_table is None else self.leaves[self.page_table]
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of the leaves ``index`` [n] to ``priority`` [n]; of duplicates the last one wins.
@@ -255,7 +258,7 @@ class SumTree:
             child = torch.searchsorted(running, rest.unsqueeze(1), right=True)
             rest = rest - (running - children).gather(1, child).squeeze(1)
             node = torch.add(child.squeeze(1), node, alpha=self.fanout)
-        children = self.leaves.index_select(0, node if self.page_table is None else self.page_table[node])
+        children = self.leaves.index_select(0, self._row(node))
         child = torch.searchsorted(children.cumsum(1), rest.unsqueeze(1), right=True)
         leaf = torch.add(child.squeeze(1), node, alpha=self.fanout)
         return leaf, children.gather(1, child).squeeze(1)
@@ -324,7 +327,7 @@ class SumTree:
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
-        rows = self.leaves if self.page_table is None else self.leaves[self.page_table]
+        rows = self._rows_in_order()
         _fill(self._sums, _sum(rows), _sum)
         if self._mins:
             _fill(self._mins, _min(_less_one(rows)), _min)
@@ -333,7 +336,7 @@ class SumTree:
 
     def check_valid(self) -> None:
         """Raise AssertionError if a sum or a minimum is not that of its children."""
-        rows = self.leaves if self.page_table is None else self.leaves[self.page_table]
+        rows = self._rows_in_order()
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
         positive = self.leaves[self.leaves > 0]

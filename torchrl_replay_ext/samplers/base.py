@@ -183,24 +183,33 @@ class PrioritySampler(Sampler):
     _needs_order = False
     _order_unknown = False
 
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        """The storage's shape; before it is known, that of flat storage."""
+        return self._shape or (self._size,)
+
+    @property
+    def _num_slots(self) -> int:
+        return math.prod(self._dims)
+
     def _shape_changed(self) -> None:
         """Called when the storage's shape has become known."""
 
     def _adopt(self, storage: Storage) -> None:
         """Take in what a storage held before this sampler was attached, oldest first, as new transitions."""
-        lanes = math.prod((self._shape or (1,))[1:])
+        lanes = math.prod(self._dims[1:])
         steps = torch.arange(_length(storage) // lanes, device=self._device)
         last = getattr(storage, "_last_cursor_index", None)
         if last is not None:
             steps = (steps + int(last) + 1) % len(steps)
         # a storage that was loaded does not know where its ring begins, but will after the next write
-        self._order_unknown = last is None and len(steps) == (self._shape or (self._size,))[0]
+        self._order_unknown = last is None and len(steps) == self._dims[0]
         slots = steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
         self._write(slots.reshape(-1), storage)
 
     def _slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""
-        shape = self._shape or (self._size,)
+        shape = self._dims
         if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
             return index if index.device == self._device else index.to(self._device)
         if isinstance(index, tuple):
@@ -230,8 +239,7 @@ class PrioritySampler(Sampler):
         if bool(outside.any()):
             wrong = index[outside if index.ndim == 1 else outside.any(1)][0].tolist()
             raise IndexError(
-                f"{type(self).__name__}: index {wrong} is out of range for a storage of shape "
-                f"{self._shape or (self._size,)}."
+                f"{type(self).__name__}: index {wrong} is out of range for a storage of shape {self._dims}."
             )
         return index
 
@@ -239,9 +247,9 @@ class PrioritySampler(Sampler):
         """Called by the writer for slots just written: gives them the default priority."""
         self._bind(storage)
         slots = self._slots(index)
-        if len(self._shape or (0,)) == 1:
+        if len(self._dims) == 1:
             # TensorDictMaxValueWriter marks what it did not store by -1
-            slots = self._in_range(slots[slots >= 0], (self._shape or (self._size,))[0])
+            slots = self._in_range(slots[slots >= 0], self._num_slots)
         if not slots.numel():
             return
         if self._needs_order and self._order_unknown and getattr(storage, "_last_cursor_index", None) is not None:
@@ -249,11 +257,10 @@ class PrioritySampler(Sampler):
         if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
             self._adopt(storage)
         else:
-            total = math.prod(self._shape or (self._size,))
-            if slots.numel() > total:
+            if slots.numel() > self._num_slots:
                 # rows that were overwritten by later rows of the same write; nothing from before is left either
                 self._forget()
-            self._write(slots[-total:], storage)
+            self._write(slots[-self._num_slots :], storage)
 
     def _stamp_slots(self, slots: Tensor) -> None:
         """Count one write, and stamp ``slots`` with it."""
@@ -397,16 +404,17 @@ class PrioritySampler(Sampler):
         if weight.dtype != torch.float32:
             weight = weight.to(torch.float32)
         self._outstanding.append((slots, clock))
-        shape = self._shape or (self._size,)
+        shape = self._dims
         index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
         return index, {"priority_weight": weight}
 
     def _mass(self, priority: Tensor) -> Tensor:
         return SumTree.to_mass(priority ** self._hyperparameters["alpha"].current())
 
-    def _all_masses(self) -> Tensor:
-        """Masses of all slots from the stored d, with the current alpha."""
-        return self._mass(self._priority.abs()) * (self._stamp > 0)
+    def _reweight_tree(self, tree: SumTree) -> None:
+        """Recompute the masses of all slots from the stored d, with the current alpha."""
+        tree.leaves.view(-1)[: self._size] = self._mass(self._priority.abs()) * (self._stamp > 0)
+        tree.rebuild_()
 
     @staticmethod
     def _largest(tree: SumTree, alpha: float) -> float:
@@ -416,13 +424,10 @@ class PrioritySampler(Sampler):
     def _stored_slots(self) -> Tensor:
         return (self._stamp > 0).nonzero().squeeze(1)
 
-    def _stored(self, storage: Storage) -> Tensor:
-        self._bind(storage)
-        return torch.arange(_length(storage), device=self._device)
-
     def probabilities(self, storage: Storage) -> Tensor:
         """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
-        density = self._unnormalized(self._stored(storage))
+        self._bind(storage)
+        density = self._unnormalized(torch.arange(_length(storage), device=self._device))
         return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
     def stats(self) -> TensorDict:

@@ -96,8 +96,7 @@ class ProportionalSampler(PrioritySampler):
         return self._tree.get(slots).double()
 
     def _reweight(self) -> None:
-        self._tree.leaves.view(-1)[: self._size] = self._all_masses()
-        self._tree.rebuild_()
+        self._reweight_tree(self._tree)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"masses": self._tree.leaves}

@@ -141,7 +141,7 @@ class ReaPERSampler(PrioritySampler):
         self._shape_changed()
 
     def _shape_changed(self) -> None:
-        steps, *lanes = self._shape or (self._size,)
+        steps, *lanes = self._dims
         layout = (steps, math.prod(lanes), False) if lanes else (steps, self._num_streams, self._num_streams > 1)
         current = getattr(self, "_episodes", None)
         if (
@@ -183,8 +183,7 @@ class ReaPERSampler(PrioritySampler):
             if why is None:
                 return None
             raise KeyError(f"ReaPERSampler: the stored data has no entry {key!r}, {why}")
-        slots_in_storage = math.prod(self._shape or (self._size,))
-        if column.numel() != slots_in_storage:
+        if column.numel() != self._num_slots:
             raise ValueError(
                 f"ReaPERSampler: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is "
                 "needed."
@@ -218,11 +217,10 @@ class ReaPERSampler(PrioritySampler):
                 self._episodes.update(slots, SumTree.to_mass(self._max_priority).expand(slots.shape[0]), None)
                 self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
                 return
-            size = math.prod(self._shape or (self._size,))
-            in_turn = (slots[0] + torch.arange(slots.shape[0], device=self._device)) % size
+            in_turn = (slots[0] + torch.arange(slots.shape[0], device=self._device)) % self._num_slots
             if not torch.equal(slots, in_turn):
                 raise ValueError("ReaPERSampler: slots must be written in turn; use a round-robin writer, the default.")
-            if slots.shape[0] < size:
+            if slots.shape[0] < self._num_slots:
                 self._drop(self._episodes.skipped(slots))
         self._episodes.write(
             slots,
@@ -265,8 +263,7 @@ class ReaPERSampler(PrioritySampler):
         self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
 
     def _reweight(self) -> None:
-        self._tree.leaves.view(-1)[: self._size] = self._all_masses()
-        self._tree.rebuild_()
+        self._reweight_tree(self._tree)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         omega = self._omega.current()
@@ -302,15 +299,15 @@ class ReaPERSampler(PrioritySampler):
             smallest = everything[everything > 0].min()
         return slots, density, smallest
 
-    def _unnormalized(self, slots: Tensor) -> Tensor:
-        parts = [
-            self._tree.get(part) * self._episodes.reliability(part, self._stamp) ** self._omega.value
-            for part in slots.split(_CHUNK)
-        ]
+    def _reliability(self, slots: Tensor) -> Tensor:
+        """R of ``slots`` [n], float64, a part at a time to save memory."""
+        parts = [self._episodes.reliability(part, self._stamp) for part in slots.split(_CHUNK)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self._device)
+
+    def _unnormalized(self, slots: Tensor) -> Tensor:
+        return self._tree.get(slots) * self._reliability(slots) ** self._omega.value
 
     def _extra_stats(self) -> dict[str, Tensor]:
         slots = self._stored_slots()
-        parts = [self._episodes.reliability(part, self._stamp) for part in slots.split(_CHUNK)]
-        mean = torch.cat(parts).mean() if slots.numel() else torch.ones(())
+        mean = self._reliability(slots).mean() if slots.numel() else torch.ones(())
         return {"acceptance_rate": self._rate, "reliability_mean": mean}
