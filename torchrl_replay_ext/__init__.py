@@ -1,9 +1,17 @@
 """Experience replay for TorchRL: samplers that plug into its ``TensorDictReplayBuffer``."""
 
 from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
 from torchrl_replay_ext.samplers import ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.tree import SumTree
 
 __version__ = "0.1.0"
 
-__all__ = ["Anneal", "ProportionalSampler", "ReaPERSampler", "SumTree"]
+__all__ = [
+    "Anneal",
+    "CompilableReplayBuffer",
+    "CompilableTensorStorage",
+    "ProportionalSampler",
+    "ReaPERSampler",
+    "SumTree",
+]

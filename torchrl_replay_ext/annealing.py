@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.tracing import scalar
+
 
 @dataclass(frozen=True)
 class Anneal:
@@ -51,8 +53,11 @@ class Hyperparameter:
         self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""
     ):
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
-        self.value = torch.zeros((), dtype=torch.float64)
-        self._count = torch.zeros((), dtype=torch.float64)
+        # of shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim float64 tensors
+        self.value = torch.zeros(1, dtype=torch.float64)
+        self._count = torch.zeros(1, dtype=torch.float64)
+        # start, end and number of updates of the schedule
+        self._schedule = torch.zeros(3, dtype=torch.float64)
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
@@ -62,44 +67,46 @@ class Hyperparameter:
             if not (math.isfinite(number) and 0 <= number <= self._high):
                 limits = ">= 0" if math.isinf(self._high) else f"in [0, {self._high:g}]"
                 raise ValueError(f"{self._owner}({self._name}={number:g}): {self._name} must be {limits}{self._hint}.")
-        self._schedule = schedule
+        self._follow(schedule.start, schedule.end, schedule.num_updates)
         self._count.zero_()
         self.value.fill_(schedule.start)
 
-    @property
-    def bound(self) -> float:
-        """The largest value it can take."""
-        return max(self._schedule.start, self._schedule.end)
+    def _follow(self, start: float, end: float, num_updates: float) -> None:
+        self._schedule.copy_(torch.tensor([start, end, num_updates], dtype=torch.float64))
+        self.annealed = start != end
+        # the largest value it can take
+        self.bound = max(start, end)
 
     def current(self) -> float | Tensor:
-        """The value as a number; while compiling, as a tensor."""
-        return self.value if torch.compiler.is_compiling() else self.value.item()
+        """The value as a number; where it is traced, as a tensor."""
+        return scalar(self.value[0])
 
     def step(self) -> None:
         """Count one update and move along the schedule."""
-        start, end, num_updates = self._schedule.start, self._schedule.end, self._schedule.num_updates
-        if start != end:
+        if self.annealed:
+            start, end, num_updates = self._schedule.split(1)
             self._count.add_(1)
             self.value.copy_((self._count / num_updates).clamp_max(1.0).mul(end - start).add(start))
 
     def just_ended(self) -> bool:
         """Whether the last step was the last of the schedule."""
-        schedule = self._schedule
-        return schedule.start != schedule.end and self._count.item() == schedule.num_updates
+        return self.annealed and self._count.item() == self._schedule[2].item()
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are changed in place."""
+        return [self.value, self._count, self._schedule]
 
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
-        self.value, self._count = self.value.to(device), self._count.to(device)
+        self.value, self._count, self._schedule = (tensor.to(device) for tensor in self.tensors())
 
     def state(self) -> Tensor:
         """Everything to restore: value, updates counted, start, end, number of updates; float64 [5] on the CPU."""
-        schedule = self._schedule
-        numbers = [float(self.value), float(self._count), schedule.start, schedule.end, schedule.num_updates]
-        return torch.tensor(numbers, dtype=torch.float64)
+        return torch.cat([self.value, self._count, self._schedule]).cpu()
 
     def load(self, state: Tensor) -> None:
         """Restore what :meth:`state` gave."""
         value, count, start, end, num_updates = state.tolist()
-        self._schedule = Anneal(start, end, int(num_updates))
+        self._follow(start, end, num_updates)
         self._count.fill_(count)
         self.value.fill_(value)

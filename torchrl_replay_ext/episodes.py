@@ -6,15 +6,11 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
+from torchrl_replay_ext.tracing import is_traced, pick
 from torchrl_replay_ext.tree import MaxTree, SumTree
 
 # Positions per page: a row of the tree.
 _PAGE = 64
-
-
-def _pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
-    """``torch.where`` for int64 by arithmetic: compiled for AVX2, torch.where on int64 can return wrong values."""
-    return no + (yes - no) * condition
 
 
 def _shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
@@ -47,7 +43,7 @@ class FreeList:
     def push(self, ids: Tensor, mask: Tensor) -> None:
         """Give back ``ids`` [n] where ``mask`` is True."""
         rank = mask.cumsum(0)
-        place = _pick(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
+        place = pick(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
         self.queue.scatter_(0, place, ids.to(self.queue.dtype))
         self.tail.add_(rank[-1])
 
@@ -75,8 +71,8 @@ class EpisodeIndex:
     * several environments in one flat storage (``assigned=True``): the lane of a transition is that of its trajectory
       id. A lane grows by pages that are taken from a common pool and given back, so lanes may be of any length.
 
-    All shapes are static. Nothing waits for the device but the check for too many trajectories, which is left out while
-    compiling, and :meth:`skipped`.
+    All shapes are static. Nothing waits for the device but the check for too many trajectories, which are counted
+    instead where that is traced, and :meth:`skipped`.
 
     Args:
         steps: length of the ring in slots per lane if fixed, in slots if assigned.
@@ -142,6 +138,8 @@ class EpisodeIndex:
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
         self._cursor = full(1, 0)
+        # trajectories that were too many, where that could not be an error
+        self.broken_off = full(1, 0)
 
     def step_of(self, slot: Tensor) -> int:
         """The place of ``slot`` [] in the ring."""
@@ -203,8 +201,8 @@ class EpisodeIndex:
 
         self._evict(slots, lane)
         if self.assigned:
-            self._abandon(_pick(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
-            self._lane_episode.copy_(_pick(stolen, self._none, self._lane_episode))
+            self._abandon(pick(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
+            self._lane_episode.copy_(pick(stolen, self._none, self._lane_episode))
             self._lane_old |= restarted & (self._lane_episode != self._none)
 
         # where a new episode begins
@@ -212,19 +210,19 @@ class EpisodeIndex:
         new = torch.where(first, going_on == self._none, _shifted(ended, False))
         if trajectory is not None:
             trajectory = trajectory[order]
-            new |= trajectory != _pick(first, self._lane_trajectory[lane], _shifted(trajectory, 0))
+            new |= trajectory != pick(first, self._lane_trajectory[lane], _shifted(trajectory, 0))
             self._lane_trajectory.copy_(self._at_last(lane, trajectory, self._lane_trajectory))
         if initial is not None:
             new |= initial[order]
         begun = new.cumsum(0)
-        begun_before_lane = _pick(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
-        record = _pick(begun == begun_before_lane, going_on, self._records.pop(new))
+        begun_before_lane = pick(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
+        record = pick(begun == begun_before_lane, going_on, self._records.pop(new))
         # an episode that stops without an end stays ongoing for good
-        before = _pick(first, going_on, _shifted(record, self._none))
-        abandoned = _pick(new & ~_shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
+        before = pick(first, going_on, _shifted(record, self._none))
+        abandoned = pick(new & ~_shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
 
         position = self._place(slots, lane, first, rows)
-        begins = _pick(new, record, torch.full_like(record, self._none))
+        begins = pick(new, record, torch.full_like(record, self._none))
         for field, value in ((self._totals.leaves, 0), (self._count, 0), (self._touched, 0)):
             field.index_fill_(0, begins, value)
         self._finished.index_fill_(0, begins, False)
@@ -236,13 +234,13 @@ class EpisodeIndex:
         self._count.index_add_(0, record, torch.ones_like(record, dtype=self._count.dtype))
         self.episode.scatter_(0, slots, record.to(self.episode.dtype))
 
-        ends = _pick(ended, record, torch.full_like(record, self._none))
+        ends = pick(ended, record, torch.full_like(record, self._none))
         self._finished.scatter_(0, ends, finished)
         self._open.index_fill_(0, ends, False)
         self._touched.scatter_(0, ends, clock.expand(count))
         self._abandon(abandoned)
         self._open[self._none] = False
-        self._lane_episode.copy_(self._at_last(lane, _pick(ended, self._none, record), self._lane_episode))
+        self._lane_episode.copy_(self._at_last(lane, pick(ended, self._none, record), self._lane_episode))
         self._lane_written.index_copy_(0, lane, clock.expand(count))
         self._totals.refresh(record)
         self._cursor.copy_((newest + 1) % self.steps)
@@ -275,7 +273,7 @@ class EpisodeIndex:
             assert table is not None
             self._pages.push(table[block], over)
             nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-            table.index_fill_(0, _pick(over, block, nowhere), self._no_page)
+            table.index_fill_(0, pick(over, block, nowhere), self._no_page)
             self._position.index_fill_(0, slots, self._nowhere)
         self._free(record)
         self._totals.refresh(record)
@@ -302,7 +300,7 @@ class EpisodeIndex:
         """Positions for new transitions, sorted by lane."""
         if not self.assigned:
             return self.positions(slots)
-        rank = rows - _pick(first, rows, torch.zeros_like(rows)).cummax(0).values
+        rank = rows - pick(first, rows, torch.zeros_like(rows)).cummax(0).values
         offset = (self._lane_next[lane] + rank) % self.span
         position = lane * self.span + offset
         block = position >> self._page_shift
@@ -311,7 +309,7 @@ class EpisodeIndex:
         assert table is not None
         pages = self._pages.pop(starts)
         nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-        table.scatter_(0, _pick(starts, block, nowhere), _pick(starts, pages, torch.full_like(pages, self._no_page)))
+        table.scatter_(0, pick(starts, block, nowhere), pick(starts, pages, torch.full_like(pages, self._no_page)))
         self._lane_next.copy_(self._at_last(lane, offset + 1, self._lane_next))
         self._position.scatter_(0, slots, position.to(self._position.dtype))
         return position
@@ -325,14 +323,16 @@ class EpisodeIndex:
         unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
         if initial is not None:
             unexpected &= ~initial
-        if not torch.compiler.is_compiling() and bool(unexpected.any()):
+        if is_traced():
+            self.broken_off.add_(unexpected.sum())
+        elif bool(unexpected.any()):
             self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
         self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
 
     def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
         self._zero_seen |= (trajectory == 0).any()
         largest = trajectory.max().reshape(1)
-        self._max_trajectory.copy_(_pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
+        self._max_trajectory.copy_(pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
     def _raise_too_many(self, going_on: Tensor, new: Tensor) -> None:
         raise ValueError(
@@ -372,7 +372,7 @@ class EpisodeIndex:
         # ids begin at 0 again: what was going on before does not go on
         begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
         restarted = begins_again.any()
-        match &= (first < _pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
+        match &= (first < pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
         request = used & ~match.any(1)
         closes = used & ended[last]
         # the others request a lane at their first row; a group that ends releases its lane at its last row. Counted
@@ -387,10 +387,12 @@ class EpisodeIndex:
         # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
         seen_before = (request & (group_id <= self._max_trajectory)).any()
         available = open_lane & ~match.any(0) & (self._lane_old | self._lane_doubtful | seen_before)
-        if not torch.compiler.is_compiling() and bool(missing > available.sum()):
+        if is_traced():
+            self.broken_off.add_((missing - available.sum()).clamp_min(0))
+        elif bool(missing > available.sum()):
             self._raise_too_many(open_lane.sum(), group_id[request][-1])
         age = (
-            _pick(available, self._lane_written, torch.full_like(self._lane_written, 2**62))
+            pick(available, self._lane_written, torch.full_like(self._lane_written, 2**62))
             .argsort(stable=True)
             .argsort()
         )
@@ -401,10 +403,10 @@ class EpisodeIndex:
         # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
         # releases it, which may itself have taken it from another; the chain is followed by doubling
         release = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        release.scatter_(0, _pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
+        release.scatter_(0, pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
         inherits = request & (number >= num_free)
-        parent = _pick(inherits, release[(number - num_free).clamp(0, count)], rows)
-        lane = _pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
+        parent = pick(inherits, release[(number - num_free).clamp(0, count)], rows)
+        lane = pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
         for _ in range(count.bit_length()):
             parent = parent[parent]
         self._count_trajectories(trajectory, restarted)
@@ -422,20 +424,36 @@ class EpisodeIndex:
             return slots
         return slots % self.lanes * self.steps + slots // self.lanes
 
-    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None) -> None:
+    def update(
+        self,
+        slots: Tensor,
+        mass: Tensor,
+        clock: Tensor | None,
+        *,
+        taken: Tensor | None = None,
+        once: Tensor | None = None,
+    ) -> None:
         """Set the masses of ``slots`` [n].
 
         Args:
-            slots: int64 [n]; each holds a transition.
+            slots: int64 [n]; each holds a transition where it is ``taken``.
             mass: int64 [n]; of duplicates the last one wins.
             clock: number of the last write; the transitions of these episodes stop being new. None: they do not.
+            taken: bool [n], False where nothing changes; it agrees for duplicates, and so does their mass.
+            once: bool [n], True for one of each slot's duplicates; given with ``taken``.
         """
         position = self.positions(slots)
         record = self.episode.index_select(0, slots).to(torch.int64)
-        change = mass - self._tree.get(position)
-        if not all_different(slots):
+        before = self._tree.get(position)
+        if taken is not None:
+            mass = pick(taken, mass, before)
+            record = pick(taken, record, torch.full_like(record, self._none))
+        change = mass - before
+        if once is not None:
+            change = change * once
+        elif not all_different(slots):
             change *= is_last_occurrence(slots)
-        self._tree.write(position, mass)
+        self._tree.write(position, mass, resolved=once is not None)
         self._totals.leaves.index_add_(0, record, change)
         self._totals.refresh(record)
         if self.lanes == 1:
@@ -443,7 +461,7 @@ class EpisodeIndex:
         else:
             self._lane_total.index_add_(0, position // self.span, change)
         if clock is not None:
-            self._touched.scatter_(0, record, clock.expand(record.shape[0]))
+            self._touched.index_fill_(0, record, clock)
 
     def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
         """R of ``slots`` [n] that hold something, in (0, 1]; 1 for what is new.
@@ -462,7 +480,9 @@ class EpisodeIndex:
         start = self._start.index_select(0, record)
         behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # an episode that runs over the end of its lane's ring
-        around = self._lane_total if self.lanes == 1 else self._lane_total.index_select(0, position // self.span)
+        around = self._lane_total
+        if self.lanes > 1:
+            around = around.index_select(0, (position // self.span).clamp_max_(self.lanes - 1))
         part = upto.sub_(behind).add_((position < start) * around)
         totals = self._totals.leaves.index_select(0, record)
         whole = torch.where(self._finished.index_select(0, record), totals, self._totals.max())
@@ -496,6 +516,7 @@ class EpisodeIndex:
             "max_trajectory": self._max_trajectory,
             "zero_seen": self._zero_seen,
             "cursor": self._cursor,
+            "broken_off": self.broken_off,
             **self._records.tensors("records"),
         }
         if self.assigned:
@@ -534,6 +555,7 @@ class EpisodeIndex:
             (self._max_trajectory, -1),
             (self._zero_seen, 0),
             (self._cursor, 0),
+            (self.broken_off, 0),
         ):
             field.fill_(value)
         self._totals.rebuild_()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import FEW, write_last
+from torchrl_replay_ext.tracing import is_traced, scalar, uniform
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Lazy writes until minima are brought up to date.
@@ -41,11 +40,6 @@ def _fill(levels: list[Tensor], value: Tensor, reduce) -> None:
         level.view(-1)[: value.numel()] = value
         value = reduce(level)
     top.copy_(value)
-
-
-def scalar(value: Tensor) -> Any:
-    """A 0-dim tensor as a number, which is faster on the CPU; while compiling it must stay a tensor."""
-    return value if torch.compiler.is_compiling() else value.item()
 
 
 def _sum(rows: Tensor) -> Tensor:
@@ -133,6 +127,8 @@ class SumTree:
         self._first = -torch.ones((fanout, fanout), dtype=torch.int64, device=device).tril(-1)
         # the largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62
         self.max_priority = float(2**62 // min(capacity, self.leaves.numel()) // self.UNIT)
+        # whether the smallest mass may be remembered in Python, where a graph would not see it
+        self.may_cache = True
         # running sums of the top, behind a 0; computed anew for each draw
         self._running = torch.zeros(shapes[-1][0] + 1, dtype=torch.int64, device=device)
 
@@ -164,8 +160,10 @@ class SumTree:
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; needs ``track_min`` and a positive total."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._mins[-1].amin() + 1
+        if not self.may_cache:
+            return int(self._mins[-1].amin()) + 1
         if self._min is None:
             self._refresh_minima()
             self._min = int(self._mins[-1].amin()) + 1
@@ -207,18 +205,22 @@ class SumTree:
             raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
-    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False) -> None:
+    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, resolved: bool = False) -> None:
         """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins.
 
         With ``lazy``, minima are brought up to date only when they are needed, which they seldom are: as long as no
-        leaf of the smallest mass is written, the smallest mass can only become that of a leaf that is.
+        leaf of the smallest mass is written, the smallest mass can only become that of a leaf that is. With
+        ``resolved``, duplicates are known to have the same mass.
         """
         block, row, place = self._address(index)
         leaves = self.leaves
-        lazy = lazy and bool(self._mins) and self._min is not None and index.shape[0] <= FEW
-        lazy = lazy and not torch.compiler.is_compiling()
+        lazy = lazy and self.may_cache and bool(self._mins) and self._min is not None and index.shape[0] <= FEW
+        lazy = lazy and not is_traced()
         before = leaves.view(-1).index_select(0, place).tolist() if lazy else []
-        write_last(leaves.view(-1), place, mass)
+        if resolved:
+            leaves.view(-1).scatter_(0, place, mass)
+        else:
+            write_last(leaves.view(-1), place, mass)
         rows = leaves.index_select(0, row)
         _propagate(self._sums, block, _sum(rows), self._shift, _sum)
         if lazy:
@@ -245,13 +247,21 @@ class SumTree:
         return self._find(target, self._run())
 
     def _run(self) -> Tensor:
-        """Running sums of the top, inclusive; ``self._running`` holds the exclusive ones after it."""
+        """Running sums of the top, inclusive."""
+        if is_traced():
+            return self._sums[-1].cumsum(0)
         return torch.cumsum(self._sums[-1], 0, out=self._running[1:])
+
+    def _ahead_of(self, node: Tensor, running: Tensor) -> Tensor:
+        """The sum of the top ahead of ``node`` [n], after :meth:`_run` gave ``running``."""
+        if is_traced():
+            return running.index_select(0, node) - self._sums[-1].index_select(0, node)
+        return self._running.index_select(0, node)
 
     def _find(self, target: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
         blocks = self._sums[:-1]
         node = torch.searchsorted(running, target, right=True)
-        rest = target - self._running.index_select(0, node)
+        rest = target - self._ahead_of(node, running)
         for level in reversed(blocks):
             children = level.index_select(0, node)
             running = children.cumsum(1)
@@ -277,9 +287,9 @@ class SumTree:
             The leaves and their masses, int64 [num] each; stratified draws come in the order of their strata.
 
         Raises:
-            RuntimeError: if the total is 0 (not checked while compiling).
+            RuntimeError: if the total is 0. (Where this is traced, the draws are leaf 0, with mass 0.)
         """
-        u = torch.rand(num, dtype=torch.float64, device=self.leaves.device, generator=generator)
+        u = uniform(num, device=self.leaves.device, generator=generator)
         if stratified:
             # the last may be rounded up to 1
             u = ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-53)
@@ -289,10 +299,11 @@ class SumTree:
         """:meth:`sample` with given uniform numbers ``u``, float64 [n] in [0, 1), which it may overwrite."""
         running = self._run()
         total = scalar(running[-1])
-        if not torch.compiler.is_compiling() and total == 0:
+        traced = is_traced()
+        if not traced and total == 0:
             raise RuntimeError("SumTree.sample: all priorities are 0, nothing can be drawn; use eps > 0.")
         target = u.mul_(total).to(torch.int64)
-        if torch.compiler.is_compiling() or total > 2**53:
+        if traced or total > 2**53:
             # the product may have been rounded up to the total
             target = target.clamp_(max=total - 1)
         return self._find(target, running)
@@ -306,8 +317,7 @@ class SumTree:
             parent = node >> self._shift
             result = result + self._before(level.index_select(0, parent), node)
             node = parent
-        self._run()
-        return result + self._running.index_select(0, node)
+        return result + self._ahead_of(node, self._run())
 
     def _before(self, children: Tensor, index: Tensor) -> Tensor:
         return (children & self._first.index_select(0, index & (self.fanout - 1))).sum(1)

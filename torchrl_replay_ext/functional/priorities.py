@@ -7,8 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.tracing import is_traced
+
 # Up to here, numbers are looked at faster in Python than by tensor operations.
 FEW = 1024
+# Up to here, comparing all pairs is faster than sorting in a compiled graph.
+_PAIRWISE = 64
 
 
 def importance_weights(
@@ -35,19 +39,32 @@ def importance_weights(
     return weights / weights.max() if normalize else weights
 
 
-def last_occurrence(index: Tensor) -> Tensor:
+def last_occurrence(index: Tensor, preferred: Tensor | None = None) -> Tensor:
     """For each entry of ``index`` [n], the position at which its value occurs last.
 
     ``values[last_occurrence(index)]`` gives all duplicates the value of the last one: a scatter of it no longer depends
     on the order of the writes, and an entry is the last of its kind where the result equals ``arange(n)``.
 
+    Args:
+        index: integers, shape [n].
+        preferred: bool [n]; where a value has entries that are preferred, the last of those is meant.
+
     Examples:
         >>> last_occurrence(torch.tensor([7, 3, 7]))
         tensor([2, 1, 2])
+        >>> last_occurrence(torch.tensor([7, 3, 7]), torch.tensor([True, True, False]))
+        tensor([0, 1, 0])
     """
-    index = index.contiguous()
-    ordered, order = index.sort(stable=True)
-    return order.index_select(0, torch.searchsorted(ordered, index, right=True) - 1)
+    count = index.shape[0]
+    if is_traced() and 0 < count <= _PAIRWISE:
+        rank = torch.arange(count, device=index.device)
+        if preferred is not None:
+            rank = rank + count * preferred
+        return ((index.unsqueeze(1) == index) * rank).amax(1) % count
+    key = index.contiguous() if preferred is None else 2 * index + preferred
+    ordered, order = key.sort(stable=True)
+    probe = key if preferred is None else 2 * index + 1
+    return order.index_select(0, torch.searchsorted(ordered, probe, right=True) - 1)
 
 
 def is_last_occurrence(index: Tensor) -> Tensor:
@@ -73,7 +90,7 @@ def extremes(values: Tensor) -> tuple[float, float]:
 def all_different(index: Tensor) -> bool:
     """Whether ``index`` [n] is known to hold no value twice; long ones, and those being compiled, are not looked at."""
     count = index.shape[0]
-    return count <= FEW and not torch.compiler.is_compiling() and len(set(index.tolist())) == count
+    return count <= FEW and not is_traced() and len(set(index.tolist())) == count
 
 
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
@@ -81,6 +98,6 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
 
     ``scatter_`` runs through a 1-D index in order on the CPU; elsewhere, and in compiled code, its order is undefined.
     """
-    if index.device.type != "cpu" or torch.compiler.is_compiling():
+    if index.device.type != "cpu" or is_traced():
         values = values.index_select(0, last_occurrence(index))
     destination.scatter_(0, index, values)

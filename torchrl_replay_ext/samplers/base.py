@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
@@ -15,11 +15,16 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.functional import extremes
-from torchrl_replay_ext.tree import SumTree, scalar
+from torchrl_replay_ext.functional import extremes, last_occurrence
+from torchrl_replay_ext.tracing import is_traced, mark_static, scalar
+from torchrl_replay_ext.tree import SumTree
 
 # Batches that are remembered until their priorities come back.
 _OUTSTANDING = 32
+# Slots per update to which an annealed alpha is applied in turn, where the end of its schedule cannot be seen.
+_SWEEP = 64
+# Where a sample for a traced step carries the number of the write of each row.
+STAMP_KEY = "write_stamp"
 
 
 def _length(storage: Storage) -> int:
@@ -28,6 +33,18 @@ def _length(storage: Storage) -> int:
 
 def _as_float32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
+
+
+class Resolved(NamedTuple):
+    """What becomes of each row of an update that cannot be looked at; rows of one slot agree.
+
+    Args:
+        taken: bool [n], the slot gets the priority; where False it keeps what it has.
+        once: bool [n], True for one row of each slot.
+    """
+
+    taken: Tensor
+    once: Tensor
 
 
 class PrioritySampler(Sampler):
@@ -42,6 +59,8 @@ class PrioritySampler(Sampler):
     * Of duplicates in one update the last one wins.
     * A batch that comes back for its update is recognised by its indices; slots that were overwritten since it was
       drawn keep the priority of their new content. The last 32 batches are remembered.
+    * In a traced step (:class:`~torchrl_replay_ext.CompilableReplayBuffer`) nothing is kept in Python and nothing
+      looked at: rows bring the number of their slot's write with them, and what eager mode refuses is counted.
     """
 
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
@@ -86,11 +105,19 @@ class PrioritySampler(Sampler):
         # d of each slot; negated until its first update
         self._priority = torch.zeros(size, device=device)
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        self._max_priority = torch.ones((), dtype=torch.float64, device=device)
+        # float64 numbers have shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim ones
+        self._max_priority = torch.ones(1, dtype=torch.float64, device=device)
         self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self._rejected = torch.zeros((), dtype=torch.int64, device=device)
+        self._swept = torch.zeros((), dtype=torch.int64, device=device)
+        self._largest_d = torch.zeros(1, dtype=torch.float64, device=device)
         self._outstanding: deque[tuple[Tensor, float]] = deque(maxlen=_OUTSTANDING)
         self._just_written: Tensor | None = None
         self._allocate(size, device)
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        self._largest_d.fill_(self._limit(self._hyperparameters["alpha"].bound))
 
     @abstractmethod
     def _allocate(self, size: int, device: torch.device) -> None:
@@ -112,8 +139,8 @@ class PrioritySampler(Sampler):
         """The largest d that can be stored with this alpha."""
 
     @abstractmethod
-    def _update(self, slots: Tensor, priority: Tensor) -> None:
-        """Set d of ``slots`` [n] to ``priority`` (float32 [n]); of duplicates the last one wins."""
+    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+        """Set d of ``slots`` [n] to ``priority`` (float32 [n]); of duplicates the last one wins if not ``resolved``."""
 
     @abstractmethod
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
@@ -176,9 +203,26 @@ class PrioritySampler(Sampler):
                 raise ValueError(f"{name}: the sampler's state is for a storage of shape {self._shape}, not {shape}.")
             self._shape = shape
             self._bound = storage
+            # in such a storage nothing that a graph cannot see may be kept
+            self._traceable = bool(getattr(storage, "_compilable", False))
             self._shape_changed()
+            mark_static(vars(self))
+
+    def _require_bound(self, storage: Storage | None) -> None:
+        """A graph is made for a storage and a sampler that exist already, and keep nothing in Python."""
+        if storage is self._bound and not self._traceable:
+            raise TypeError(
+                f"{type(self).__name__}: {type(storage).__name__} cannot be compiled; use CompilableReplayBuffer with "
+                "CompilableTensorStorage."
+            )
+        if storage is not self._bound:
+            raise RuntimeError(
+                f"{type(self).__name__}: the first write to the buffer, or the first sample of one that was filled "
+                "before, must run outside the compiled function: it sets up storage and sampler."
+            )
 
     _bound: Storage | None = None
+    _traceable = False
     # whether the order of slots matters, and is not known
     _needs_order = False
     _order_unknown = False
@@ -233,7 +277,7 @@ class PrioritySampler(Sampler):
         return slots
 
     def _in_range(self, index: Tensor, high: int | Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not index.numel():
+        if is_traced() or not index.numel():
             return index
         outside = (index < 0) | (index >= high)
         if bool(outside.any()):
@@ -245,6 +289,11 @@ class PrioritySampler(Sampler):
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer for slots just written: gives them the default priority."""
+        if is_traced():
+            self._require_bound(storage)
+            slots = self._slots(index)
+            self._write(slots[-self._num_slots :], storage)
+            return
         self._bind(storage)
         slots = self._slots(index)
         if len(self._dims) == 1:
@@ -264,7 +313,8 @@ class PrioritySampler(Sampler):
 
     def _stamp_slots(self, slots: Tensor) -> None:
         """Count one write, and stamp ``slots`` with it."""
-        self._just_written = slots
+        if not is_traced():
+            self._just_written = slots
         self._clock.add_(1)
         self._stamp[slots] = self._clock
         self._priority[slots] = -self._max_priority.float()
@@ -277,7 +327,12 @@ class PrioritySampler(Sampler):
 
     @torch.no_grad()
     def update_priority(
-        self, index: int | Tensor | tuple, priority: float | Tensor, *, storage: Storage | None = None
+        self,
+        index: int | Tensor | tuple,
+        priority: float | Tensor,
+        *,
+        storage: Storage | None = None,
+        stamp: Tensor | None = None,
     ) -> None:
         """Set the priorities of slots from their TD errors.
 
@@ -285,11 +340,17 @@ class PrioritySampler(Sampler):
             index: slots, as TorchRL hands them out: int, [n], or [n, ndim] for a storage of more dimensions.
             priority: TD errors, one per slot or a single number: δ² if ``td_error="squared"``, |δ| if ``"absolute"``.
             storage: the buffer's storage.
+            stamp: the entry ``"write_stamp"`` of the sample, [B]; rows whose slot was overwritten since are dropped.
 
         Raises:
             ValueError: if a TD error is negative or not finite, or the shapes do not match.
             IndexError: if a slot is out of range or holds nothing. The state is unchanged in all these cases.
+                In a traced step neither is an error: such rows change nothing and are counted in :meth:`stats`.
         """
+        if is_traced():
+            self._require_bound(storage)
+            self._update_traced(self._slots(index), torch.as_tensor(priority, device=self._device), stamp)
+            return
         name = type(self).__name__
         clock = self._clock.item()
         if storage is not self._bound:
@@ -321,7 +382,14 @@ class PrioritySampler(Sampler):
                 f"{limit:g}."
             )
         written, self._just_written = self._just_written, None
-        if written is not None and written.shape == slots.shape and torch.equal(written, slots):
+        if stamp is not None:
+            fresh = self._stamps(slots) == stamp.reshape(-1)
+            self._dropped.add_(count - fresh.sum())
+            if not bool(fresh.all()):
+                slots, error = slots[fresh], error[fresh]
+                largest = float(error.max()) if slots.numel() else 0.0
+            drawn_at = clock
+        elif written is not None and written.shape == slots.shape and torch.equal(written, slots):
             # the buffer hands on the TD errors that came with the data
             drawn_at = None
             if torch.as_tensor(index).ndim == 0 and largest == _as_float32(self.default_priority):
@@ -344,13 +412,44 @@ class PrioritySampler(Sampler):
                     f"{name}.update_priority: slot {int(slots[wrong])} is out of range: nothing is stored there."
                 )
         if slots.numel():
-            self._update(slots, self._size_of(error))
+            self._update(slots, self._size_of(error), None)
             if self._size_of(largest) > self._max_priority.item():
                 self._max_priority.fill_(self._size_of(largest))
+        self._step()
+
+    def _update_traced(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
+        error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
+        priority = self._size_of(error)
+        # False for NaN too
+        valid = (error >= 0) & (priority <= self._largest_d)
+        written = self._stamp.index_select(0, slots)
+        fresh = written > 0
+        if stamp is not None:
+            fresh = fresh & (written == stamp.reshape(-1))
+        self._rejected.add_((~valid).sum())
+        self._dropped.add_((valid & ~fresh).sum())
+        taken = valid & fresh
+        source = last_occurrence(slots, taken)
+        once = source == torch.arange(slots.shape[0], device=slots.device)
+        priority = torch.where(taken, priority, 0.0)
+        largest = torch.where(taken, error, 0.0).amax().to(torch.float64)
+        self._max_priority.copy_(torch.maximum(self._max_priority, self._size_of(largest)))
+        self._update(
+            slots, priority.index_select(0, source), Resolved(taken=taken.index_select(0, source), once=once)
+        )
+        self._step()
+
+    def _step(self) -> None:
         for hyperparameter in self._hyperparameters.values():
             hyperparameter.step()
-        if self._hyperparameters["alpha"].just_ended():
-            self._reweight()
+        alpha = self._hyperparameters["alpha"]
+        if not self._traceable:
+            if alpha.just_ended():
+                self._reweight()
+        elif alpha.annealed:
+            slots = (self._swept + torch.arange(_SWEEP, device=self._device)) % self._size
+            self._swept.add_(_SWEEP)
+            self._reweight(slots)
 
     def _size_of(self, error: Any) -> Any:
         """The priority d = |δ| + eps of a TD error, tensor or number."""
@@ -385,34 +484,51 @@ class PrioritySampler(Sampler):
             float32 [B], at most 1.
 
         Raises:
-            RuntimeError: if the buffer is empty, or all priorities are 0.
+            RuntimeError: if the buffer is empty, or all priorities are 0. In a traced step nothing is raised: the rows
+                are slot 0, with weight 0.
         """
         if batch_size < 1:
             raise ValueError(f"{type(self).__name__}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        if storage is not self._bound:
-            self._bind(storage)
-        clock = self._clock.item()
-        if not clock:
-            if not _length(storage):
-                raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
-            self._adopt(storage)
+        traced = is_traced()
+        clock = 0
+        if traced:
+            self._require_bound(storage)
+        else:
+            if storage is not self._bound:
+                self._bind(storage)
             clock = self._clock.item()
+            if not clock:
+                if not _length(storage):
+                    raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
+                self._adopt(storage)
+                clock = self._clock.item()
         slots, density, smallest = self._draw(batch_size)
         if smallest is None:
             smallest = scalar(density.amin())
         weight = (density / smallest).pow_(-self._hyperparameters["beta"].current())
         if weight.dtype != torch.float32:
             weight = weight.to(torch.float32)
-        self._outstanding.append((slots, clock))
+        if traced:
+            weight = torch.where(density > 0, weight, 0.0)
+        else:
+            self._outstanding.append((slots, clock))
+        info = {"priority_weight": weight}
+        if self._traceable:
+            info[STAMP_KEY] = self._stamp.index_select(0, slots)
         shape = self._dims
         index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
-        return index, {"priority_weight": weight}
+        return index, info
 
     def _mass(self, priority: Tensor) -> Tensor:
-        return SumTree.to_mass(priority ** self._hyperparameters["alpha"].current())
+        # in float64, where compiled and eager code round alike
+        return SumTree.to_mass(priority.to(torch.float64) ** self._hyperparameters["alpha"].current())
 
-    def _reweight_tree(self, tree: SumTree) -> None:
-        """Recompute the masses of all slots from the stored d, with the current alpha."""
+    def _reweight_tree(self, tree: SumTree, slots: Tensor | None) -> None:
+        """Recompute the masses of ``slots`` (None: all) from the stored d, with the current alpha."""
+        if slots is not None:
+            mass = self._mass(self._priority.index_select(0, slots).abs())
+            tree.write(slots, mass * (self._stamp.index_select(0, slots) > 0), resolved=True)
+            return
         tree.leaves.view(-1)[: self._size] = self._mass(self._priority.abs()) * (self._stamp > 0)
         tree.rebuild_()
 
@@ -437,7 +553,8 @@ class PrioritySampler(Sampler):
         uniform. ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
         ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
         largest |δ| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because their
-        slot had been overwritten. And each hyperparameter's current value.
+        slot had been overwritten. ``rejected_updates``: TD errors not applied because they were negative, not finite or
+        too large; outside traced steps that is an error. And each hyperparameter's current value.
         """
         density = self._unnormalized(self._stored_slots())
         count = density.numel()
@@ -453,11 +570,12 @@ class PrioritySampler(Sampler):
             "never_updated": (self._priority < 0).sum() / max(count, 1),
             "max_priority": self._max_priority,
             "dropped_updates": self._dropped,
+            "rejected_updates": self._rejected,
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self._extra_stats(),
         }
         return TensorDict(
-            {key: value.to(self._device, torch.float32) for key, value in values.items()}, device=self._device
+            {key: value.to(self._device, torch.float32).reshape(()) for key, value in values.items()}, device=self._device
         )
 
     def _extra_stats(self) -> dict[str, Tensor]:
@@ -472,7 +590,9 @@ class PrioritySampler(Sampler):
         """Priority exponent. Assigning it applies it to everything stored, in O(capacity).
 
         While alpha is annealed (:class:`~torchrl_replay_ext.Anneal`), a transition has the exponent of the time when it
-        was last written or updated; when the schedule ends, its end is applied to everything stored.
+        was last written or updated; when the schedule ends, its end is applied to everything stored. In a
+        :class:`~torchrl_replay_ext.CompilableReplayBuffer`, where that moment cannot be seen, each update applies the
+        current alpha to the next 64 slots instead, in turn.
         """
         return float(self._hyperparameters["alpha"].value)
 
@@ -487,12 +607,13 @@ class PrioritySampler(Sampler):
                 f"{largest:g}."
             )
         self._hyperparameters["alpha"].set(value)
+        self._set_limit()
         if self.alpha != before:
             self._reweight()
 
     @abstractmethod
-    def _reweight(self) -> None:
-        """Recompute what draws are proportional to from the stored d, with the current alpha."""
+    def _reweight(self, slots: Tensor | None = None) -> None:
+        """Recompute what draws of ``slots`` (None: all) are proportional to from the stored d and the current alpha."""
 
     @property
     def beta(self) -> float:
@@ -510,6 +631,8 @@ class PrioritySampler(Sampler):
             "clock": self._clock,
             "max_priority": self._max_priority,
             "dropped": self._dropped,
+            "rejected": self._rejected,
+            "swept": self._swept,
             **self._tensors(),
         }
 
@@ -546,9 +669,11 @@ class PrioritySampler(Sampler):
             tensor.copy_(state[key])
         for key, hyperparameter in self._hyperparameters.items():
             hyperparameter.load(state[key])
+        self._set_limit()
         self._outstanding.clear()
         self._just_written = None
         self._restored()
+        mark_static(vars(self))
 
     def _fit(self, shape: tuple[int, ...] | None, size: int, state: dict[str, Any]) -> None:
         """Make room for a state; ValueError if it does not fit."""
@@ -573,7 +698,7 @@ class PrioritySampler(Sampler):
         self.load_state_dict({str(k): v.clone() for k, v in TensorDict.load_memmap(str(path)).items()})
 
     def _empty(self) -> None:
-        for tensor in (self._stamp, self._priority, self._clock, self._dropped):
+        for tensor in (self._stamp, self._priority, self._clock, self._dropped, self._rejected, self._swept):
             tensor.zero_()
         self._max_priority.fill_(1.0)
         # batches in flight are of no use any more

@@ -8,8 +8,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.functional import write_last
-from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tree import SumTree, scalar
+from torchrl_replay_ext.samplers.base import PrioritySampler, Resolved
+from torchrl_replay_ext.tracing import pick
+from torchrl_replay_ext.tree import SumTree
 
 
 @PrioritizedSampler.register
@@ -66,6 +67,7 @@ class ProportionalSampler(PrioritySampler):
     def _allocate(self, size: int, device: torch.device) -> None:
         self._seen = 0
         self._tree = SumTree(size, track_min=self._weight_norm == "buffer", device=device)
+        self._tree.may_cache = not self._traceable
 
     def _clear(self) -> None:
         self._tree.clear_()
@@ -77,26 +79,34 @@ class ProportionalSampler(PrioritySampler):
     def _limit(self, alpha: float) -> float:
         return self._largest(self._tree, alpha)
 
-    def _update(self, slots: Tensor, priority: Tensor) -> None:
-        write_last(self._priority, slots, priority)
-        self._tree.write(slots, self._mass(priority), lazy=True)
+    def _shape_changed(self) -> None:
+        self._tree.may_cache = not self._traceable
+
+    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+        if resolved is None:
+            write_last(self._priority, slots, priority)
+            self._tree.write(slots, self._mass(priority), lazy=True)
+            return
+        self._priority.scatter_(0, slots, torch.where(resolved.taken, priority, self._priority.index_select(0, slots)))
+        self._tree.write(slots, pick(resolved.taken, self._mass(priority), self._tree.get(slots)), resolved=True)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)
         if self._weight_norm == "batch":
             return slots, mass, None
-        clock = scalar(self._clock)
-        if clock is not self._clock and clock != self._seen:
-            # another process may have written
-            self._tree.forget_min()
-            self._seen = clock
+        if self._tree.may_cache:
+            clock = self._clock.item()
+            if clock != self._seen:
+                # another process may have written
+                self._tree.forget_min()
+                self._seen = clock
         return slots, mass, self._tree.min()
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()
 
-    def _reweight(self) -> None:
-        self._reweight_tree(self._tree)
+    def _reweight(self, slots: Tensor | None = None) -> None:
+        self._reweight_tree(self._tree, slots)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"masses": self._tree.leaves}

@@ -13,13 +13,15 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.episodes import EpisodeIndex
 from torchrl_replay_ext.functional import write_last
-from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.samplers.base import PrioritySampler, Resolved
+from torchrl_replay_ext.tracing import is_traced, pick, uniform
 from torchrl_replay_ext.tree import SumTree
 
 # Rounds of proposals before a draw falls back to computing every Ψ.
 _MAX_ROUNDS = 16
 _CHUNK = 65536
-_FIRST_RATE = 0.75
+# Proposals beyond the multiple of the batch that is expected to be enough.
+_SPARE = 16
 
 
 @PrioritizedSampler.register
@@ -123,6 +125,8 @@ class ReaPERSampler(PrioritySampler):
         self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
         super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
         self._hyperparameters["omega"] = self._omega
+        # per draw; where R is evenly spread over (0, 1), one of 1 + omega is accepted
+        self._proposals = 1.25 * (1 + min(self._omega.bound, 4.0))
 
     @property
     def omega(self) -> float:
@@ -137,7 +141,8 @@ class ReaPERSampler(PrioritySampler):
         self._omega.to(device)
         self._tree = SumTree(size, device=device)
         # running mean of the share of proposals that are accepted
-        self._rate = torch.full((), _FIRST_RATE, dtype=torch.float64, device=device)
+        self._rate = torch.ones(1, dtype=torch.float64, device=device)
+        self._repeated = torch.zeros((), dtype=torch.int64, device=device)
         self._shape_changed()
 
     def _shape_changed(self) -> None:
@@ -154,10 +159,11 @@ class ReaPERSampler(PrioritySampler):
     def _clear(self) -> None:
         self._tree.clear_()
         self._episodes.clear_()
-        self._rate.fill_(_FIRST_RATE)
+        self._rate.fill_(1.0)
+        self._repeated.zero_()
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves, "acceptance_rate": self._rate} | {
+        return {"proposals": self._tree.leaves, "acceptance_rate": self._rate, "repeated": self._repeated} | {
             f"episodes_{k}": v for k, v in self._episodes.tensors().items()
         }
 
@@ -210,7 +216,7 @@ class ReaPERSampler(PrioritySampler):
         trajectory = self._column(storage, self._traj_key, slots, why if self._episodes.assigned else None)
         initial = self._column(storage, self._init_key, slots, None)
         assert ended is not None and finished is not None
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             if self._is_marked_again(slots, storage):
                 # the transition stays where it is in its episode
                 self._stamp_slots(slots)
@@ -257,28 +263,39 @@ class ReaPERSampler(PrioritySampler):
     def _forget(self) -> None:
         self._episodes.forget()
 
-    def _update(self, slots: Tensor, priority: Tensor) -> None:
-        write_last(self._priority, slots, priority)
-        self._tree.write(slots, self._mass(priority))
-        self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
+    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+        if resolved is None:
+            write_last(self._priority, slots, priority)
+            self._tree.write(slots, self._mass(priority))
+            self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
+            return
+        taken, once = resolved
+        self._priority.scatter_(0, slots, torch.where(taken, priority, self._priority.index_select(0, slots)))
+        self._tree.write(slots, pick(taken, self._mass(priority), self._tree.get(slots)), resolved=True)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._clock, taken=taken, once=once)
 
-    def _reweight(self) -> None:
-        self._reweight_tree(self._tree)
+    def _reweight(self, slots: Tensor | None = None) -> None:
+        self._reweight_tree(self._tree, slots)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         omega = self._omega.current()
         chosen: list[tuple[Tensor, Tensor]] = []
         need = batch_size
-        rate = self._rate.item()
         for _ in range(_MAX_ROUNDS):
-            num = min(int(1.1 * need / max(rate, 0.02)) + 8, _CHUNK)
-            u, v = torch.rand((2, num), dtype=torch.float64, device=self._device, generator=self._rng)
+            num = math.ceil(self._proposals * need) + _SPARE
+            u, v = uniform(2, num, device=self._device, generator=self._rng)
             slots, mass = self._tree.draw(u)
-            factor = self._episodes.reliability(slots, self._stamp, exact=self._eps == 0) ** omega
-            accepted = (v < factor).nonzero().squeeze(1)
-            rate += 0.1 * (accepted.shape[0] / num - rate)
+            exact = self._eps == 0 or self._traceable
+            factor = self._episodes.reliability(slots, self._stamp, exact=exact) ** omega
+            density = factor * mass
+            accept = v < factor
+            if is_traced():
+                place = self._first_accepted(accept, need)
+                return slots.index_select(0, place), density.index_select(0, place), self._smallest()
+            accepted = accept.nonzero().squeeze(1)
+            self._rate.mul_(0.9).add_(0.1 * accepted.shape[0] / num)
             accepted = accepted[:need]
-            chosen.append((slots.index_select(0, accepted), (factor * mass).index_select(0, accepted)))
+            chosen.append((slots.index_select(0, accepted), density.index_select(0, accepted)))
             need -= accepted.shape[0]
             if not need:
                 break
@@ -286,18 +303,35 @@ class ReaPERSampler(PrioritySampler):
             everything = self._stored_slots()
             density = self._unnormalized(everything)
             running = density.cumsum(0)
-            u = torch.rand(need, dtype=torch.float64, device=self._device, generator=self._rng) * running[-1]
+            u = uniform(need, device=self._device, generator=self._rng) * running[-1]
             drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
-            chosen.append((everything[drawn], density[drawn].to(torch.float32)))
-        self._rate.fill_(rate)
+            chosen.append((everything[drawn], density[drawn].to(chosen[0][1].dtype)))
         slots, density = chosen[0]
         if len(chosen) > 1:
             slots, density = torch.cat([s for s, _ in chosen]), torch.cat([d for _, d in chosen])
-        smallest = None
-        if self._weight_norm == "buffer":
-            everything = self._unnormalized(self._stored_slots())
-            smallest = everything[everything > 0].min()
-        return slots, density, smallest
+        return slots, density, self._smallest()
+
+    def _first_accepted(self, accept: Tensor, need: int) -> Tensor:
+        """The places of the first ``need`` accepted proposals; if there are fewer, again from the first on.
+
+        Accepted proposals are independent draws from Ψ however many there are, so repeating some leaves the distribution
+        of each row as it is. Only if none is accepted, proposals are taken as they are.
+        """
+        running = accept.cumsum(0)
+        num = running[-1]
+        wanted = torch.arange(need, device=accept.device)
+        place = torch.searchsorted(running, wanted % num.clamp_min(1) + 1)
+        self._rate.mul_(0.9).add_(0.1 / accept.shape[0] * num)
+        self._repeated.add_((need - num).clamp_min(0))
+        return pick(num > 0, place, wanted)
+
+    def _smallest(self) -> Tensor | None:
+        """The smallest Ψ > 0 in the buffer, if weights are normalised by it."""
+        if self._weight_norm == "batch":
+            return None
+        slots = torch.arange(self._num_slots, device=self._device) if is_traced() else self._stored_slots()
+        everything = self._unnormalized(slots)
+        return torch.where(everything > 0, everything, math.inf).min()
 
     def _reliability(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64, a part at a time to save memory."""
@@ -305,9 +339,14 @@ class ReaPERSampler(PrioritySampler):
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots) * self._reliability(slots) ** self._omega.value
+        return self._tree.get(slots) * self._reliability(slots) ** self._omega.value[0]
 
     def _extra_stats(self) -> dict[str, Tensor]:
         slots = self._stored_slots()
         mean = self._reliability(slots).mean() if slots.numel() else torch.ones(())
-        return {"acceptance_rate": self._rate, "reliability_mean": mean}
+        return {
+            "acceptance_rate": self._rate,
+            "reliability_mean": mean,
+            "repeated_draws": self._repeated,
+            "broken_off": self._episodes.broken_off.sum(),
+        }

@@ -1,0 +1,276 @@
+"""A replay buffer whose every step can be part of one compiled graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import expand_as_right
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictRoundRobinWriter
+
+from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler
+from torchrl_replay_ext.tracing import is_traced, mark_static, scalar, uniform
+
+
+class CompilableTensorStorage(LazyTensorStorage):
+    """A :class:`~torchrl.data.LazyTensorStorage` whose length and cursor are tensors, changed in place.
+
+    A graph that reads from it or writes to it therefore serves the whole life of the buffer. Outside graphs nothing
+    differs. Inside, ``len`` gives the capacity, since the length is not known there; draws of a
+    :class:`~torchrl.data.replay_buffers.RandomSampler` keep to what is stored all the same.
+
+    Args:
+        max_size: capacity, the number of transitions.
+        device: where the data lives; the sampler's state follows it. ``"auto"``: that of the first data.
+        ndim: number of dimensions to index, as in TorchRL.
+        consolidated: make the storage one contiguous block, as in TorchRL.
+
+    Examples:
+        >>> storage = CompilableTensorStorage(1000)
+        >>> len(storage)
+        0
+    """
+
+    def __init__(
+        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False
+    ):
+        self._len_value = torch.zeros((), dtype=torch.int64)
+        super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
+
+    @property
+    def _len(self) -> int:
+        return int(self._len_value)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        self._len_value.fill_(value)
+
+    def __len__(self) -> int:
+        return self.max_size if is_traced() else self._len
+
+    # read by TorchRL's checkpointers and hindsight relabelling
+    @property
+    def _last_cursor(self) -> int | None:
+        return self._last_cursor_index  # pyright: ignore[reportReturnType]: an int outside graphs
+
+    @_last_cursor.setter
+    def _last_cursor(self, value: Any) -> None:
+        pass
+
+    def _set_last_cursor(self, cursor: Any) -> None:
+        own = self._last_cursor_index_value
+        if isinstance(cursor, Tensor):
+            own.copy_(cursor.reshape(-1)[-1])
+        else:
+            super()._set_last_cursor(cursor)
+
+    def _get_new_len(self, data: Any, cursor: Any) -> None:
+        if not is_traced():
+            super()._get_new_len(data, cursor)
+            return
+        shape = data.shape if is_tensor_collection(data) else tree_leaves(data)[0].shape
+        self._len_value.add_(shape[: self.ndim].numel()).clamp_(max=self.max_size)
+
+    def _init(self, data: Any) -> None:
+        if is_traced():
+            raise RuntimeError(
+                "CompilableTensorStorage: the first write must run outside the compiled function: it makes the storage."
+            )
+        super()._init(data)
+        for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
+            setattr(self, name, getattr(self, name).to(self.device))
+        mark_static(vars(self), _columns(self._storage))
+
+    def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
+        shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape)
+        steps = scalar(self._len_value) // math.prod(shape[1:])
+        return_index = []
+        for length in (steps, *shape[1:]):
+            u = uniform(batch_size, device=self._len_value.device, generator=self._rng)
+            return_index.append((u * length).to(torch.int64))
+        return return_index[0] if self.ndim == 1 else tuple(return_index)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        length = state.pop("len__context", None)
+        super().__setstate__(state)
+        if length is not None:
+            self._len_value = torch.tensor(length, dtype=torch.int64, device=self._last_cursor_index_value.device)
+
+
+def _columns(data: Any) -> list[Any]:
+    return list(data.values(True, True)) if is_tensor_collection(data) else tree_leaves(data)
+
+
+class CompilableWriter(TensorDictRoundRobinWriter):
+    """TorchRL's round-robin writer with a cursor that is a tensor, changed in place.
+
+    It is the default writer of :class:`CompilableReplayBuffer`.
+    """
+
+    def __init__(self, *, track_generations: bool = False):
+        self._cursor_value = torch.zeros((), dtype=torch.int64)
+        self._write_count_value = torch.zeros((), dtype=torch.int64)
+        super().__init__(compilable=True, track_generations=track_generations)
+
+    @property
+    def _cursor(self) -> Any:
+        return scalar(self._cursor_value)
+
+    @_cursor.setter
+    def _cursor(self, value: int | Tensor) -> None:
+        self._cursor_value.copy_(torch.as_tensor(value))
+
+    @property
+    def _write_count(self) -> Any:
+        return scalar(self._write_count_value)
+
+    @_write_count.setter
+    def _write_count(self, value: int | Tensor) -> None:
+        self._write_count_value.copy_(torch.as_tensor(value))
+
+    def extend(self, data: TensorDictBase) -> Tensor:
+        """Write ``data`` [n, ...] over the oldest rows, and tell the samplers."""
+        storage: Any = self._storage
+        if not is_traced():
+            index = super().extend(data)
+            device = getattr(storage, "_len_value", self._cursor_value).device
+            if device != self._cursor_value.device:
+                self._cursor_value = self._cursor_value.to(device)
+                self._write_count_value = self._write_count_value.to(device)
+                mark_static(vars(self))
+            return index
+        if self._track_generations or not isinstance(storage, CompilableTensorStorage):
+            raise TypeError("CompilableWriter: a graph needs a CompilableTensorStorage, and no track_generations.")
+        rows, count = storage._max_size_along_dim0(batched_data=data), len(data)
+        index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
+        data.set("index", expand_as_right(index.to(data.device or index.device), data))
+        self._cursor_value.add_(count).remainder_(rows)
+        self._write_count_value.add_(count)
+        # rows that later ones would overwrite are not written at all: the order of writes is undefined in a graph
+        kept = data[-rows:] if count > rows else data
+        storage.set(index[-rows:], kept.apply(lambda leaf: leaf.to(index.device), device=index.device))
+        index = self._replicate_index(index)
+        self._mark_update_entities(index)
+        return index
+
+    def _mark_update_entities(self, index: Tensor) -> None:
+        for entity in self._storage._attached_entities_list:
+            entity.mark_update(index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # as tensors, which are shared with spawned processes
+        state = vars(self).copy()
+        state["_rng"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class CompilableReplayBuffer(TensorDictReplayBuffer):
+    """A :class:`~torchrl.data.TensorDictReplayBuffer` that can be part of one compiled graph.
+
+    ``extend``, ``sample`` and ``update_tensordict_priority`` run under ``torch.compile(fullgraph=True)``, and are
+    compiled once for the whole life of the buffer: from a nearly empty one until long after the ring has wrapped, with
+    annealed exponents. In CUDA graphs (``mode="reduce-overhead"``, or tensordict's ``CudaGraphModule``) nothing waits
+    for the device. Outside graphs it behaves like its base class. It takes the same arguments; ``storage`` must be a
+    :class:`CompilableTensorStorage`.
+
+    * The first write must run outside the graph: it sets up storage and sampler.
+    * A graph draws from torch's global generator (``torch.manual_seed``) and does not use a generator that was given to
+      the buffer, since generators cannot be traced.
+    * A graph takes no locks. Do not let other threads write, sample or update while it runs; ``prefetch`` has no effect
+      in it.
+    * What eager mode refuses cannot be an error in a graph: TD errors that are negative, not finite or too large change
+      nothing and are counted in ``sampler.stats()`` as ``rejected_updates``; draws from an empty buffer are slot 0 with
+      weight 0.
+    * Samples of our prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each row.
+      ``update_tensordict_priority`` drops the rows whose slot was overwritten since, however late it comes.
+
+    Raises:
+        TypeError: if the storage is of another class.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_replay_ext import ProportionalSampler
+        >>> rb = CompilableReplayBuffer(
+        ...     storage=CompilableTensorStorage(1000), sampler=ProportionalSampler(1000), batch_size=4
+        ... )
+        >>> index = rb.extend(TensorDict({"obs": torch.randn(10, 3)}, [10]))
+        >>> @torch.compile(fullgraph=True)
+        ... def step():
+        ...     batch = rb.sample()
+        ...     batch["td_error"] = batch["obs"].square().sum(-1)
+        ...     rb.update_tensordict_priority(batch)
+        ...     return batch
+        >>> step()["obs"].shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, **arguments: Any):
+        if arguments.get("writer") is None:
+            arguments["writer"] = CompilableWriter
+        super().__init__(**arguments)
+
+    def _init(self) -> None:
+        super()._init()
+        if not isinstance(self._storage, CompilableTensorStorage):
+            raise TypeError(
+                f"CompilableReplayBuffer(storage={type(self._storage).__name__}): pass storage="
+                "CompilableTensorStorage(capacity); for other storages use torchrl's TensorDictReplayBuffer."
+            )
+
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+    ) -> Any:
+        """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
+        if not is_traced():
+            return super().sample(batch_size, return_info, include_info)
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
+        data, info = self._sample(batch_size)
+        for key, value in info.items():
+            value = torch.stack(value, -1) if isinstance(value, tuple) else value
+            data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
+        return (data, info) if return_info else data
+
+    def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
+        """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
+        if not is_traced():
+            super().update_priority(index, priority)
+            return
+        index = torch.stack(index, -1) if isinstance(index, tuple) else index
+        priority = torch.as_tensor(priority)
+        if self.dim_extend > 0 and priority.ndim > 1:
+            priority = self._transpose(priority).flatten()
+        self._sampler.update_priority(index, priority, storage=self._storage)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of a sample from its TD errors (the entry ``priority_key``).
+
+        Rows whose slot was overwritten since they were drawn are dropped.
+
+        Raises:
+            KeyError: in a graph, if there are no TD errors.
+        """
+        traced = is_traced()
+        if traced and not isinstance(self._sampler, PrioritizedSampler):
+            return
+        if traced and data.get(self.priority_key, None) is None:
+            raise KeyError(f"CompilableReplayBuffer: the sample has no entry {self.priority_key!r} with TD errors.")
+        stamp = data.get(STAMP_KEY, None) if isinstance(self._sampler, PrioritySampler) and data.ndim == 1 else None
+        if stamp is None:
+            super().update_tensordict_priority(data)
+            return
+        priority = self._get_priority_vector(data)
+        if traced:
+            self._sampler.update_priority(data["index"], priority, storage=self._storage, stamp=stamp)
+            return
+        with self._replay_lock, self._write_lock:
+            self._sampler.update_priority(data["index"], priority, storage=self._storage, stamp=stamp)

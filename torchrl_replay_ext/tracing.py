@@ -1,0 +1,54 @@
+"""What differs where values cannot be looked at: in a graph that is being compiled, or captured by CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_EXACT_BITS = 53
+# Modules whose objects hold state.
+_STATE = ("torchrl_replay_ext.annealing", "torchrl_replay_ext.episodes", "torchrl_replay_ext.tree")
+
+
+def is_traced() -> bool:
+    """Whether this code becomes part of a graph, so that it must not wait for the value of a tensor."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def scalar(value: Tensor) -> Any:
+    """A 0-dim tensor as a number, which is faster on the CPU; where it is traced it must stay a tensor."""
+    return value if is_traced() else value.item()
+
+
+def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Uniform numbers in [0, 1) of 53 random bits, float64.
+
+    In a compiled graph they come from the global generator, whatever ``generator`` is: it cannot be traced. There,
+    ``torch.rand`` would give float32 numbers, too coarse to find every leaf of a large tree.
+    """
+    if torch.compiler.is_compiling():
+        return torch.randint(0, 2**_EXACT_BITS, size, device=device).to(torch.float64) * 2.0**-_EXACT_BITS
+    return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
+
+
+def pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
+    """``torch.where`` for int64 by arithmetic: compiled for AVX2, torch.where on int64 can return wrong values."""
+    return no + (yes - no) * condition
+
+
+def mark_static(*parts: Any) -> None:
+    """Tell CUDA graphs that these tensors, and those in trees, episodes, lists and dicts among them, stay in place."""
+    for part in parts:
+        if isinstance(part, Tensor):
+            if part.is_cuda:
+                torch._dynamo.mark_static_address(part)
+        elif isinstance(part, list):
+            mark_static(*part)
+        elif isinstance(part, dict):
+            mark_static(*part.values())
+        elif type(part).__module__ in _STATE:
+            mark_static(vars(part))
