@@ -44,7 +44,7 @@ class FreeList:
         """Give back ``ids`` [n] where ``mask`` is True."""
         rank = mask.cumsum(0)
         place = pick(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
-        self.queue.scatter_(0, place, ids.to(self.queue.dtype))
+        self.queue.index_copy_(0, place, ids.to(self.queue.dtype))
         self.tail.add_(rank[-1])
 
     def clear_(self) -> None:
@@ -141,6 +141,11 @@ class EpisodeIndex:
         # trajectories that were too many, where that could not be an error
         self.broken_off = full(1, 0)
 
+    def prepare(self) -> None:
+        """Make it fit to become part of a graph."""
+        self._tree.prepare()
+        self._totals.prepare()
+
     def step_of(self, slot: Tensor) -> int:
         """The place of ``slot`` [] in the ring."""
         return int(slot) // self._width
@@ -227,19 +232,19 @@ class EpisodeIndex:
             field.index_fill_(0, begins, value)
         self._finished.index_fill_(0, begins, False)
         self._open.index_fill_(0, begins, True)
-        self._start.scatter_(0, begins, position.to(self._start.dtype))
+        self._start.index_copy_(0, begins, position.to(self._start.dtype))
         self._tree.write(position, mass.expand(count))
         self._totals.leaves.index_add_(0, record, mass.expand(count))
         self._lane_total.index_add_(0, lane, mass.expand(count))
         self._count.index_add_(0, record, torch.ones_like(record, dtype=self._count.dtype))
-        self.episode.scatter_(0, slots, record.to(self.episode.dtype))
+        self.episode.index_copy_(0, slots, record.to(self.episode.dtype))
 
         ends = pick(ended, record, torch.full_like(record, self._none))
-        self._finished.scatter_(0, ends, finished)
+        self._finished.index_copy_(0, ends, finished)
         self._open.index_fill_(0, ends, False)
-        self._touched.scatter_(0, ends, clock.expand(count))
+        self._touched.index_copy_(0, ends, clock.expand(count))
         self._abandon(abandoned)
-        self._open[self._none] = False
+        self._open.index_fill_(0, torch.full_like(newest, self._none), False)
         self._lane_episode.copy_(self._at_last(lane, pick(ended, self._none, record), self._lane_episode))
         self._lane_written.index_copy_(0, lane, clock.expand(count))
         self._totals.refresh(record)
@@ -309,9 +314,9 @@ class EpisodeIndex:
         assert table is not None
         pages = self._pages.pop(starts)
         nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-        table.scatter_(0, pick(starts, block, nowhere), pick(starts, pages, torch.full_like(pages, self._no_page)))
+        table.index_copy_(0, pick(starts, block, nowhere), pick(starts, pages, torch.full_like(pages, self._no_page)))
         self._lane_next.copy_(self._at_last(lane, offset + 1, self._lane_next))
-        self._position.scatter_(0, slots, position.to(self._position.dtype))
+        self._position.index_copy_(0, slots, position.to(self._position.dtype))
         return position
 
     def _require_one_stream(self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None) -> None:
@@ -360,12 +365,12 @@ class EpisodeIndex:
         group_sorted = (_shifted(ids, 0) != ids).to(torch.int64)
         group_sorted[0] = 0
         group_sorted = group_sorted.cumsum(0)
-        group = torch.empty_like(order).scatter_(0, order, group_sorted)
+        group = torch.empty_like(order).index_copy_(0, order, group_sorted)
         # for each group (padded to n of them): its id, its first and last row
         first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
         last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
         used = first < count
-        group_id = torch.full_like(rows, -1).scatter_(0, group, trajectory)
+        group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
         # which of them go on in an open lane
         open_lane = self._lane_episode != self._none
         match = (group_id.unsqueeze(1) == self._lane_trajectory) & open_lane & ~self._lane_old & used.unsqueeze(1)
@@ -403,7 +408,7 @@ class EpisodeIndex:
         # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
         # releases it, which may itself have taken it from another; the chain is followed by doubling
         release = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        release.scatter_(0, pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
+        release.index_copy_(0, pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
         inherits = request & (number >= num_free)
         parent = pick(inherits, release[(number - num_free).clamp(0, count)], rows)
         lane = pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))

@@ -2,62 +2,191 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import FEW, write_last
-from torchrl_replay_ext.tracing import is_traced, scalar, uniform
+from torchrl_replay_ext.tracing import is_traced, uniform
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Lazy writes until minima are brought up to date.
 _MAX_STALE = 64
+# Inside graphs: entries that make one of the next level, and the largest number of entries on the last one.
+_NARROW = 4
+_APEX = 16
 
 
-def _level_shapes(rows: int, fanout: int, top: int) -> list[tuple[int, ...]]:
-    """Shapes above ``rows`` rows of leaves: blocks of ``fanout`` until at most ``top`` nodes are left."""
-    shapes: list[tuple[int, ...]] = []
-    while rows > top:
-        nodes = rows
-        rows = -(-nodes // fanout)
-        shapes.append((rows, fanout))
-    return [*shapes, (rows,)]
-
-
-def _propagate(levels: list[Tensor], node: Tensor, value: Tensor, shift: int, reduce) -> None:
-    """Write ``value`` at ``node`` of the lowest of ``levels`` and recompute every ancestor from its children."""
-    *blocks, top = levels
-    for level in blocks:
-        level.view(-1).index_copy_(0, node, value)
-        node = node >> shift
-        value = reduce(level.index_select(0, node))
-    top.index_copy_(0, node, value)
-
-
-def _fill(levels: list[Tensor], value: Tensor, reduce) -> None:
-    """Recompute all ``levels`` from ``value``, the reduced leaf rows."""
-    *blocks, top = levels
-    for level in blocks:
-        level.view(-1)[: value.numel()] = value
-        value = reduce(level)
-    top.copy_(value)
-
-
-def _sum(rows: Tensor) -> Tensor:
-    return rows.sum(-1)
-
-
-def _min(rows: Tensor) -> Tensor:
-    # several times faster than amin for int64
-    return torch.aminmax(rows, dim=-1).min
-
-
-def _max(rows: Tensor) -> Tensor:
-    return rows.amax(-1)
+def _rounded_up(number: int) -> int:
+    return -(-number // _NARROW) * _NARROW
 
 
 def _less_one(mass: Tensor) -> Tensor:
     """Mass - 1, and the largest int64 for 0: so that a minimum passes over empty leaves."""
-    return (mass - 1).bitwise_and_(_INT64_MAX)
+    return (mass - 1) & _INT64_MAX
+
+
+class Pyramid:
+    """Sums, minima or maxima of int64 leaves: of rows of ``fanout`` of them, of blocks of rows, up to a dense top.
+
+    Outside graphs, where every operation has its price, rows are reduced as a whole. Inside graphs only the arithmetic
+    counts: for them (:meth:`prepare`), results for 4, 16, ... entries of each row and of the top are kept too, and an
+    update reduces 4 entries at a time. The leaves belong to the caller, who writes them first; every ancestor is then
+    recomputed from its children, so duplicates are safe.
+
+    Args:
+        blocks: number of rows of leaves, as they are counted above the leaves.
+        stored: number of rows that are stored.
+        fanout: width of a row, a power of two.
+        top: the largest number of entries in the dense top.
+        kind: ``"sum"``, ``"min"`` or ``"max"``; a minimum is that of the positive leaves, less 1.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self, blocks: int, *, stored: int, fanout: int, top: int, kind: str, device: torch.device | str | None
+    ):
+        self.kind, self._stored, self._fanout, self._device = kind, stored, fanout, device
+        self._shift = fanout.bit_length() - 1
+        self._nothing = _INT64_MAX if kind == "min" else 0
+        shapes: list[tuple[int, ...]] = []
+        while blocks > top:
+            blocks, nodes = -(-blocks // fanout), blocks
+            shapes.append((blocks, fanout))
+        self.levels = [self._full(*shape) for shape in [*shapes, (_rounded_up(blocks),)]]
+        # of the rows of the leaves and of each level of blocks; above the top
+        self._partial: list[list[Tensor]] = [[] for _ in self.levels]
+        self._apex: list[Tensor] = []
+
+    def _full(self, *shape: int) -> Tensor:
+        return torch.full(shape, self._nothing, dtype=torch.int64, device=self._device)
+
+    def prepare(self) -> None:
+        """Keep what graphs need; to be followed by :meth:`rebuild`."""
+        heights = [self._stored, *(level.shape[0] for level in self.levels[:-1])]
+        self._partial = []
+        for height in heights:
+            widths, width = [], self._fanout
+            while width > _NARROW:
+                width //= _NARROW
+                widths.append(width)
+            self._partial.append([self._full(height, width) for width in widths])
+        self._apex = []
+        length = self.levels[-1].numel()
+        while length > _APEX:
+            length = _rounded_up(length // _NARROW)
+            self._apex.append(self._full(length))
+
+    @property
+    def top(self) -> Tensor:
+        """The dense top, int64 [.]."""
+        return self.levels[-1]
+
+    @property
+    def apex(self) -> Tensor:
+        """The last level, int64 [.]."""
+        return self._apex[-1] if self._apex else self.top
+
+    def tensors(self) -> list[Tensor]:
+        """All levels."""
+        return [*self.levels, *(tensor for row in self._partial for tensor in row), *self._apex]
+
+    def _reduced(self, rows: Tensor) -> Tensor:
+        if self.kind == "sum":
+            return rows.sum(-1)
+        # several times faster than amin for int64
+        return torch.aminmax(rows, dim=-1).min if self.kind == "min" else rows.amax(-1)
+
+    def _of_leaves(self, leaves: Tensor) -> Tensor:
+        return _less_one(leaves) if self.kind == "min" else leaves
+
+    def refresh(self, rows: Tensor, row: Tensor, node: Tensor) -> None:
+        """Recompute what stands above ``rows`` [n, fanout] of the leaves, stored at ``row`` and counted as ``node``."""
+        rows = self._of_leaves(rows)
+        for level, partial in zip(self.levels, self._partial, strict=True):
+            for results in partial:
+                rows = self._reduced(rows.view(-1, results.shape[1], _NARROW))
+                results.index_copy_(0, row, rows)
+            level.view(-1).index_copy_(0, node, self._reduced(rows))
+            if level is not self.top:
+                row = node = node >> self._shift
+                rows = level.index_select(0, row)
+        self._refresh_apex()
+
+    def _refresh_apex(self) -> None:
+        below = self.top
+        for level in self._apex:
+            level[: below.numel() // _NARROW] = self._reduced(below.view(-1, _NARROW))
+            below = level
+
+    def walk(self, leaves: Tensor) -> list[tuple[Tensor, int]]:
+        """All levels from ``leaves`` [stored, fanout] up, flat, and how many entries of each make one of the next."""
+        steps = []
+        for rows, partial in zip((leaves, *self.levels[:-1]), self._partial, strict=True):
+            steps += [(part.view(-1), min(part.shape[1], _NARROW)) for part in (rows, *partial)]
+        return [*steps, *((level, _NARROW) for level in (self.top, *self._apex))]
+
+    @property
+    def last_in_rows(self) -> int:
+        """The number of the level in :meth:`walk` behind which rows are counted as nodes, wherever they are stored."""
+        return len(self._partial[0])
+
+    def refresh_narrow(self, leaves: Tensor, place: Tensor, node: Tensor) -> None:
+        """Recompute what stands above the leaves at ``place`` among all that are stored, in the row ``node``."""
+        pair: Callable[[Tensor, Tensor], Tensor] = {
+            "sum": torch.add,
+            "min": torch.minimum,
+            "max": torch.maximum,
+        }[self.kind]
+        steps = self.walk(leaves)
+        for number, (level, children) in enumerate(steps[:-1]):
+            # the bounds are known anyway, but the compiler then leaves out its checks
+            first = (place & -children).clamp(0, level.numel() - children)
+            entries = [level.index_select(0, first + k) for k in range(children)]
+            if number == 0:
+                entries = [self._of_leaves(entry) for entry in entries]
+            value = entries[0]
+            for entry in entries[1:]:
+                value = pair(value, entry)
+            place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
+            steps[number + 1][0].index_copy_(0, place, value)
+
+    def rebuild(self, leaves: Tensor, rows_in_order: Tensor) -> None:
+        """Recompute everything from ``leaves`` [stored, fanout], and from the rows as they are counted."""
+        value = self._reduced(self._of_leaves(rows_in_order))
+        for level, partial in zip(self.levels, self._partial, strict=True):
+            below = self._of_leaves(leaves) if level is self.levels[0] else leaves
+            for results in partial:
+                results.copy_(self._reduced(below.view(-1, results.shape[1], _NARROW)))
+                below = results
+            level.view(-1)[: value.numel()] = value
+            if level is not self.top:
+                value, leaves = self._reduced(level), level
+        self._refresh_apex()
+
+    def clear(self) -> None:
+        """All leaves are 0."""
+        for tensor in self.tensors():
+            tensor.fill_(self._nothing)
+
+
+def _child(entry: Callable[[int], Tensor], children: int, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """In which of its ``children`` a node's target ``rest`` [n] falls, and what of it remains there.
+
+    Written out child by child: so it becomes part of one loop over the targets.
+    """
+    running = entry(0)
+    number = torch.zeros_like(rest)
+    ahead = torch.zeros_like(rest)
+    for k in range(1, children):
+        passed = (running <= rest).to(torch.int64)
+        number = number + passed
+        ahead = torch.maximum(ahead, running * passed)
+        if k < children - 1:
+            running = running + entry(k)
+    return number, rest - ahead
 
 
 class SumTree:
@@ -68,6 +197,9 @@ class SumTree:
     ``fanout``; above them come blocks of ``fanout`` sums and a dense top. All shapes are static, and
     only checks wait for the device; an update writes the leaves first and then recomputes every ancestor from its
     children, so duplicates are safe: the last one wins. ``max_priority`` is the largest priority a leaf may hold.
+
+    Outside graphs a draw walks the tree a row at a time, inside them by 4 entries; see :class:`Pyramid`. Before the
+    tree becomes part of a graph, :meth:`prepare` must be called.
 
     Args:
         capacity: number of leaves, >= 1.
@@ -116,10 +248,10 @@ class SumTree:
         self._shift = fanout.bit_length() - 1
         self.page_table = page_table
         stored = blocks if page_table is None or num_pages is None else num_pages + 1
-        shapes = _level_shapes(blocks, fanout, top)
         self.leaves = torch.zeros((stored, fanout), dtype=torch.int64, device=device)
-        self._sums = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
-        self._mins = [torch.full(shape, _INT64_MAX, device=device) for shape in shapes] if track_min else []
+        layout = {"stored": stored, "fanout": fanout, "top": top, "device": device}
+        self._sums = Pyramid(blocks, kind="sum", **layout)
+        self._minima = Pyramid(blocks, kind="min", **layout) if track_min else None
         # the smallest positive mass if known, and the blocks whose minimum is out of date
         self._min: int | None = None
         self._stale: list[Tensor] = []
@@ -127,14 +259,26 @@ class SumTree:
         self._first = -torch.ones((fanout, fanout), dtype=torch.int64, device=device).tril(-1)
         # the largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62
         self.max_priority = float(2**62 // min(capacity, self.leaves.numel()) // self.UNIT)
-        # whether the smallest mass may be remembered in Python, where a graph would not see it
-        self.may_cache = True
+        # whether it may become part of a graph, which would not see what is remembered in Python
+        self.prepared = False
         # running sums of the top, behind a 0; computed anew for each draw
-        self._running = torch.zeros(shapes[-1][0] + 1, dtype=torch.int64, device=device)
+        self._running = torch.zeros(self._sums.top.numel() + 1, dtype=torch.int64, device=device)
+
+    def _pyramids(self) -> list[Pyramid]:
+        return [self._sums] if self._minima is None else [self._sums, self._minima]
+
+    def prepare(self) -> None:
+        """Make the tree fit to become part of a graph."""
+        if not self.prepared:
+            self.prepared = True
+            for pyramid in self._pyramids():
+                pyramid.prepare()
+            self.rebuild_()
 
     def nbytes(self) -> int:
         """Memory of the tree in bytes, the page table left out."""
-        return sum(t.numel() * t.element_size() for t in (self.leaves, *self._sums, *self._mins, self._first))
+        tensors = [self.leaves, self._first, self._running, *(t for p in self._pyramids() for t in p.tensors())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @classmethod
     def to_mass(cls, priority: Tensor) -> Tensor:
@@ -156,17 +300,18 @@ class SumTree:
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
-        return self._sums[-1].sum()
+        return (self._sums.apex if is_traced() else self._sums.top).sum()
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; needs ``track_min`` and a positive total."""
+        assert self._minima is not None
         if is_traced():
-            return self._mins[-1].amin() + 1
-        if not self.may_cache:
-            return int(self._mins[-1].amin()) + 1
+            return self._minima.apex.amin() + 1
+        if self.prepared:
+            return int(self._minima.apex.amin()) + 1
         if self._min is None:
             self._refresh_minima()
-            self._min = int(self._mins[-1].amin()) + 1
+            self._min = int(self._minima.top.amin()) + 1
         return self._min
 
     def forget_min(self) -> None:
@@ -174,13 +319,11 @@ class SumTree:
         self._min = None
 
     def _refresh_minima(self) -> None:
-        if self._stale:
+        if self._stale and self._minima is not None:
             block = torch.cat(self._stale)
             self._stale.clear()
-            self._write_minima(block, self.leaves.index_select(0, self._row(block)))
-
-    def _write_minima(self, block: Tensor, rows: Tensor) -> None:
-        _propagate(self._mins, block, _min(_less_one(rows)), self._shift, _min)
+            row = self._row(block)
+            self._minima.refresh(self.leaves.index_select(0, row), row, block)
 
     def _row(self, block: Tensor) -> Tensor:
         return block if self.page_table is None else self.page_table[block]
@@ -214,15 +357,18 @@ class SumTree:
         """
         block, row, place = self._address(index)
         leaves = self.leaves
-        lazy = lazy and self.may_cache and bool(self._mins) and self._min is not None and index.shape[0] <= FEW
-        lazy = lazy and not is_traced()
+        lazy = lazy and not self.prepared and self._min is not None and index.shape[0] <= FEW
         before = leaves.view(-1).index_select(0, place).tolist() if lazy else []
         if resolved:
-            leaves.view(-1).scatter_(0, place, mass)
+            leaves.view(-1).index_copy_(0, place, mass)
         else:
             write_last(leaves.view(-1), place, mass)
+        if is_traced():
+            for pyramid in self._pyramids():
+                pyramid.refresh_narrow(leaves, place, block)
+            return
         rows = leaves.index_select(0, row)
-        _propagate(self._sums, block, _sum(rows), self._shift, _sum)
+        self._sums.refresh(rows, row, block)
         if lazy:
             self._stale.append(block)
             written = dict(zip(index.tolist(), mass.tolist(), strict=True)).values()
@@ -231,9 +377,40 @@ class SumTree:
                 self._min = after
             elif smallest in before or len(self._stale) > _MAX_STALE:
                 self._min = None
-        elif self._mins:
-            self._write_minima(block, rows)
+        elif self._minima is not None:
+            self._minima.refresh(rows, row, block)
             self._min = None
+
+    def _find_narrow(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`find`, 4 children at a time."""
+        *steps, (apex, _) = self._sums.walk(self.leaves)
+        node, rest = _child(lambda k: apex[k], apex.numel(), target)
+        block = node
+        for number in reversed(range(len(steps))):
+            level, children = steps[number]
+            if number == self._sums.last_in_rows:
+                block, node = node, self._row(node)
+            first = (node * children).clamp(0, level.numel() - children)
+            child, rest = _child(lambda k, level=level, first=first: level.index_select(0, first + k), children, rest)
+            node = first + child
+        mass = self.leaves.view(-1).index_select(0, node)
+        # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise the
+        # compiler may postpone that, and then an update has to copy the whole tree for its sake.
+        return (block << self._shift) + (node & (self.fanout - 1)) + (mass >> 62), mass
+
+    def _prefix_narrow(self, index: Tensor) -> Tensor:
+        """:meth:`prefix`, 4 children at a time."""
+        *steps, (apex, _) = self._sums.walk(self.leaves)
+        block, _, place = self._address(index)
+        result = torch.zeros_like(index)
+        for number, (level, children) in enumerate(steps):
+            first = (place & -children).clamp(0, level.numel() - children)
+            for k in range(children - 1):
+                result = result + level.index_select(0, first + k) * (first + k < place)
+            place = block if number == self._sums.last_in_rows else place >> (children.bit_length() - 1)
+        for k in range(apex.numel() - 1):
+            result = result + apex[k] * (k < place)
+        return result
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The leaves in which ``target`` falls: the i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j.
@@ -244,24 +421,16 @@ class SumTree:
         Returns:
             The leaves and their masses, int64 [n] each.
         """
-        return self._find(target, self._run())
+        return self._find_narrow(target) if is_traced() else self._find(target, self._run())
 
     def _run(self) -> Tensor:
-        """Running sums of the top, inclusive."""
-        if is_traced():
-            return self._sums[-1].cumsum(0)
-        return torch.cumsum(self._sums[-1], 0, out=self._running[1:])
-
-    def _ahead_of(self, node: Tensor, running: Tensor) -> Tensor:
-        """The sum of the top ahead of ``node`` [n], after :meth:`_run` gave ``running``."""
-        if is_traced():
-            return running.index_select(0, node) - self._sums[-1].index_select(0, node)
-        return self._running.index_select(0, node)
+        """Running sums of the top, inclusive; ``self._running`` holds the exclusive ones after it."""
+        return torch.cumsum(self._sums.top, 0, out=self._running[1:])
 
     def _find(self, target: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = self._sums[:-1]
+        blocks = self._sums.levels[:-1]
         node = torch.searchsorted(running, target, right=True)
-        rest = target - self._ahead_of(node, running)
+        rest = target - self._running.index_select(0, node)
         for level in reversed(blocks):
             children = level.index_select(0, node)
             running = children.cumsum(1)
@@ -297,27 +466,32 @@ class SumTree:
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`sample` with given uniform numbers ``u``, float64 [n] in [0, 1), which it may overwrite."""
+        if is_traced():
+            total = self.total()
+            # the product may have been rounded up to the total
+            return self._find_narrow(torch.minimum((u * total).to(torch.int64), total - 1))
         running = self._run()
-        total = scalar(running[-1])
-        traced = is_traced()
-        if not traced and total == 0:
+        total = running[-1].item()
+        if total == 0:
             raise RuntimeError("SumTree.sample: all priorities are 0, nothing can be drawn; use eps > 0.")
         target = u.mul_(total).to(torch.int64)
-        if traced or total > 2**53:
-            # the product may have been rounded up to the total
+        if total > 2**53:
             target = target.clamp_(max=total - 1)
         return self._find(target, running)
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves [0, i) for each i of ``index`` [n], 0 <= i <= capacity. int64 [n]."""
-        blocks = self._sums[:-1]
+        if is_traced():
+            return self._prefix_narrow(index)
+        blocks = self._sums.levels[:-1]
         node, row, _ = self._address(index)
         result = self._before(self.leaves.index_select(0, row), index)
         for level in blocks:
             parent = node >> self._shift
             result = result + self._before(level.index_select(0, parent), node)
             node = parent
-        return result + self._ahead_of(node, self._run())
+        self._run()
+        return result + self._running.index_select(0, node)
 
     def _before(self, children: Tensor, index: Tensor) -> Tensor:
         return (children & self._first.index_select(0, index & (self.fanout - 1))).sum(1)
@@ -328,41 +502,32 @@ class SumTree:
 
     def clear_(self) -> None:
         """Set every mass to 0."""
-        for tensor in (self.leaves, *self._sums):
-            tensor.zero_()
-        for tensor in self._mins:
-            tensor.fill_(_INT64_MAX)
+        self.leaves.zero_()
+        for pyramid in self._pyramids():
+            pyramid.clear()
         self._min = None
         self._stale.clear()
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
-        rows = self._rows_in_order()
-        _fill(self._sums, _sum(rows), _sum)
-        if self._mins:
-            _fill(self._mins, _min(_less_one(rows)), _min)
-            self._min = None
-            self._stale.clear()
+        for pyramid in self._pyramids():
+            pyramid.rebuild(self.leaves, self._rows_in_order())
+        self._min = None
+        self._stale.clear()
 
     def check_valid(self) -> None:
         """Raise AssertionError if a sum or a minimum is not that of its children."""
-        rows = self._rows_in_order()
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
         positive = self.leaves[self.leaves > 0]
         if self._min is not None and (not positive.numel() or self._min != int(positive.min())):
             raise AssertionError("SumTree: the smallest mass is not that of the leaves")
         self._refresh_minima()
-        for name, levels, value, reduce in (
-            ("sums", self._sums, _sum(rows), _sum),
-            ("minima", self._mins, _min(_less_one(rows)), _min),
-        ):
-            if not levels:
-                continue
-            expected = [level.clone() for level in levels]
-            _fill(expected, value, reduce)
-            if any(not torch.equal(a, b) for a, b in zip(levels, expected, strict=True)):
-                raise AssertionError(f"SumTree: {name} do not agree with the leaves")
+        for pyramid in self._pyramids():
+            expected = copy.deepcopy(pyramid)
+            expected.rebuild(self.leaves, self._rows_in_order())
+            if not all(map(torch.equal, pyramid.tensors(), expected.tensors())):
+                raise AssertionError(f"SumTree: a {pyramid.kind} does not agree with the leaves")
 
 
 class MaxTree:
@@ -381,9 +546,12 @@ class MaxTree:
         self._shift = fanout.bit_length() - 1
         rows = -(-capacity // fanout)
         self._rows = torch.zeros((rows, fanout), dtype=torch.int64, device=device)
-        self._maxima = [
-            torch.zeros(shape, dtype=torch.int64, device=device) for shape in _level_shapes(rows, fanout, top)
-        ]
+        self._maxima = Pyramid(rows, stored=rows, fanout=fanout, top=top, kind="max", device=device)
+
+    def prepare(self) -> None:
+        """Make the tree fit to become part of a graph."""
+        self._maxima.prepare()
+        self.rebuild_()
 
     @property
     def leaves(self) -> Tensor:
@@ -393,16 +561,19 @@ class MaxTree:
     def refresh(self, index: Tensor) -> None:
         """Recompute the ancestors of the leaves ``index`` [n]."""
         block = index >> self._shift
-        _propagate(self._maxima, block, _max(self._rows.index_select(0, block)), self._shift, _max)
+        if is_traced():
+            self._maxima.refresh_narrow(self._rows, index, block)
+        else:
+            self._maxima.refresh(self._rows.index_select(0, block), block, block)
 
     def max(self) -> Tensor:
         """The largest leaf, int64 []."""
-        return self._maxima[-1].amax()
+        return (self._maxima.apex if is_traced() else self._maxima.top).amax()
 
     def rebuild_(self) -> None:
         """Recompute all maxima from the leaves."""
-        _fill(self._maxima, _max(self._rows), _max)
+        self._maxima.rebuild(self._rows, self._rows)
 
     def nbytes(self) -> int:
         """Memory in bytes."""
-        return sum(t.numel() * t.element_size() for t in (self._rows, *self._maxima))
+        return sum(t.numel() * t.element_size() for t in (self._rows, *self._maxima.tensors()))

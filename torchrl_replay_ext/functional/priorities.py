@@ -97,7 +97,9 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     """``destination[index] = values`` in place for 1-D tensors; of duplicates in ``index`` the last one wins.
 
     ``scatter_`` runs through a 1-D index in order on the CPU; elsewhere, and in compiled code, its order is undefined.
+    There, moreover, it would copy all of ``destination``.
     """
     if index.device.type != "cpu" or is_traced():
-        values = values.index_select(0, last_occurrence(index))
-    destination.scatter_(0, index, values)
+        destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))
+    else:
+        destination.scatter_(0, index, values)

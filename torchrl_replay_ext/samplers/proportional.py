@@ -9,7 +9,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.functional import write_last
 from torchrl_replay_ext.samplers.base import PrioritySampler, Resolved
-from torchrl_replay_ext.tracing import pick
+from torchrl_replay_ext.tracing import is_traced, pick
 from torchrl_replay_ext.tree import SumTree
 
 
@@ -67,7 +67,8 @@ class ProportionalSampler(PrioritySampler):
     def _allocate(self, size: int, device: torch.device) -> None:
         self._seen = 0
         self._tree = SumTree(size, track_min=self._weight_norm == "buffer", device=device)
-        self._tree.may_cache = not self._traceable
+        if self._traceable:
+            self._tree.prepare()
 
     def _clear(self) -> None:
         self._tree.clear_()
@@ -80,27 +81,32 @@ class ProportionalSampler(PrioritySampler):
         return self._largest(self._tree, alpha)
 
     def _shape_changed(self) -> None:
-        self._tree.may_cache = not self._traceable
+        if self._traceable:
+            self._tree.prepare()
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
         if resolved is None:
             write_last(self._priority, slots, priority)
             self._tree.write(slots, self._mass(priority), lazy=True)
             return
-        self._priority.scatter_(0, slots, torch.where(resolved.taken, priority, self._priority.index_select(0, slots)))
+        self._priority.index_copy_(0, slots, torch.where(resolved.taken, priority, self._priority.index_select(0, slots)))
         self._tree.write(slots, pick(resolved.taken, self._mass(priority), self._tree.get(slots)), resolved=True)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)
         if self._weight_norm == "batch":
             return slots, mass, None
-        if self._tree.may_cache:
+        if not self._tree.prepared:
             clock = self._clock.item()
             if clock != self._seen:
                 # another process may have written
                 self._tree.forget_min()
                 self._seen = clock
-        return slots, mass, self._tree.min()
+        smallest = self._tree.min()
+        if is_traced():
+            # + 0, so that an update waits until the minima were read
+            slots = slots + (smallest.clamp(1, 2**62 - 1) >> 62)
+        return slots, mass, smallest
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()

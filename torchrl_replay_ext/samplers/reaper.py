@@ -155,6 +155,9 @@ class ReaPERSampler(PrioritySampler):
             or self._device != current.device
         ):
             self._episodes = EpisodeIndex(*layout[:2], assigned=layout[2], device=self._device)
+        if self._traceable:
+            self._tree.prepare()
+            self._episodes.prepare()
 
     def _clear(self) -> None:
         self._tree.clear_()
@@ -270,7 +273,7 @@ class ReaPERSampler(PrioritySampler):
             self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
             return
         taken, once = resolved
-        self._priority.scatter_(0, slots, torch.where(taken, priority, self._priority.index_select(0, slots)))
+        self._priority.index_copy_(0, slots, torch.where(taken, priority, self._priority.index_select(0, slots)))
         self._tree.write(slots, pick(taken, self._mass(priority), self._tree.get(slots)), resolved=True)
         self._episodes.update(slots, SumTree.to_mass(priority), self._clock, taken=taken, once=once)
 
