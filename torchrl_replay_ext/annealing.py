@@ -53,11 +53,8 @@ class Hyperparameter:
         self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""
     ):
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
-        # of shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim float64 tensors
-        self.value = torch.zeros(1, dtype=torch.float64)
-        self._count = torch.zeros(1, dtype=torch.float64)
-        # start, end and number of updates of the schedule
-        self._schedule = torch.zeros(3, dtype=torch.float64)
+        # value, updates counted; start, end and number of updates of the schedule
+        self._state = torch.zeros(5, dtype=torch.float64)
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
@@ -67,46 +64,43 @@ class Hyperparameter:
             if not (math.isfinite(number) and 0 <= number <= self._high):
                 limits = ">= 0" if math.isinf(self._high) else f"in [0, {self._high:g}]"
                 raise ValueError(f"{self._owner}({self._name}={number:g}): {self._name} must be {limits}{self._hint}.")
-        self._follow(schedule.start, schedule.end, schedule.num_updates)
-        self._count.zero_()
-        self.value.fill_(schedule.start)
+        self._assign(schedule.start, 0.0, schedule.start, schedule.end, schedule.num_updates)
 
-    def _follow(self, start: float, end: float, num_updates: float) -> None:
-        self._schedule.copy_(torch.tensor([start, end, num_updates], dtype=torch.float64))
+    def _assign(self, value: float, count: float, start: float, end: float, num_updates: float) -> None:
+        self._state.copy_(torch.tensor([value, count, start, end, num_updates], dtype=torch.float64))
         self.annealed = start != end
         # the largest value it can take
         self.bound = max(start, end)
 
+    @property
+    def value(self) -> Tensor:
+        """The value, float64 []."""
+        return self._state[0]
+
     def current(self) -> float | Tensor:
         """The value as a number; where it is traced, as a tensor."""
-        return scalar(self.value[0])
+        return scalar(self.value)
 
     def step(self) -> None:
         """Count one update and move along the schedule."""
         if self.annealed:
-            start, end, num_updates = self._schedule.split(1)
-            self._count.add_(1)
-            self.value.copy_((self._count / num_updates).clamp_max(1.0).mul(end - start).add(start))
+            _, count, *schedule = self._state.split(1)
+            start, end, num_updates = schedule
+            value = ((count + 1) / num_updates).clamp_max(1.0).mul(end - start).add(start)
+            self._state.copy_(torch.cat([value, count + 1, *schedule]))
 
     def just_ended(self) -> bool:
         """Whether the last step was the last of the schedule."""
-        return self.annealed and self._count.item() == self._schedule[2].item()
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are changed in place."""
-        return [self.value, self._count, self._schedule]
+        return self.annealed and self._state[1].item() == self._state[4].item()
 
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
-        self.value, self._count, self._schedule = (tensor.to(device) for tensor in self.tensors())
+        self._state = self._state.to(device)
 
     def state(self) -> Tensor:
         """Everything to restore: value, updates counted, start, end, number of updates; float64 [5] on the CPU."""
-        return torch.cat([self.value, self._count, self._schedule]).cpu()
+        return self._state.to("cpu", copy=True)
 
     def load(self, state: Tensor) -> None:
         """Restore what :meth:`state` gave."""
-        value, count, start, end, num_updates = state.tolist()
-        self._follow(start, end, num_updates)
-        self._count.fill_(count)
-        self.value.fill_(value)
+        self._assign(*state.tolist())

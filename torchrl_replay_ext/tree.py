@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,39 +57,80 @@ class Pyramid:
         while blocks > top:
             blocks, nodes = -(-blocks // fanout), blocks
             shapes.append((blocks, fanout))
-        self.levels = [self._full(*shape) for shape in [*shapes, (_rounded_up(blocks),)]]
-        # of the rows of the leaves and of each level of blocks; above the top
-        self._partial: list[list[Tensor]] = [[] for _ in self.levels]
-        self._apex: list[Tensor] = []
+        self._shapes = [*shapes, (_rounded_up(blocks),)]
+        # what graphs use: all levels one behind the other, since each tensor costs them time
+        self._flat: Tensor | None = None
+        self._carve()
 
-    def _full(self, *shape: int) -> Tensor:
-        return torch.full(shape, self._nothing, dtype=torch.int64, device=self._device)
+    def _carve(self) -> None:
+        """Make the levels, as parts of ``self._flat`` if there is one."""
+        steps: list[tuple[int, int]] = []
+        used = 0
+
+        def part(*shape: int) -> Tensor:
+            nonlocal used
+            if self._flat is None:
+                return torch.full(shape, self._nothing, dtype=torch.int64, device=self._device)
+            steps.append((used, min(shape[-1] if len(shape) > 1 else _NARROW, _NARROW)))
+            used += math.prod(shape)
+            return self._flat[used - math.prod(shape) : used].view(shape)
+
+        self.levels: list[Tensor] = []
+        # of the rows of the leaves and of each level of blocks; above the top
+        self._partial: list[list[Tensor]] = []
+        heights = [self._stored, *(shape[0] for shape in self._shapes)]
+        for height, shape in zip(heights, self._shapes, strict=False):
+            widths = self._widths() if self._flat is not None else []
+            self._partial.append([part(height, width) for width in widths])
+            self.levels.append(part(*shape))
+        self._apex = [part(length) for length in self._lengths()] if self._flat is not None else []
+        # where each level begins, and how many of its entries make one of the next
+        self._steps = steps
+
+    def _widths(self) -> list[int]:
+        """Results kept per row, from the finest upwards: 16 and 4 for 64."""
+        widths, width = [], self._fanout
+        while width > _NARROW:
+            width //= _NARROW
+            widths.append(width)
+        return widths
+
+    def _lengths(self) -> list[int]:
+        """Lengths of the levels above the top."""
+        lengths, length = [], self._shapes[-1][0]
+        while length > _APEX:
+            length = _rounded_up(length // _NARROW)
+            lengths.append(length)
+        return lengths
 
     def prepare(self) -> None:
         """Keep what graphs need; to be followed by :meth:`rebuild`."""
-        heights = [self._stored, *(level.shape[0] for level in self.levels[:-1])]
-        self._partial = []
-        for height in heights:
-            widths, width = [], self._fanout
-            while width > _NARROW:
-                width //= _NARROW
-                widths.append(width)
-            self._partial.append([self._full(height, width) for width in widths])
-        self._apex = []
-        length = self.levels[-1].numel()
-        while length > _APEX:
-            length = _rounded_up(length // _NARROW)
-            self._apex.append(self._full(length))
+        heights = [self._stored, *(shape[0] for shape in self._shapes[:-1])]
+        size = sum(map(math.prod, self._shapes)) + sum(heights) * sum(self._widths()) + sum(self._lengths())
+        self._flat = torch.full((size,), self._nothing, dtype=torch.int64, device=self._device)
+        self._carve()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        if self._flat is not None:
+            # they are parts of it
+            del state["levels"], state["_partial"], state["_apex"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._flat is not None:
+            self._carve()
 
     @property
     def top(self) -> Tensor:
         """The dense top, int64 [.]."""
         return self.levels[-1]
 
-    @property
     def apex(self) -> Tensor:
-        """The last level, int64 [.]."""
-        return self._apex[-1] if self._apex else self.top
+        """The last level inside graphs, int64 [.]."""
+        assert self._flat is not None
+        return self._flat[self._steps[-1][0] :]
 
     def tensors(self) -> list[Tensor]:
         """All levels."""
@@ -121,12 +164,17 @@ class Pyramid:
             level[: below.numel() // _NARROW] = self._reduced(below.view(-1, _NARROW))
             below = level
 
-    def walk(self, leaves: Tensor) -> list[tuple[Tensor, int]]:
-        """All levels from ``leaves`` [stored, fanout] up, flat, and how many entries of each make one of the next."""
-        steps = []
-        for rows, partial in zip((leaves, *self.levels[:-1]), self._partial, strict=True):
-            steps += [(part.view(-1), min(part.shape[1], _NARROW)) for part in (rows, *partial)]
-        return [*steps, *((level, _NARROW) for level in (self.top, *self._apex))]
+    def walk(self, leaves: Tensor) -> list[tuple[Tensor, int, int, int]]:
+        """All levels from ``leaves`` [stored, fanout] up, for graphs.
+
+        Returns:
+            For each level a flat tensor, where in it the level begins, its length, and how many of its entries make one
+            of the next.
+        """
+        assert self._flat is not None
+        ends = [first for first, _ in self._steps[1:]] + [self._flat.numel()]
+        own = [(self._flat, first, end - first, n) for (first, n), end in zip(self._steps, ends, strict=True)]
+        return [(leaves.view(-1), 0, leaves.numel(), min(self._fanout, _NARROW)), *own]
 
     @property
     def last_in_rows(self) -> int:
@@ -141,9 +189,8 @@ class Pyramid:
             "max": torch.maximum,
         }[self.kind]
         steps = self.walk(leaves)
-        for number, (level, children) in enumerate(steps[:-1]):
-            # the bounds are known anyway, but the compiler then leaves out its checks
-            first = (place & -children).clamp(0, level.numel() - children)
+        for number, (level, begin, _, children) in enumerate(steps[:-1]):
+            first = begin + (place & -children)
             entries = [level.index_select(0, first + k) for k in range(children)]
             if number == 0:
                 entries = [self._of_leaves(entry) for entry in entries]
@@ -151,7 +198,8 @@ class Pyramid:
             for entry in entries[1:]:
                 value = pair(value, entry)
             place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
-            steps[number + 1][0].index_copy_(0, place, value)
+            level, begin, *_ = steps[number + 1]
+            level.index_copy_(0, begin + place, value)
 
     def rebuild(self, leaves: Tensor, rows_in_order: Tensor) -> None:
         """Recompute everything from ``leaves`` [stored, fanout], and from the rows as they are counted."""
@@ -300,15 +348,15 @@ class SumTree:
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
-        return (self._sums.apex if is_traced() else self._sums.top).sum()
+        return (self._sums.apex() if is_traced() else self._sums.top).sum()
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; needs ``track_min`` and a positive total."""
         assert self._minima is not None
         if is_traced():
-            return self._minima.apex.amin() + 1
+            return self._minima.apex().amin() + 1
         if self.prepared:
-            return int(self._minima.apex.amin()) + 1
+            return int(self._minima.apex().amin()) + 1
         if self._min is None:
             self._refresh_minima()
             self._min = int(self._minima.top.amin()) + 1
@@ -383,16 +431,16 @@ class SumTree:
 
     def _find_narrow(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`find`, 4 children at a time."""
-        *steps, (apex, _) = self._sums.walk(self.leaves)
-        node, rest = _child(lambda k: apex[k], apex.numel(), target)
+        *steps, (apex, begin, length, _) = self._sums.walk(self.leaves)
+        node, rest = _child(lambda k: apex[begin + k], length, target)
         block = node
         for number in reversed(range(len(steps))):
-            level, children = steps[number]
+            level, begin, _, children = steps[number]
             if number == self._sums.last_in_rows:
                 block, node = node, self._row(node)
-            first = (node * children).clamp(0, level.numel() - children)
+            first = begin + node * children
             child, rest = _child(lambda k, level=level, first=first: level.index_select(0, first + k), children, rest)
-            node = first + child
+            node = node * children + child
         mass = self.leaves.view(-1).index_select(0, node)
         # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise the
         # compiler may postpone that, and then an update has to copy the whole tree for its sake.
@@ -400,16 +448,16 @@ class SumTree:
 
     def _prefix_narrow(self, index: Tensor) -> Tensor:
         """:meth:`prefix`, 4 children at a time."""
-        *steps, (apex, _) = self._sums.walk(self.leaves)
+        *steps, (apex, begin, length, _) = self._sums.walk(self.leaves)
         block, _, place = self._address(index)
         result = torch.zeros_like(index)
-        for number, (level, children) in enumerate(steps):
-            first = (place & -children).clamp(0, level.numel() - children)
+        for number, (level, first, _, children) in enumerate(steps):
             for k in range(children - 1):
-                result = result + level.index_select(0, first + k) * (first + k < place)
+                entry = (place & -children) + k
+                result = result + level.index_select(0, first + entry) * (entry < place)
             place = block if number == self._sums.last_in_rows else place >> (children.bit_length() - 1)
-        for k in range(apex.numel() - 1):
-            result = result + apex[k] * (k < place)
+        for k in range(length - 1):
+            result = result + apex[begin + k] * (k < place)
         return result
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -568,7 +616,7 @@ class MaxTree:
 
     def max(self) -> Tensor:
         """The largest leaf, int64 []."""
-        return (self._maxima.apex if is_traced() else self._maxima.top).amax()
+        return (self._maxima.apex() if is_traced() else self._maxima.top).amax()
 
     def rebuild_(self) -> None:
         """Recompute all maxima from the leaves."""

@@ -342,7 +342,7 @@ class ReaPERSampler(PrioritySampler):
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots) * self._reliability(slots) ** self._omega.value[0]
+        return self._tree.get(slots) * self._reliability(slots) ** self._omega.value
 
     def _extra_stats(self) -> dict[str, Tensor]:
         slots = self._stored_slots()
