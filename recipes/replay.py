@@ -10,7 +10,7 @@ from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
 PRIORITIZED = (ProportionalSampler, ReaPERSampler)
 
 
-def make_sampler(config: dict[str, Any], capacity: int, num_updates: int) -> Sampler:
+def make_sampler(config: dict[str, Any], capacity: int, num_updates: int, num_envs: int = 1) -> Sampler:
     """Builds the sampler that `config["name"]` names.
 
     Args:
@@ -18,6 +18,7 @@ def make_sampler(config: dict[str, Any], capacity: int, num_updates: int) -> Sam
             annealed linearly over all updates of the run.
         capacity: slots of the buffer.
         num_updates: updates of the run.
+        num_envs: environments whose transitions are written in turn.
 
     Raises:
         ConfigError: unknown name or keyword, or a value the sampler refuses.
@@ -33,7 +34,7 @@ def make_sampler(config: dict[str, Any], capacity: int, num_updates: int) -> Sam
         if config["name"] == "per":
             return ProportionalSampler(capacity, **keywords)
         if config["name"] == "reaper":
-            return ReaPERSampler(capacity, **keywords)
+            return ReaPERSampler(capacity, **{"num_streams": num_envs, **keywords})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={config['name']}: {error}") from error
     raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, reaper")

@@ -36,9 +36,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         0
     """
 
-    def __init__(
-        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False
-    ):
+    def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64)
         super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
 
@@ -225,9 +223,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "CompilableTensorStorage(capacity); for other storages use torchrl's TensorDictReplayBuffer."
             )
 
-    def sample(
-        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
-    ) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
         if not is_traced():
             return super().sample(batch_size, return_info, include_info)

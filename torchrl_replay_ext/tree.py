@@ -55,7 +55,7 @@ class Pyramid:
         self._nothing = _INT64_MAX if kind == "min" else 0
         shapes: list[tuple[int, ...]] = []
         while blocks > top:
-            blocks, nodes = -(-blocks // fanout), blocks
+            blocks = -(-blocks // fanout)
             shapes.append((blocks, fanout))
         self._shapes = [*shapes, (_rounded_up(blocks),)]
         # what graphs use: all levels one behind the other, since each tensor costs them time
@@ -84,8 +84,14 @@ class Pyramid:
             self._partial.append([part(height, width) for width in widths])
             self.levels.append(part(*shape))
         self._apex = [part(length) for length in self._lengths()] if self._flat is not None else []
-        # where each level begins, and how many of its entries make one of the next
-        self._steps = steps
+        ends = [first for first, _ in steps[1:]] + [used]
+        # where each level begins, its length, and how many of its entries make one of the next
+        self._steps = tuple((first, end - first, n) for (first, n), end in zip(steps, ends, strict=False))
+
+    @torch._dynamo.assume_constant_result
+    def _layout(self) -> tuple[tuple[int, int, int], ...]:
+        """``_steps``, for whose every number a graph would otherwise make sure each time that it is still the same."""
+        return self._steps
 
     def _widths(self) -> list[int]:
         """Results kept per row, from the finest upwards: 16 and 4 for 64."""
@@ -130,7 +136,7 @@ class Pyramid:
     def apex(self) -> Tensor:
         """The last level inside graphs, int64 [.]."""
         assert self._flat is not None
-        return self._flat[self._steps[-1][0] :]
+        return self._flat[self._layout()[-1][0] :]
 
     def tensors(self) -> list[Tensor]:
         """All levels."""
@@ -172,8 +178,7 @@ class Pyramid:
             of the next.
         """
         assert self._flat is not None
-        ends = [first for first, _ in self._steps[1:]] + [self._flat.numel()]
-        own = [(self._flat, first, end - first, n) for (first, n), end in zip(self._steps, ends, strict=True)]
+        own = [(self._flat, *step) for step in self._layout()]
         return [(leaves.view(-1), 0, leaves.numel(), min(self._fanout, _NARROW)), *own]
 
     @property
@@ -442,8 +447,8 @@ class SumTree:
             child, rest = _child(lambda k, level=level, first=first: level.index_select(0, first + k), children, rest)
             node = node * children + child
         mass = self.leaves.view(-1).index_select(0, node)
-        # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise the
-        # compiler may postpone that, and then an update has to copy the whole tree for its sake.
+        # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise
+        # the compiler may postpone that, and then an update has to copy the whole tree for its sake.
         return (block << self._shift) + (node & (self.fanout - 1)) + (mass >> 62), mass
 
     def _prefix_narrow(self, index: Tensor) -> Tensor:

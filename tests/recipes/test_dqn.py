@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import importlib.util
 import os
@@ -186,12 +187,12 @@ def test_cut_off_episode_ends_as_truncated(written):
             batch_size=[written],
         )
     )
-    dqn.end_last_episode(replay)
+    dqn.end_last_episodes(replay)
     newest = replay[written % 4]
     assert newest["observation"].item() == newest["next", "reward"].item() == written - 1
     assert newest["next", "done"] and newest["next", "truncated"] and not newest["next", "terminated"]
     assert replay[:]["next", "done"].sum() == 1
-    dqn.end_last_episode(replay)  # it has ended: nothing more to write
+    dqn.end_last_episodes(replay)  # it has ended: nothing more to write
     assert replay.write_count == written + 1
 
 
@@ -241,6 +242,9 @@ def flat(value, path=""):
         ("env.id=CartPole-v99", "env.id=CartPole-v99: "),
         ("env.id=Pendulum-v1", "needs discrete actions"),
         ("device=abacus", "device=abacus: "),
+        ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
+        ("updates_per_graph=4", "updates_per_graph=4: must divide dqn.gradient_steps=2"),
+        ("cudagraphs=true", "cudagraphs=true: needs compile=true"),
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, override, message):
@@ -248,6 +252,36 @@ def test_bad_values_are_config_errors(tmp_path, override, message):
         dqn.train(configuration(override), tmp_path)
     assert message in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_the_compiled_update_learns_what_the_eager_one_does(self, tmp_path, sampler):
+        """The same draws, and the same parameters but for rounding."""
+        torch._dynamo.reset()
+        results = []
+        for compiled in (False, True):
+            run_dir = tmp_path / str(compiled)
+            run_dir.mkdir()
+            with torch._inductor.config.patch(fallback_random=True):
+                assert dqn.train(configuration(f"sampler={sampler}", f"compile={compiled}"), run_dir) == DONE
+            results.append([float(row["loss"]) for row in rows(run_dir)[1:]])
+        assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+    def test_several_environments_resume_compiled(self, tmp_path, monkeypatch):
+        torch._dynamo.reset()
+        words = ("sampler=per", "compile=true", "num_envs=4", "updates_per_graph=2")
+        answers = iter([False, False, False, False, True])
+        monkeypatch.setattr(dqn, "interruption", lambda: contextlib.nullcontext(lambda: next(answers)))
+        assert dqn.train(configuration(*words), tmp_path) == INTERRUPTED
+        monkeypatch.undo()
+        before = len(rows(tmp_path))
+        torch._dynamo.reset()
+        assert dqn.train(resumed(tmp_path), tmp_path) == DONE
+        table = rows(tmp_path)
+        assert 0 < before < len(table)
+        assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+        assert [int(row["updates"]) for row in table] == [0, 4, 8]
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb"])

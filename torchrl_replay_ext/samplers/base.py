@@ -434,9 +434,7 @@ class PrioritySampler(Sampler):
         priority = torch.where(taken, priority, 0.0)
         largest = torch.where(taken, error, 0.0).amax().to(torch.float64)
         self._max_priority.copy_(torch.maximum(self._max_priority, self._size_of(largest)))
-        self._update(
-            slots, priority.index_select(0, source), Resolved(taken=taken.index_select(0, source), once=once)
-        )
+        self._update(slots, priority.index_select(0, source), Resolved(taken=taken.index_select(0, source), once=once))
         self._step()
 
     def _step(self) -> None:
@@ -574,9 +572,8 @@ class PrioritySampler(Sampler):
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self._extra_stats(),
         }
-        return TensorDict(
-            {key: value.to(self._device, torch.float32).reshape(()) for key, value in values.items()}, device=self._device
-        )
+        scalars = {key: value.to(self._device, torch.float32).reshape(()) for key, value in values.items()}
+        return TensorDict(scalars, device=self._device)
 
     def _extra_stats(self) -> dict[str, Tensor]:
         return {}

@@ -89,8 +89,9 @@ class ProportionalSampler(PrioritySampler):
             write_last(self._priority, slots, priority)
             self._tree.write(slots, self._mass(priority), lazy=True)
             return
-        self._priority.index_copy_(0, slots, torch.where(resolved.taken, priority, self._priority.index_select(0, slots)))
-        self._tree.write(slots, pick(resolved.taken, self._mass(priority), self._tree.get(slots)), resolved=True)
+        taken = resolved.taken
+        self._priority.index_copy_(0, slots, torch.where(taken, priority, self._priority.index_select(0, slots)))
+        self._tree.write(slots, pick(taken, self._mass(priority), self._tree.get(slots)), resolved=True)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)

@@ -317,8 +317,8 @@ class ReaPERSampler(PrioritySampler):
     def _first_accepted(self, accept: Tensor, need: int) -> Tensor:
         """The places of the first ``need`` accepted proposals; if there are fewer, again from the first on.
 
-        Accepted proposals are independent draws from Ψ however many there are, so repeating some leaves the distribution
-        of each row as it is. Only if none is accepted, proposals are taken as they are.
+        Accepted proposals are independent draws from Ψ however many there are, so repeating some leaves the
+        distribution of each row as it is. Only if none is accepted, proposals are taken as they are.
         """
         running = accept.cumsum(0)
         num = running[-1]
