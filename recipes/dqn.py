@@ -318,6 +318,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         counters["env_generator"] = env_generator.state
         save_checkpoint(run_dir, **state)
 
+    # With one call per batch, the batch is written in the same graph. On a GPU it has to come from the CPU first.
+    extends = cfg.compile and dqn.gradient_steps == cfg.updates_per_graph and device.type == "cpu"
     # Made after a checkpoint was loaded, since that replaces the optimizer's tensors.
     if cfg.compile:
         targets = loss_module.target_value_network_params.flatten_keys()
@@ -329,6 +331,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
             dqn.max_grad_norm,
             targets=[(targets[key].data, sources[key].data) for key in list(targets.keys())],
             num_updates=cfg.updates_per_graph,
+            extends=extends,
             cudagraphs=cfg.cudagraphs,
         )
     update = eager_update(replay, loss_function, optimizer, dqn.max_grad_norm)
@@ -350,17 +353,19 @@ def train(config: DictConfig, run_dir: Path) -> int:
             batch = next(batches)
             previous_steps = counters["env_steps"]
             counters["env_steps"] += batch.numel()
-            replay.extend(batch.select(*STORED_KEYS))
+            data = batch.select(*STORED_KEYS)
+            learning = counters["env_steps"] > dqn.learning_starts
+            if not (learning and extends):
+                replay.extend(data)
             interval = dqn.target_update_interval
             target_due = counters["env_steps"] // interval > previous_steps // interval
 
             # Learn.
-            learning = counters["env_steps"] > dqn.learning_starts
             if target_due and not (learning and cfg.compile):
                 target_update.step()
             if learning and cfg.compile:
                 for i in range(dqn.gradient_steps // cfg.updates_per_graph):
-                    losses.append(compiled(target_due=target_due and i == 0).clone())
+                    losses.append(compiled(data, target_due=target_due and i == 0).clone())
             elif learning:
                 losses.extend(update() for _ in range(dqn.gradient_steps))
             if learning:

@@ -1,6 +1,7 @@
 """The update step of a value-based recipe: as a loop of eager operations, or as one compiled graph."""
 
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class CompiledUpdate:
         max_grad_norm: gradients of a larger norm are scaled down to it.
         targets: pairs of a target parameter and its source.
         num_updates: updates per call.
+        extends: each call brings new data, always of the same number of rows, which is written first.
         cudagraphs: replay the graph as one CUDA graph.
     """
 
@@ -68,11 +70,12 @@ class CompiledUpdate:
         *,
         targets: Iterable[tuple[Tensor, Tensor]] = (),
         num_updates: int = 1,
+        extends: bool = False,
         cudagraphs: bool = False,
     ):
         self._replay, self._loss_function, self._max_grad_norm = replay, loss_function, max_grad_norm
         self._targets = list(targets)
-        self._num_updates = num_updates
+        self._num_updates, self._extends = num_updates, extends
         (self._group,) = optimizer.param_groups
         self._parameters = list(self._group["params"])
         self._state = _adam_state(optimizer)
@@ -80,21 +83,30 @@ class CompiledUpdate:
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         if cudagraphs:
             options["triton.cudagraphs"] = True
-        self._compiled = torch.compile(self._updates, fullgraph=True, options=options)
+
+        def updates(data: TensorDictBase | None) -> Tensor:
+            return self._updates(data)
+
+        # Graphs belong to code objects: with one of its own, this graph cannot be mistaken for that of another update.
+        code = updates.__code__.replace()
+        own = FunctionType(code, updates.__globals__, "updates", None, updates.__closure__)
+        self._compiled = torch.compile(own, fullgraph=True, options=options)
         self._first = True
 
-    def __call__(self, *, target_due: bool = False) -> Tensor:
+    def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> Tensor:
         """Make the updates and return their losses, [num_updates]."""
         self._target_due.fill_(target_due)
         if not self._first:
-            return self._compiled()
+            return self._compiled(data)
         self._first = False
         # gradients inside the graph
         with torch._dynamo.config.patch(trace_autograd_ops=True):  # pyright: ignore
-            return self._compiled()
+            return self._compiled(data)
 
-    def _updates(self) -> Tensor:
+    def _updates(self, data: TensorDictBase | None) -> Tensor:
         with torch.no_grad():
+            if self._extends and data is not None:
+                self._replay.extend(data)
             for target, source in self._targets:
                 target.copy_(torch.where(self._target_due, source, target))
         return torch.stack([self._update() for _ in range(self._num_updates)])

@@ -1,0 +1,98 @@
+"""Compiled updates: they change the buffer and the networks they were made for, as the eager one does."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss, HardUpdate
+
+from recipes.update import CompiledUpdate, eager_update
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
+
+
+def transitions(count):
+    done = torch.rand(count, 1) < 0.1
+    following = {
+        "observation": torch.randn(count, 4),
+        "reward": torch.randn(count, 1),
+        "done": done,
+        "terminated": done.clone(),
+    }
+    data = {"observation": torch.randn(count, 4), "action": torch.randint(0, 2, (count,)), "next": following}
+    return TensorDict(data, [count])
+
+
+class Learner:
+    def __init__(self):
+        torch.manual_seed(3)
+        self.replay = CompilableReplayBuffer(
+            storage=CompilableTensorStorage(64), sampler=ProportionalSampler(64), batch_size=8
+        )
+        self.replay.extend(transitions(40))
+        network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+        self.loss_module = DQNLoss(actor, delay_value=True, double_dqn=True, action_space="categorical")
+        self.loss_module.make_value_estimator(gamma=0.9)
+        HardUpdate(self.loss_module, value_network_update_interval=0)
+        self.optimizer = torch.optim.Adam(self.loss_module.parameters(), lr=1e-2, fused=True)
+
+    def loss(self, sample):
+        return self.loss_module(sample)["loss"]
+
+    def arguments(self):
+        return self.replay, self.loss, self.optimizer, 1.0
+
+    def targets(self):
+        targets = self.loss_module.target_value_network_params.flatten_keys()
+        sources = self.loss_module.value_network_params.flatten_keys()
+        return [(targets[key].data, sources[key].data) for key in list(targets.keys())]
+
+
+def test_compiled_updates_are_the_eager_ones():
+    torch._dynamo.reset()
+    eager, first, second = Learner(), Learner(), Learner()
+    update = eager_update(*eager.arguments())
+    with torch._inductor.config.patch(fallback_random=True):
+        # made at once: none may run the graph of the other
+        compiled = [
+            CompiledUpdate(*learner.arguments(), targets=learner.targets(), extends=True) for learner in (first, second)
+        ]
+        for step in range(12):
+            data = transitions(3)
+            eager.replay.extend(data.clone())
+            due = step % 4 == 3
+            if due:
+                for target, source in eager.targets():
+                    target.copy_(source)
+            torch.manual_seed(step)
+            loss = update()
+            for number, learner in enumerate(compiled):
+                if number == 1 and step % 2:
+                    continue
+                torch.manual_seed(step)
+                theirs = learner(data.clone(), target_due=due)
+                if number == 0:
+                    torch.testing.assert_close(theirs, loss, rtol=1e-4, atol=1e-6)
+    assert first.replay.write_count == eager.replay.write_count == 40 + 36
+    assert second.replay.write_count == 40 + 18
+    for mine, theirs in zip(first.loss_module.parameters(), eager.loss_module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    steps = [next(iter(learner.optimizer.state.values()))["step"].item() for learner in (eager, first, second)]
+    assert steps == [12, 12, 6]
+    for learner in (first, second):
+        learner.replay.sampler._tree.check_valid()
+    torch.testing.assert_close(
+        first.replay.sampler.probabilities(first.replay.storage),
+        eager.replay.sampler.probabilities(eager.replay.storage),
+        rtol=1e-3,
+        atol=1e-9,
+    )
+
+
+def test_only_adam_with_one_group():
+    learner = Learner()
+    parameters = list(learner.loss_module.parameters())
+    optimizer = torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    with pytest.raises(ValueError):
+        CompiledUpdate(learner.replay, learner.loss, optimizer, 1.0)
