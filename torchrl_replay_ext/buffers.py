@@ -20,9 +20,9 @@ from torchrl_replay_ext.tracing import is_traced, mark_static, scalar, uniform
 class CompilableTensorStorage(LazyTensorStorage):
     """A :class:`~torchrl.data.LazyTensorStorage` whose length and cursor are tensors, changed in place.
 
-    A graph that reads from it or writes to it therefore serves the whole life of the buffer. Outside graphs nothing
-    differs. Inside, ``len`` gives the capacity, since the length is not known there; draws of a
-    :class:`~torchrl.data.replay_buffers.RandomSampler` keep to what is stored all the same.
+    A graph that reads from it or writes to it therefore serves the whole life of the buffer. Outside graphs it behaves
+    like its base class, but that a :class:`~torchrl.data.replay_buffers.RandomSampler` makes its draws of uniform
+    numbers in [0, 1), as inside, where the length is not known. There, ``len`` gives the capacity.
 
     Args:
         max_size: capacity, the number of transitions.

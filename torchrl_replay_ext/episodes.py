@@ -15,7 +15,8 @@ _PAGE = 64
 
 def _shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
     """``values`` one place later, led by ``first``."""
-    return torch.cat([torch.as_tensor(first, dtype=values.dtype, device=values.device).reshape(1), values[:-1]])
+    head = first.reshape(1).to(values.dtype) if isinstance(first, Tensor) else values.new_full((1,), first)
+    return torch.cat([head, values[:-1]])
 
 
 class FreeList:
@@ -464,9 +465,10 @@ class EpisodeIndex:
         if self.lanes == 1:
             self._lane_total.add_(change.sum())
         else:
-            self._lane_total.index_add_(0, position // self.span, change)
+            # what is not stored lies behind the last lane
+            self._lane_total.index_add_(0, (position // self.span).clamp_max(self.lanes - 1), change)
         if clock is not None:
-            self._touched.index_fill_(0, record, clock)
+            self._touched.index_copy_(0, record, clock.expand(record.shape[0]))
 
     def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
         """R of ``slots`` [n] that hold something, in (0, 1]; 1 for what is new.

@@ -269,8 +269,9 @@ class PrioritySampler(Sampler):
                 f"{type(self).__name__}: index has shape {tuple(coordinates.shape)}; a storage of shape {shape} needs "
                 f"[n, {len(shape)}]."
             )
-        high = torch.tensor(shape, device=self._device)
-        coordinates = self._in_range(coordinates.reshape(-1, len(shape)), high)
+        coordinates = coordinates.reshape(-1, len(shape))
+        if not is_traced():
+            coordinates = self._in_range(coordinates, torch.tensor(shape, device=self._device))
         slots = coordinates[:, 0]
         for dim, length in enumerate(shape[1:], start=1):
             slots = slots * length + coordinates[:, dim]
@@ -514,8 +515,13 @@ class PrioritySampler(Sampler):
         if self._traceable:
             info[STAMP_KEY] = self._stamp.index_select(0, slots)
         shape = self._dims
-        index = slots if len(shape) == 1 else torch.unravel_index(slots, shape)
-        return index, info
+        if len(shape) == 1:
+            return slots, info
+        index = []
+        for length in reversed(shape[1:]):
+            index.append(slots % length)
+            slots = slots // length
+        return (slots, *reversed(index)), info
 
     def _mass(self, priority: Tensor) -> Tensor:
         # in float64, where compiled and eager code round alike

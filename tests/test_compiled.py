@@ -1,0 +1,760 @@
+"""The buffer as part of one compiled graph: the same draws and the same state as in eager mode."""
+
+import copy
+import pickle
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from scipy import stats
+from tensordict import TensorDict
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    ReaPERSampler,
+    SumTree,
+)
+from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.tracing import uniform
+from torchrl_replay_ext.tree import MaxTree
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch's own, while it compiles
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+)
+
+BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    """Nothing compiled is left from another test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def same_numbers():
+    """Compiled code draws what eager code draws."""
+    with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
+# --- experience
+
+
+class Flat:
+    """Transitions of one environment, in episodes of 7."""
+
+    ndim = 1
+
+    def __init__(self):
+        self.time = 0
+
+    def take(self, count: int) -> TensorDict:
+        time = torch.arange(self.time, self.time + count)
+        self.time += count
+        return self.rows(time, (time + 1) % 7 == 0)
+
+    @staticmethod
+    def rows(number: torch.Tensor, done: torch.Tensor, **extra: Any) -> TensorDict:
+        """Rows that tell which they are; "error" is what td_error is made of."""
+        return TensorDict(
+            {
+                "number": number,
+                "obs": number.float().unsqueeze(-1).expand(*number.shape, 3).clone(),
+                "error": (number * 37 % 101).float() / 64,
+                "next": {"done": done.unsqueeze(-1), "terminated": done.unsqueeze(-1).clone()},
+                **extra,
+            },
+            number.shape,
+        )
+
+
+class TwoStreams(Flat):
+    """Two environments in turn, in episodes of 5 and 8, told apart by trajectory ids."""
+
+    def take(self, count: int) -> TensorDict:
+        time = torch.arange(self.time, self.time + count)
+        self.time += count
+        step, env = time // 2, time % 2
+        length = 5 + 3 * env
+        ids = 2 * (step // length) + env
+        return self.rows(time, (step + 1) % length == 0, collector={"traj_ids": ids})
+
+
+class TwoColumns(Flat):
+    """Two environments side by side, [2, count // 2], in episodes of 5 and 8."""
+
+    ndim = 2
+
+    def take(self, count: int) -> TensorDict:
+        assert count % 2 == 0
+        step = torch.arange(self.time, self.time + count // 2)
+        self.time += count // 2
+        env = torch.arange(2).unsqueeze(1)
+        return self.rows(2 * step + env, (step + 1) % (5 + 3 * env) == 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sampler, the experience it is given, and the capacity of the buffer."""
+
+    sampler: Callable[[int], Any]
+    experience: type[Flat] = Flat
+    capacity: int = 50
+
+    def buffer(self, **arguments: Any) -> CompilableReplayBuffer:
+        storage = CompilableTensorStorage(self.capacity, ndim=self.experience.ndim)
+        sampler = self.sampler(self.capacity)
+        return CompilableReplayBuffer(**{"storage": storage, "sampler": sampler, "batch_size": BATCH, **arguments})
+
+
+def proportional(**arguments: Any) -> Callable[[int], Any]:
+    arguments = {"alpha": Anneal(0.4, 0.9, 20), "beta": Anneal(0.4, 1.0, 30), **arguments}
+    return lambda capacity: ProportionalSampler(capacity, **arguments)
+
+
+def reaper(**arguments: Any) -> Callable[[int], Any]:
+    arguments = {"omega": Anneal(0.1, 0.5, 20), "beta": Anneal(0.4, 1.0, 30), **arguments}
+    return lambda capacity: ReaPERSampler(capacity, **arguments)
+
+
+# a new sampler needs one more line here
+CASES = {
+    "uniform": Case(lambda _: RandomSampler()),
+    "uniform, two columns": Case(lambda _: RandomSampler(), TwoColumns),
+    "proportional": Case(proportional()),
+    "proportional, stratified": Case(proportional(stratified=True, weight_norm="batch")),
+    "reaper": Case(reaper()),
+    # more than two pages of positions, so that pages are given back and taken again
+    "reaper, two streams": Case(reaper(num_streams=2), TwoStreams, capacity=150),
+    "reaper, two columns": Case(reaper(weight_norm="buffer"), TwoColumns),
+}
+PRIORITIZED = [name for name in CASES if "uniform" not in name]
+
+
+def step(buffer: CompilableReplayBuffer, data: TensorDict) -> TensorDict:
+    buffer.extend(data)
+    batch = buffer.sample()
+    batch["td_error"] = batch["error"] + data["error"].amax()
+    buffer.update_tensordict_priority(batch)
+    return batch
+
+
+def assert_same_batch(first: TensorDict, second: TensorDict) -> None:
+    assert set(first.keys(True, True)) == set(second.keys(True, True))
+    for key, value in first.items(True, True):
+        if key == "priority_weight":
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value, second[key])
+        else:
+            assert torch.equal(value, second[key]), key
+
+
+def assert_same_state(first: dict[str, Any], second: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    assert first.keys() == second.keys()
+    for key in first.keys() - set(but):
+        if isinstance(first[key], torch.Tensor) and first[key].is_floating_point():
+            torch.testing.assert_close(first[key], second[key], rtol=1e-6, atol=0)
+        elif isinstance(first[key], torch.Tensor):
+            assert torch.equal(first[key], second[key]), key
+        else:
+            assert first[key] == second[key], key
+
+
+def assert_valid(sampler: Any) -> None:
+    """All sums of a sampler are those of its leaves."""
+    if isinstance(sampler, PrioritySampler):
+        sampler._tree.check_valid()
+    if isinstance(sampler, ReaPERSampler):
+        sampler._episodes._tree.check_valid()
+
+
+def compare(case: Case) -> None:
+    """Drive a compiled buffer and an eager one by the same experience, from nearly empty to wrapped often."""
+    experience, eager, compiled = case.experience(), case.buffer(), case.buffer()
+    counter = CompileCounterWithBackend("inductor")
+    in_graph = torch.compile(lambda data: step(compiled, data), fullgraph=True, backend=counter)
+
+    def both(count: int, write: bool = False) -> None:
+        data = experience.take(count)
+        seed = random.Random(experience.time).randrange(2**31)
+        if write:
+            eager.extend(data.clone())
+            compiled.extend(data)
+            return
+        torch.manual_seed(seed)
+        expected = step(eager, data.clone())
+        torch.manual_seed(seed)
+        assert_same_batch(expected, in_graph(data))
+
+    both(4, write=True)
+    for number in range(case.capacity):
+        both(4)
+        if number % 10 == 6:
+            # another size, outside the graph
+            both(10, write=True)
+        if number == case.capacity // 2:
+            # back to a checkpoint
+            saved, ahead = copy.deepcopy(compiled.state_dict()), copy.deepcopy(experience)
+            for _ in range(3):
+                in_graph(ahead.take(4))
+            compiled.load_state_dict(saved)
+    assert counter.frame_count == 1
+    assert experience.time * experience.ndim > 3 * case.capacity
+    assert len(eager) == len(compiled) == case.capacity
+    assert eager.write_count == compiled.write_count
+    for key, value in eager[:].items(True, True):
+        assert torch.equal(value, compiled[:][key]), key
+    if isinstance(eager.sampler, PrioritySampler):
+        assert_same_state(eager.sampler.state_dict(), compiled.sampler.state_dict())
+        assert eager.sampler.stats()["dropped_updates"] == 0
+        assert_valid(eager.sampler)
+        assert_valid(compiled.sampler)
+
+
+@pytest.mark.usefixtures("same_numbers")
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph_for_life_draws_what_eager_code_draws(name):
+    compare(CASES[name])
+
+
+@pytest.mark.usefixtures("same_numbers")
+@pytest.mark.parametrize("width", [1, 256, 512])
+@pytest.mark.parametrize("name", ["proportional", "reaper"])
+def test_every_width_of_vector_code(name, width):
+    if width == pick_vec_isa().bit_width():
+        pytest.skip("what the test above compiles")
+    with torch._inductor.config.patch({"cpp.simdlen": width}):
+        compare(CASES[name])
+
+
+# --- random numbers
+
+
+def test_numbers_in_a_graph_are_uniform_and_of_53_bits():
+    draw = torch.compile(lambda: uniform(50_000, device=torch.device("cpu")), fullgraph=True)
+    torch.manual_seed(1)
+    first, second = draw(), draw()
+    torch.manual_seed(1)
+    assert torch.equal(draw(), first) and torch.equal(draw(), second)
+    assert not torch.equal(first, second)
+    assert first.dtype == torch.float64
+    assert float(first.min()) >= 0 and float(first.max()) < 1
+    assert torch.equal(first * 2**53, (first * 2**53).floor())
+    # the last bit of 53 is as often 0 as 1, and of the next coarser ones all values are equally frequent
+    for leading in (0, 18, 29, 45):
+        value = ((first * 2.0**leading) % 1 * 256).floor().long()
+        assert stats.chisquare(value.bincount(minlength=256).numpy()).pvalue > 1e-4
+    coarse = (first * 2**24).floor() / 2**24
+    assert stats.chisquare(((coarse * 2.0**18) % 1 * 256).floor().long().bincount(minlength=256).numpy()).pvalue < 1e-4
+
+
+def fill_64(sampler: Any) -> CompilableReplayBuffer:
+    """64 transitions with priorities of many sizes, in the middle of a ring of 80."""
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80), sampler=sampler, batch_size=500)
+    buffer.extend(Flat().take(64))
+    buffer.update_priority(torch.arange(64), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)])
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ProportionalSampler(80, alpha=0.6, td_error="absolute"),
+        lambda: ReaPERSampler(80, alpha=0.6, omega=0.5, td_error="absolute"),
+    ],
+    ids=["proportional", "reaper"],
+)
+def test_compiled_draws_follow_the_probabilities(make):
+    """Chi-square with 64 items and 50,000 draws; another exponent must fail it. The seed decides which are drawn."""
+    buffer = fill_64(make())
+    draw = torch.compile(lambda: buffer.sample()["index"], fullgraph=True)
+
+    def counts() -> torch.Tensor:
+        torch.manual_seed(2)
+        return torch.cat([draw() for _ in range(100)]).bincount(minlength=80)
+
+    drawn = counts()
+    assert torch.equal(drawn, counts())
+    assert int(drawn[64:].sum()) == 0
+    assert int(buffer.sampler.stats().get("repeated_draws", torch.zeros(()))) == 0
+
+    def p_value() -> float:
+        expected = 50_000 * buffer.sampler.probabilities(buffer.storage)
+        assert float(expected.min()) > 5
+        return stats.chisquare(drawn[:64].numpy(), expected.numpy()).pvalue
+
+    assert p_value() > 1e-4
+    buffer.sampler.alpha = 0.5
+    assert p_value() < 1e-4
+
+
+def test_compiled_uniform_draws_keep_to_what_is_stored():
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80), sampler=RandomSampler(), batch_size=500)
+    buffer.extend(Flat().take(20))
+    draw = torch.compile(lambda: buffer.sample()["index"], fullgraph=True)
+    for stored in (20, 64):
+        drawn = torch.cat([draw() for _ in range(20)]).bincount(minlength=80)
+        assert int(drawn[stored:].sum()) == 0
+        assert stats.chisquare(drawn[:stored].numpy()).pvalue > 1e-4
+        buffer.extend(Flat().take(44))
+
+
+# --- updates
+
+
+def update_of(buffer: CompilableReplayBuffer, slots: list[int], error: list[float]) -> TensorDict:
+    """A batch with TD errors, as if ``slots`` had just been drawn."""
+    index = torch.tensor(slots)
+    stamp = buffer.sampler.state_dict()["stamp"][index]
+    return TensorDict({"index": index, "td_error": torch.tensor(error), "write_stamp": stamp}, [len(slots)])
+
+
+@pytest.mark.parametrize("count", [12, 100])
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda c: ProportionalSampler(c, td_error="absolute"), lambda c: ReaPERSampler(c, td_error="absolute")],
+    ids=["proportional", "reaper"],
+)
+def test_bad_and_duplicate_td_errors_in_a_graph(sampler, count):
+    """The good rows change what they change in eager mode, of duplicates the last good one; bad ones are counted."""
+    compiled, eager = Case(sampler).buffer(), Case(sampler).buffer()
+    for buffer in (compiled, eager):
+        buffer.extend(Flat().take(40))
+    in_graph = torch.compile(compiled.update_tensordict_priority, fullgraph=True, dynamic=False)
+    too_large = 2 * float(compiled.sampler._largest_d)
+    bad = [float("nan"), -1.0, float("inf"), too_large, -float("inf")]
+    rng = random.Random(count)
+    rejected = 0
+    for number in range(6):
+        # the last time all of them are bad, before that the first slots only
+        slots = [rng.randrange(40) for _ in range(count)]
+        error = [
+            rng.choice(bad) if number == 5 or slot < 5 or rng.random() < 0.3 else rng.uniform(0, 3) for slot in slots
+        ]
+        good = [position for position, each in enumerate(error) if each not in bad and each == each]
+        rejected += count - len(good)
+        in_graph(update_of(compiled, slots, error))
+        if good:
+            eager.update_tensordict_priority(update_of(eager, [slots[i] for i in good], [error[i] for i in good]))
+        state = compiled.sampler.state_dict()
+        assert_same_state(state, eager.sampler.state_dict(), but=("rejected",))
+        assert int(compiled.sampler.stats()["rejected_updates"]) == rejected
+        assert_valid(compiled.sampler)
+        last = {slot: each for slot, each in zip(slots, error, strict=True) if each not in bad and each == each}
+        for slot, each in last.items():
+            assert float(state["priority"][slot]) == pytest.approx(each + 1e-6)
+    assert (state["priority"][:5] < 0).all(), "still that of new transitions"
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper"])
+def test_late_updates_of_overwritten_slots_are_dropped(name):
+    case = CASES[name]
+    buffer, experience = case.buffer(batch_size=40), case.experience()
+    buffer.extend(experience.take(case.capacity))
+    draw = torch.compile(buffer.sample, fullgraph=True)
+    update = torch.compile(buffer.update_tensordict_priority, fullgraph=True)
+    dropped = 0
+    for sample, late_update in (
+        (draw, update),
+        (draw, buffer.update_tensordict_priority),
+        (buffer.sample, update),
+        (buffer.sample, buffer.update_tensordict_priority),
+    ):
+        batch = sample()
+        before = buffer.sampler.state_dict()
+        buffer.extend(experience.take(2 * case.capacity // 5))
+        fresh = buffer.sampler.state_dict()["stamp"] == before["stamp"]
+        batch["td_error"] = torch.rand(40)
+        late_update(batch)
+        was_kept = fresh[batch["index"]]
+        assert 0 < int(was_kept.sum()) < 40
+        dropped += int((~was_kept).sum())
+        assert int(buffer.sampler.stats()["dropped_updates"]) == dropped
+        priority = buffer.sampler.state_dict()["priority"]
+        last = dict(zip(batch["index"].tolist(), batch["td_error"].tolist(), strict=True))
+        for slot, error in last.items():
+            assert float(priority[slot]) == pytest.approx(error**0.5 + 1e-6) if fresh[slot] else priority[slot] < 0
+        assert_valid(buffer.sampler)
+
+
+# --- limits
+
+
+def test_stock_storage_is_refused():
+    with pytest.raises(TypeError, match=r"storage=LazyTensorStorage.*pass storage=CompilableTensorStorage"):
+        CompilableReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=2)
+
+
+def whole_text(error: BaseException) -> str:
+    """The messages of an error and of all its causes."""
+    text, cause = "", error
+    while cause is not None:
+        text, cause = f"{text}{cause}\n", cause.__cause__ or cause.__context__
+    return text
+
+
+@pytest.mark.parametrize("name", ["uniform", "proportional", "reaper"])
+def test_the_first_write_must_run_outside(name):
+    buffer = CASES[name].buffer()
+    with pytest.raises(Exception) as caught:
+        torch.compile(lambda data: buffer.extend(data), fullgraph=True)(Flat().take(4))
+    assert "the first write must run outside the compiled function" in whole_text(caught.value)
+    torch._dynamo.reset()
+    if name != "uniform":
+        buffer = CASES[name].buffer()
+        with pytest.raises(Exception) as caught:
+            torch.compile(lambda: buffer.sample(), fullgraph=True)()
+        assert "must run outside the compiled function" in whole_text(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["td_error", "batch_size"])
+def test_what_is_missing_is_named(missing):
+    buffer = CASES["proportional"].buffer(**({"batch_size": None} if missing == "batch_size" else {}))
+    buffer.extend(Flat().take(4))
+
+    def sample_and_update():
+        buffer.update_tensordict_priority(buffer.sample())
+
+    with pytest.raises(Exception) as caught:
+        torch.compile(sample_and_update, fullgraph=True)()
+    expected = "no entry 'td_error' with TD errors" if missing == "td_error" else "pass batch_size="
+    assert expected in whole_text(caught.value)
+
+
+def test_a_sampler_in_a_stock_buffer_is_not_for_graphs():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=ProportionalSampler(10, td_error="absolute"), batch_size=4
+    )
+    buffer.extend(Flat().take(4))
+    batch = buffer.sample()
+    assert "write_stamp" not in batch
+    batch["td_error"] = torch.full((4,), 3.0)
+    buffer.update_tensordict_priority(batch)
+    assert (buffer.sampler.state_dict()["priority"][batch["index"]] == 3.0 + 1e-6).all()
+    with pytest.raises(Exception) as caught:
+        torch.compile(lambda: buffer.sampler.sample(buffer.storage, 4), fullgraph=True)()
+    assert "LazyTensorStorage cannot be compiled; use CompilableReplayBuffer" in whole_text(caught.value)
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper, two streams"])
+def test_draws_from_an_emptied_buffer_have_no_weight(name):
+    case = CASES[name]
+    buffer, experience = case.buffer(), case.experience()
+    buffer.extend(experience.take(20))
+    in_graph = torch.compile(lambda: sample_and_update(buffer), fullgraph=True)
+    assert (in_graph()["priority_weight"] > 0).all()
+    buffer.empty()
+    empty = buffer.sampler.state_dict()
+    batch = in_graph()
+    assert batch["priority_weight"].tolist() == [0.0] * BATCH
+    assert batch["index"].tolist() == [0] * BATCH
+    assert len(buffer) == 0
+    assert_valid(buffer.sampler)
+    for key in ("stamp", "priority", "max_priority"):
+        assert torch.equal(buffer.sampler.state_dict()[key], empty[key]), key
+    buffer.extend(experience.take(4))
+    batch = in_graph()
+    assert (batch["priority_weight"] > 0).all() and int(batch["index"].max()) < 4
+
+
+def sample_and_update(buffer: CompilableReplayBuffer) -> TensorDict:
+    batch = buffer.sample()
+    batch["td_error"] = batch["error"]
+    buffer.update_tensordict_priority(batch)
+    return batch
+
+
+# --- outside graphs
+
+
+def constant(name: str) -> Case:
+    """A case without annealing of alpha, whose end is applied later where graphs are possible."""
+    case = CASES[name]
+
+    def sampler(capacity: int) -> Any:
+        result = case.sampler(capacity)
+        result.alpha = 0.6
+        return result
+
+    return Case(sampler, case.experience, case.capacity)
+
+
+def stock(case: Case, **arguments: Any) -> TensorDictReplayBuffer:
+    storage = LazyTensorStorage(case.capacity, ndim=case.experience.ndim)
+    return TensorDictReplayBuffer(
+        storage=storage, sampler=case.sampler(case.capacity), **{"batch_size": BATCH, **arguments}
+    )
+
+
+def through_pickle(buffer: CompilableReplayBuffer) -> CompilableReplayBuffer:
+    return pickle.loads(pickle.dumps(buffer))
+
+
+@pytest.mark.parametrize("name", PRIORITIZED)
+def test_outside_graphs_it_is_a_stock_buffer(name, tmp_path):
+    """Through every way to save, copy and restore it."""
+    case = constant(name)
+    ours, theirs, experience = case.buffer(), stock(case), case.experience()
+
+    def continued(number: int) -> CompilableReplayBuffer:
+        if number % 4 == 0:
+            return copy.deepcopy(ours)
+        if number % 4 == 1:
+            return through_pickle(ours)
+        restored = case.buffer()
+        if number % 4 == 2:
+            restored.load_state_dict(copy.deepcopy(ours.state_dict()))
+        else:
+            ours.dumps(tmp_path / str(number))
+            restored.loads(tmp_path / str(number))
+        return restored
+
+    for number in range(case.capacity):
+        data = experience.take(4)
+        torch.manual_seed(number)
+        first = step(ours, data.clone())
+        torch.manual_seed(number)
+        second = step(theirs, data)
+        del first["write_stamp"]
+        assert_same_batch(first, second)
+        if number % 5 == 4:
+            ours = continued(number // 5)
+            ours.extend(data := experience.take(6))
+            theirs.extend(data)
+    assert len(ours) == len(theirs) == case.capacity
+    assert ours.write_count == theirs.write_count
+    assert_same_state(ours.sampler.state_dict(), theirs.sampler.state_dict())
+    assert_valid(ours.sampler)
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper, two streams"])
+def test_prefetch(name):
+    case = CASES[name]
+    buffer, experience = case.buffer(prefetch=2), case.experience()
+    buffer.extend(experience.take(20))
+    for _ in range(50):
+        batch = step(buffer, experience.take(4))
+        assert batch.shape == (BATCH,)
+        # rows as they were drawn, though they may have been overwritten since
+        assert torch.equal(batch["obs"][:, 0], batch["number"].float())
+        assert (batch["index"] == batch["number"] % case.capacity).all()
+    assert_valid(buffer.sampler)
+
+
+@pytest.mark.parametrize("name", PRIORITIZED)
+def test_threads(name):
+    case = CASES[name]
+    buffer, experience = case.buffer(), case.experience()
+    buffer.extend(experience.take(20))
+    until, failures = time.monotonic() + 1.0, []
+
+    def repeat(what: Callable[[], Any]) -> None:
+        try:
+            while time.monotonic() < until and not failures:
+                what()
+        except Exception as failure:
+            failures.append(failure)
+
+    work = [lambda: buffer.extend(experience.take(4)), lambda: sample_and_update(buffer), buffer.sample]
+    threads = [threading.Thread(target=repeat, args=(each,)) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(buffer) == case.capacity
+    assert_valid(buffer.sampler)
+
+
+# --- the tree's walks in graphs
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """A switch to the code that becomes part of graphs, which then runs without being compiled."""
+    switch = {"on": False}
+    # wherever it is imported
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchrl_replay_ext") and hasattr(module, "is_traced"):
+            monkeypatch.setattr(module, "is_traced", lambda: switch["on"])
+    return switch
+
+
+@pytest.mark.parametrize("fanout", [2, 4, 8, 64])
+@pytest.mark.parametrize("capacity", [1, 5, 64, 65, 1000])
+@pytest.mark.parametrize("top", [1, 3, 16384])
+@pytest.mark.parametrize("paged", [False, True])
+def test_walks_of_graphs_are_those_of_eager_code(traced, fanout, capacity, top, paged):
+    blocks = capacity // fanout + 1
+    order = torch.randperm(blocks)
+    pages = dict(page_table=order, num_pages=blocks) if paged else {}
+    tree = SumTree(capacity, fanout=fanout, top=top, track_min=True, **copy.deepcopy(pages))
+    other = SumTree(capacity, fanout=fanout, top=top, track_min=True, **pages)
+    other.prepare()
+
+    def both(what: Callable[[SumTree], Any]) -> None:
+        expected = what(tree)
+        traced["on"] = True
+        result = what(other)
+        traced["on"] = False
+        for first, second in zip(
+            expected if isinstance(expected, tuple) else (expected,),
+            result if isinstance(result, tuple) else (result,),
+            strict=True,
+        ):
+            assert first is None or torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+
+    everywhere = torch.arange(capacity)
+    for number in range(6):
+        count = min(2 ** (2 * number), 2 * capacity)
+        slots = torch.randint(capacity, (count,))
+        mass = torch.randint(0 if number % 2 else 1, 2 ** (8 * number + 1), (count,))
+        both(lambda t, slots=slots, mass=mass: t.write(slots, mass))
+        if number == 4:
+            # nothing is left but one leaf
+            both(lambda t: t.write(everywhere, torch.zeros(capacity, dtype=torch.int64)))
+            both(lambda t: t.write(torch.tensor([capacity - 1]), torch.tensor([7])))
+        other.check_valid()
+        assert torch.equal(tree.leaves, other.leaves)
+        total = int(tree.total())
+        both(lambda t: t.total())
+        both(lambda t: t.get(everywhere))
+        both(lambda t: t.prefix(torch.arange(capacity + 1)))
+        if total:
+            both(lambda t: t.min())
+            border = tree.prefix(everywhere)
+            target = torch.cat([border, border - 1, torch.randint(total, (100,))])
+            target = target[(target >= 0) & (target < total)]
+            both(lambda t, target=target: t.find(target))
+            u = torch.tensor([0.0, 0.5, 1 - 2.0**-53, *torch.rand(100).tolist()], dtype=torch.float64)
+            both(lambda t, u=u: t.draw(u.clone()))
+
+
+def test_an_empty_tree_in_a_graph(traced):
+    tree = SumTree(100, fanout=4, top=4, track_min=True)
+    tree.prepare()
+    traced["on"] = True
+    leaf, mass = tree.sample(5)
+    assert mass.tolist() == [0] * 5
+    assert leaf.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("fanout", [2, 4, 8, 64])
+@pytest.mark.parametrize("capacity", [1, 5, 64, 65, 1000])
+@pytest.mark.parametrize("top", [1, 3, 16384])
+def test_maxima_in_graphs(traced, fanout, capacity, top):
+    tree = MaxTree(capacity, fanout=fanout, top=top)
+    tree.prepare()
+    traced["on"] = True
+    for number in range(30):
+        changed = torch.randint(capacity, (min(capacity, 5),))
+        tree.leaves[changed] = torch.randint(0, 2 ** (number + 1), changed.shape)
+        tree.refresh(changed)
+        assert int(tree.max()) == int(tree.leaves.max())
+
+
+# --- nothing waits for the device
+
+
+class OnDevice:
+    """Puts fake tensors in the place of all state: no value can be looked at, and the CPU's cannot be mixed in.
+
+    The device is "meta", the one that needs no driver.
+    """
+
+    device = torch.device("meta")
+
+    def __init__(self):
+        self.mode = FakeTensorMode()
+        # original and replacement: the original is kept, so that its id is not given to another
+        self.seen: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, part: Any) -> Any:
+        if id(part) not in self.seen:
+            self.seen[id(part)] = (part, part)
+            replaced = self.replace(part)
+            self.seen[id(part)] = (part, replaced)
+        return self.seen[id(part)][1]
+
+    def replace(self, part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            with self.mode:
+                return torch.empty(part.shape, dtype=part.dtype, device=self.device)
+        if isinstance(part, torch.device):
+            return self.device
+        if isinstance(part, TensorDict):
+            leaves = {key: self(value) for key, value in part.items(True, True)}
+            with self.mode:
+                return TensorDict(leaves, part.shape, device=self.device)
+        if isinstance(part, list):
+            part[:] = map(self, part)
+        elif isinstance(part, dict):
+            part |= {key: self(value) for key, value in part.items()}
+        elif type(part).__module__.startswith("torchrl_replay_ext."):
+            self(vars(part))
+        return part
+
+
+class CopiesFromTheCPU(TorchFunctionMode):
+    """Notes which tensors are made of numbers: on a device they are copied from the CPU, which waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.made_of: list[Any] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+        if made and torch.device(kwargs.get("device") or "cpu") == OnDevice.device:
+            self.made_of.append(args[0])
+            return torch.empty(torch.tensor(args[0]).shape, **kwargs)
+        if func is torch.unravel_index:
+            # makes a tensor of the shape
+            shape = kwargs["shape"] if "shape" in kwargs else args[1]
+            self.made_of.append(shape)
+            return tuple(torch.empty_like(args[0]) for _ in shape)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_in_a_step_waits_for_the_device(traced, name):
+    case = CASES[name]
+    buffer, experience, on_device = case.buffer(), case.experience(), OnDevice()
+    for _ in range(3):
+        step(buffer, experience.take(4))
+    for part in (buffer._storage, buffer._writer, buffer._sampler):
+        on_device(part)
+    data = on_device(experience.take(4))
+    traced["on"] = True
+    with on_device.mode:
+        with CopiesFromTheCPU() as copies:
+            batch = step(buffer, data)
+        assert copies.made_of == []
+        assert batch.device == batch["obs"].device == on_device.device
+        if isinstance(buffer.sampler, PrioritySampler):
+            assert buffer.sampler._clock.device == on_device.device
+            traced["on"] = False
+            # what the test would see
+            with pytest.raises(DataDependentOutputException):
+                step(buffer, data)

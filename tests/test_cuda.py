@@ -1,0 +1,293 @@
+"""Storage and sampler on a CUDA device: the same draws as on the CPU, and steps in CUDA graphs that never wait."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from scipy import stats
+from tensordict import TensorDict
+from tensordict.nn import CudaGraphModule
+from torch._dynamo.utils import counters
+
+from tests.test_compiled import (
+    BATCH,
+    CASES,
+    PRIORITIZED,
+    Case,
+    Flat,
+    assert_same_state,
+    assert_valid,
+    sample_and_update,
+    step,
+)
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext.samplers.base import PrioritySampler
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    # torch's own, while it compiles for a device
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Online softmax is disabled:UserWarning"),
+]
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch._dynamo.reset()
+
+
+def buffer_of(case: Case, device: str = DEVICE, **arguments: Any) -> CompilableReplayBuffer:
+    storage = CompilableTensorStorage(case.capacity, ndim=case.experience.ndim, device=device)
+    return case.buffer(storage=storage, **arguments)
+
+
+def filled(case: Case, **arguments: Any) -> tuple[CompilableReplayBuffer, Flat]:
+    """A buffer on the device that has wrapped, after some eager steps."""
+    buffer, experience = buffer_of(case, **arguments), case.experience()
+    torch.manual_seed(3)
+    for _ in range(case.capacity // 3):
+        step(buffer, experience.take(4).to(DEVICE))
+    return buffer, experience
+
+
+def tensors_of(part: Any, seen: set[int]) -> list[torch.Tensor]:
+    """All tensors in an object of ours, in its attributes, lists and dicts."""
+    if id(part) in seen:
+        return []
+    seen.add(id(part))
+    if isinstance(part, torch.Tensor):
+        return [part]
+    if isinstance(part, TensorDict):
+        return list(part.values(True, True))
+    if isinstance(part, (list, tuple)):
+        return [tensor for each in part for tensor in tensors_of(each, seen)]
+    if isinstance(part, dict):
+        return [tensor for each in part.values() for tensor in tensors_of(each, seen)]
+    return tensors_of(vars(part), seen) if type(part).__module__.startswith("torchrl_replay_ext.") else []
+
+
+@pytest.fixture
+def same_numbers(monkeypatch):
+    """Uniform numbers are made on the CPU and moved, so that both devices draw the same."""
+
+    def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
+        return torch.rand(*size, dtype=torch.float64).to(device)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchrl_replay_ext") and hasattr(module, "uniform"):
+            monkeypatch.setattr(module, "uniform", uniform)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_on_the_device(name):
+    buffer, _ = filled(CASES[name])
+    batch = sample_and_update(buffer)
+    assert {tensor.device.type for tensor in batch.values(True, True)} == {DEVICE}
+    for part in (buffer._storage, buffer._writer, buffer._sampler):
+        tensors = tensors_of(part, set())
+        assert {tensor.device.type for tensor in tensors} <= {DEVICE}
+    if isinstance(buffer.sampler, PrioritySampler):
+        assert {tensor.device.type for tensor in buffer.sampler.stats().values()} == {DEVICE}
+        assert buffer.sampler.probabilities(buffer.storage).device.type == DEVICE
+    assert_valid(buffer.sampler)
+
+
+@pytest.mark.usefixtures("same_numbers")
+@pytest.mark.parametrize("name", PRIORITIZED)
+def test_the_device_draws_what_the_cpu_draws(name, tmp_path):
+    case = CASES[name]
+    on_cpu, on_device, experience = buffer_of(case, "cpu"), buffer_of(case), case.experience()
+    for number in range(case.capacity):
+        data = experience.take(4)
+        torch.manual_seed(number)
+        first = step(on_cpu, data.clone())
+        torch.manual_seed(number)
+        second = step(on_device, data.to(DEVICE)).to("cpu")
+        assert set(first.keys(True, True)) == set(second.keys(True, True))
+        for key, value in first.items(True, True):
+            if key == "priority_weight":
+                torch.testing.assert_close(value, second[key])
+            else:
+                assert torch.equal(value, second[key]), key
+        if number == case.capacity // 2:
+            # a checkpoint of the device goes on there, and on the CPU
+            on_device.dumps(tmp_path)
+            on_device, on_cpu = buffer_of(case), buffer_of(case, "cpu")
+            on_device.loads(tmp_path)
+            on_cpu.loads(tmp_path)
+    states = [
+        {key: value.cpu() for key, value in buffer.sampler.state_dict().items()} for buffer in (on_cpu, on_device)
+    ]
+    # powers differ by a rounding
+    masses = [key for key in ("masses", "proposals") if key in states[0]]
+    for key in masses:
+        assert int((states[0][key] - states[1][key]).abs().max()) <= 1
+    assert_same_state(states[0], states[1], but=tuple(masses))
+    assert_valid(on_device.sampler)
+
+
+def compiled_step(buffer: CompilableReplayBuffer, mode: str | None):
+    return torch.compile(lambda data: step(buffer, data), fullgraph=True, mode=mode)
+
+
+def in_cuda_graph(buffer: CompilableReplayBuffer, compiled: bool):
+    function = compiled_step(buffer, None) if compiled else (lambda data: step(buffer, data))
+    return CudaGraphModule(function, warmup=3)
+
+
+WAYS = {
+    "reduce-overhead": lambda buffer: compiled_step(buffer, "reduce-overhead"),
+    "compiled": lambda buffer: compiled_step(buffer, None),
+    "CudaGraphModule": lambda buffer: in_cuda_graph(buffer, compiled=False),
+    "CudaGraphModule of compiled": lambda buffer: in_cuda_graph(buffer, compiled=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_steps_write_draw_and_update_without_waiting(name, way):
+    """From a nearly empty buffer until the ring has wrapped often; every row drawn is one that is stored."""
+    case = CASES[name]
+    buffer, experience = buffer_of(case), case.experience()
+    buffer.extend(experience.take(4).to(DEVICE))
+    in_graph = WAYS[way](buffer)
+    columns = 2 if case.experience.ndim == 2 else 1
+    for number in range(case.capacity):
+        data = experience.take(4).to(DEVICE)
+        torch.cuda.synchronize()
+        # warmed up and recorded
+        waits = number < 8
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        torch.compiler.cudagraph_mark_step_begin()
+        batch = in_graph(data).clone()
+        torch.cuda.set_sync_debug_mode("default")
+        written = experience.time * columns
+        index = batch["index"] if columns == 1 else batch["index"][:, 0] * columns + batch["index"][:, 1]
+        assert torch.equal(index, batch["number"] % case.capacity)
+        assert int(batch["number"].max()) < written and int(batch["number"].min()) >= written - case.capacity
+        if "priority_weight" in batch.keys():  # noqa: SIM118
+            weight = batch["priority_weight"]
+            assert bool(((weight > 0) & (weight <= 1)).all())
+        if number == case.capacity // 2:
+            # another size, outside the graph
+            buffer.extend(experience.take(10).to(DEVICE))
+    assert len(buffer) == case.capacity
+    assert buffer.write_count == experience.time
+    if "Module" not in way:
+        assert counters["stats"]["unique_graphs"] == 1
+    if isinstance(buffer.sampler, PrioritySampler):
+        assert int(buffer.sampler.stats()["dropped_updates"]) == int(buffer.sampler.stats()["rejected_updates"]) == 0
+    assert_valid(buffer.sampler)
+
+
+@pytest.mark.usefixtures("same_numbers")
+@pytest.mark.parametrize("name", PRIORITIZED)
+def test_an_update_in_a_cuda_graph_changes_what_an_eager_one_changes(name):
+    """The same batches and TD errors, bad ones and duplicates among them, to a buffer in graphs and to one outside."""
+    case = CASES[name]
+    if case.experience.ndim == 2:
+        pytest.skip("the batch is made by hand for flat storage")
+    (compiled, _), (eager, _) = filled(case), filled(case)
+    assert_same_state(compiled.sampler.state_dict(), eager.sampler.state_dict())
+    in_graph = torch.compile(compiled.update_tensordict_priority, fullgraph=True, mode="reduce-overhead")
+    for _ in range(10):
+        slots = torch.randint(case.capacity, (20,)).tolist()
+        error = [*torch.rand(18).tolist(), float("nan"), -1.0]
+        torch.compiler.cudagraph_mark_step_begin()
+        in_graph(device_update(compiled, slots, error))
+        eager.update_tensordict_priority(device_update(eager, slots[:18], error[:18]))
+    states = [buffer.sampler.state_dict() for buffer in (compiled, eager)]
+    masses = [key for key in ("masses", "proposals") if key in states[0]]
+    for key in masses:
+        assert int((states[0][key] - states[1][key]).abs().max()) <= 1
+    assert_same_state(states[0], states[1], but=("rejected", *masses))
+    assert int(compiled.sampler.stats()["rejected_updates"]) == 20
+    assert_valid(compiled.sampler)
+
+
+def device_update(buffer: CompilableReplayBuffer, slots: list[int], error: list[float]) -> TensorDict:
+    state = buffer.sampler.state_dict()["stamp"].cpu()
+    index = torch.tensor(slots)
+    batch = TensorDict({"index": index, "td_error": torch.tensor(error), "write_stamp": state[index]}, [len(slots)])
+    return batch.to(DEVICE)
+
+
+@pytest.mark.parametrize("way", ["eager", "reduce-overhead", "CudaGraphModule"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ProportionalSampler(80, alpha=0.6, td_error="absolute"),
+        lambda: ReaPERSampler(80, alpha=0.6, omega=0.5, td_error="absolute"),
+    ],
+    ids=["proportional", "reaper"],
+)
+def test_draws_follow_the_probabilities(make, way):
+    """Chi-square with 64 items and 50,000 draws; another exponent must fail it."""
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80, device=DEVICE), sampler=make(), batch_size=500)
+    buffer.extend(Flat().take(64).to(DEVICE))
+    buffer.update_priority(torch.arange(64, device=DEVICE), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)].to(DEVICE))
+
+    def draw():
+        return buffer.sample()["index"]
+
+    if way == "reduce-overhead":
+        draw = torch.compile(draw, fullgraph=True, mode="reduce-overhead")
+    elif way == "CudaGraphModule":
+        draw = CudaGraphModule(draw, warmup=3)
+    batches = []
+    for _ in range(100):
+        torch.compiler.cudagraph_mark_step_begin()
+        batches.append(draw().clone())
+    drawn = torch.cat(batches).cpu().bincount(minlength=80)
+    assert int(drawn[64:].sum()) == 0
+
+    def p_value() -> float:
+        expected = 50_000 * buffer.sampler.probabilities(buffer.storage).cpu()
+        return stats.chisquare(drawn[:64].numpy(), expected.numpy()).pvalue
+
+    assert p_value() > 1e-4
+    buffer.sampler.alpha = 0.5
+    assert p_value() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper, two streams"])
+def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
+    """In place: the graph goes on with what was restored, and is not recorded again."""
+    case = CASES[name]
+    buffer, experience = filled(case)
+    in_graph = compiled_step(buffer, "reduce-overhead")
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        in_graph(experience.take(4).to(DEVICE))
+    saved = {key: value.clone() for key, value in buffer.sampler.state_dict().items()}
+    batch = buffer.sample()
+    batch["td_error"] = torch.full((BATCH,), 50.0, device=DEVICE)
+    buffer.update_tensordict_priority(batch)
+    buffer.sampler.load_state_dict(saved)
+    assert_same_state(buffer.sampler.state_dict(), saved)
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert bool((in_graph(experience.take(4).to(DEVICE))["priority_weight"] > 0).all())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert float(buffer.sampler.state_dict()["max_priority"]) < 7
+    assert_valid(buffer.sampler)
+
+
+def test_overwritten_slots_are_dropped_on_the_device():
+    buffer, experience = filled(CASES["reaper"])
+    batch = buffer.sample()
+    buffer.extend(experience.take(CASES["reaper"].capacity).to(DEVICE))
+    batch["td_error"] = torch.ones(BATCH, device=DEVICE)
+    torch.compile(buffer.update_tensordict_priority, fullgraph=True, mode="reduce-overhead")(batch)
+    assert int(buffer.sampler.stats()["dropped_updates"]) == BATCH
+    assert bool((buffer.sampler.state_dict()["priority"] < 0).all())
