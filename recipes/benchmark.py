@@ -51,7 +51,13 @@ from tqdm import tqdm
 
 from recipes.collect import VectorCollector
 from recipes.update import CompiledUpdate, eager_update
-from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    ReaPERSampler,
+    compile_step,
+)
 
 REPLAY_BASELINE, TRAINING_BASELINE = "torchrl PrioritizedSampler", "torchrl DQN, uniform replay"
 LIBRARIES = ("torch", "torchrl", "tensordict", "torchrl_replay_ext", "gymnasium", "numpy")
@@ -153,9 +159,11 @@ def torchrl_cycle(buffer: TensorDictReplayBuffer, batch_size: int) -> Cycle:
     return sample_and_update if isinstance(buffer.sampler, PrioritizedSampler) else sample
 
 
-def compiled_cycle(buffer: TensorDictReplayBuffer, batch_size: int) -> Cycle:
-    """`torchrl_cycle` as one graph."""
+def compiled_cycle(buffer: TensorDictReplayBuffer, batch_size: int, *, checked: bool) -> Cycle:
+    """`torchrl_cycle` as one graph; `checked` by torch at each call whether it still applies."""
     cycle: Any = torchrl_cycle(buffer, batch_size)
+    if not checked:
+        return compile_step(cycle)
     # A code object of its own: graphs are cached by code object, and would have to be told apart at every call.
     cycle.__code__ = cycle.__code__.replace()
     return torch.compile(cycle, fullgraph=True)
@@ -172,13 +180,15 @@ def eager(make_sampler: Callable[[int], Any]) -> Callable[[TensorDict], Callable
     return build
 
 
-def compiled(make_sampler: Callable[[int], Any]) -> Callable[[TensorDict], Callable[[int], Cycle]]:
+def compiled(
+    make_sampler: Callable[[int], Any], *, checked: bool = False
+) -> Callable[[TensorDict], Callable[[int], Cycle]]:
     """A sampler in a compilable buffer, the cycle compiled."""
 
     def build(data: TensorDict) -> Callable[[int], Cycle]:
         buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(len(data)), sampler=make_sampler(len(data)))
         fill(buffer, data)
-        return lambda batch_size: compiled_cycle(buffer, batch_size)
+        return lambda batch_size: compiled_cycle(buffer, batch_size, checked=checked)
 
     return build
 
@@ -347,6 +357,7 @@ REPLAY = (
     Contender("torchrl RandomSampler (sample only)", eager(lambda capacity: RandomSampler())),
     Contender("ProportionalSampler", eager(proportional)),
     Contender("ReaPERSampler", eager(ReaPERSampler)),
+    Contender("compiled ProportionalSampler, torch.compile", compiled(proportional, checked=True)),
     Contender("compiled ProportionalSampler", compiled(proportional)),
     Contender("compiled ReaPERSampler", compiled(ReaPERSampler)),
     Contender("compiled RandomSampler (sample only)", compiled(lambda capacity: RandomSampler())),

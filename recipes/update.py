@@ -1,14 +1,14 @@
 """The update step of a value-based recipe: as a loop of eager operations, or as one compiled graph."""
 
 from collections.abc import Callable, Iterable
-from types import FunctionType
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_replay_ext import compile_step
 
 
 def eager_update(
@@ -48,7 +48,7 @@ class CompiledUpdate:
 
     Parameters, optimizer state and buffer are changed in place, so checkpoints see them; make it anew after a
     checkpoint was loaded. It is compiled at the first call and then serves the whole run: shapes and objects must stay
-    what they are. Nothing makes sure of that, which saves a third of the time of a small update.
+    what they are (:func:`~torchrl_replay_ext.compile_step`).
 
     Args:
         replay: a CompilableReplayBuffer that was written to.
@@ -80,17 +80,11 @@ class CompiledUpdate:
         self._parameters = list(self._group["params"])
         self._state = _adam_state(optimizer)
         self._target_due = torch.zeros(1, dtype=torch.bool, device=self._parameters[0].device)
-        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        if cudagraphs:
-            options["triton.cudagraphs"] = True
 
         def updates(data: TensorDictBase | None) -> Tensor:
             return self._updates(data)
 
-        # Graphs belong to code objects: with one of its own, this graph cannot be mistaken for that of another update.
-        code = updates.__code__.replace()
-        own = FunctionType(code, updates.__globals__, "updates", None, updates.__closure__)
-        self._compiled = torch.compile(own, fullgraph=True, options=options)
+        self._compiled = compile_step(updates, cudagraphs=cudagraphs)
         self._first = True
 
     def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
 from torchrl_replay_ext.samplers import ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext.tracing import compile_step
 from torchrl_replay_ext.tree import SumTree
 
 __version__ = "0.1.0"
@@ -14,4 +15,5 @@ __all__ = [
     "ProportionalSampler",
     "ReaPERSampler",
     "SumTree",
+    "compile_step",
 ]
