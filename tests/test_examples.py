@@ -38,11 +38,13 @@ def test_docstring_examples_are_found():
     assert any(test.examples for name in MODULES for test in finder.find(importlib.import_module(name)))
 
 
+namespaces: list[dict[str, object]] = []
+
+
 # without any block, pytest skips it
 @pytest.mark.parametrize("block", list(readme_blocks()))
 def test_readme(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "__main__"}
-    exec(compile(block, str(README), "exec"), namespace)
-    # graphs must go before the names they were made of
-    torch._dynamo.reset()
+    # kept, since graphs must not outlive the names they were made of
+    namespaces.append({"__name__": "__main__"})
+    exec(compile(block, str(README), "exec"), namespaces[-1])

@@ -80,9 +80,48 @@ class CompilableTensorStorage(LazyTensorStorage):
                 "CompilableTensorStorage: the first write must run outside the compiled function: it makes the storage."
             )
         super()._init(data)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring the counters to where the data is, and tell CUDA graphs that all of it stays there."""
+        if not self.initialized:
+            return
+        device = _columns(self._storage)[0].device
         for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
-            setattr(self, name, getattr(self, name).to(self.device))
+            setattr(self, name, getattr(self, name).to(device))
         mark_static(vars(self), _columns(self._storage))
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write ``data`` at ``cursor``; in a graph, TensorDicts with the entries of the first write."""
+        if not is_traced():
+            super().set(cursor, data, set_cursor=set_cursor)
+            return
+        if not self.initialized:
+            self._init(data)
+        stored: Any = self._storage
+        keys = set(stored.keys(True, True))
+        if set(data.keys(True, True)) != keys:
+            raise KeyError(
+                f"CompilableTensorStorage: the data has the entries {sorted(map(str, data.keys(True, True)))}, the "
+                f"storage {sorted(map(str, keys))}; in a graph they must be the same."
+            )
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._get_new_len(data, cursor)
+        for key in stored.keys(True, True):
+            column = stored.get(key)
+            column[cursor] = data.get(key).to(column.device)
+        self._bump_mutation_revision()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._settle()
+
+    def loads(self, path: Any) -> None:
+        """Restore what ``dumps`` saved."""
+        super().loads(path)
+        self._settle()
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
         shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape)
@@ -151,7 +190,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         self._write_count_value.add_(count)
         # rows that later ones would overwrite are not written at all: the order of writes is undefined in a graph
         kept = data[-rows:] if count > rows else data
-        storage.set(index[-rows:], kept.apply(lambda leaf: leaf.to(index.device), device=index.device))
+        storage.set(index[-rows:], kept)
         index = self._replicate_index(index)
         self._mark_update_entities(index)
         return index
