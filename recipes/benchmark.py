@@ -50,7 +50,7 @@ from torchrl.objectives import DQNLoss, HardUpdate
 from tqdm import tqdm
 
 from recipes.collect import VectorCollector
-from recipes.update import CompiledUpdate, eager_update
+from recipes.update import CompiledUpdate, eager_update, value_targets
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -499,14 +499,12 @@ def our_training_loop(sampler: Callable[[], Any], *, compiled: bool) -> Training
     def loss_function(sample: TensorDictBase) -> Tensor:
         return loss_module(sample)["loss"]
 
-    targets = loss_module.target_value_network_params.flatten_keys()
-    sources = loss_module.value_network_params.flatten_keys()
     compiled_update = CompiledUpdate(
         replay,
         loss_function,
         optimizer,
         MAX_GRAD_NORM,
-        targets=[(targets[key].data, sources[key].data) for key in list(targets.keys())],
+        targets=value_targets(loss_module),
         extends=True,
     )
     update = eager_update(replay, loss_function, optimizer, MAX_GRAD_NORM)

@@ -53,7 +53,7 @@ from recipes.run import (
     seed_everything,
     typed,
 )
-from recipes.update import CompiledUpdate, eager_update
+from recipes.update import CompiledUpdate, eager_update, value_targets
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage
 
 # What the loss and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
@@ -322,14 +322,12 @@ def train(config: DictConfig, run_dir: Path) -> int:
     extends = cfg.compile and dqn.gradient_steps == cfg.updates_per_graph and device.type == "cpu"
     # Made after a checkpoint was loaded, since that replaces the optimizer's tensors.
     if cfg.compile:
-        targets = loss_module.target_value_network_params.flatten_keys()
-        sources = loss_module.value_network_params.flatten_keys()
         compiled = CompiledUpdate(
             replay,
             loss_function,
             optimizer,
             dqn.max_grad_norm,
-            targets=[(targets[key].data, sources[key].data) for key in list(targets.keys())],
+            targets=value_targets(loss_module),
             num_updates=cfg.updates_per_graph,
             extends=extends,
             cudagraphs=cfg.cudagraphs,

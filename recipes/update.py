@@ -7,6 +7,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
+from torchrl.objectives import DQNLoss
 
 from torchrl_replay_ext import compile_step
 
@@ -129,6 +130,13 @@ class CompiledUpdate:
             )
         self._replay.update_tensordict_priority(sample)
         return loss.detach()
+
+
+def value_targets(loss_module: DQNLoss) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of the target network with its source."""
+    targets = loss_module.target_value_network_params.flatten_keys()
+    sources = loss_module.value_network_params.flatten_keys()
+    return [(targets[key].data, sources[key].data) for key in list(targets.keys())]
 
 
 def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:

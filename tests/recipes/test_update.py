@@ -7,7 +7,7 @@ from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
-from recipes.update import CompiledUpdate, eager_update
+from recipes.update import CompiledUpdate, eager_update, value_targets
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
 
 
@@ -44,9 +44,7 @@ class Learner:
         return self.replay, self.loss, self.optimizer, 1.0
 
     def targets(self):
-        targets = self.loss_module.target_value_network_params.flatten_keys()
-        sources = self.loss_module.value_network_params.flatten_keys()
-        return [(targets[key].data, sources[key].data) for key in list(targets.keys())]
+        return value_targets(self.loss_module)
 
 
 def test_compiled_updates_are_the_eager_ones():
