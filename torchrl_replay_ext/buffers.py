@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictRoundRobinWriter
 
 from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler
-from torchrl_replay_ext.tracing import is_traced, mark_static, scalar, uniform
+from torchrl_replay_ext.tracing import is_traced, mark_static, scalar, take, uniform
 
 
 class CompilableTensorStorage(LazyTensorStorage):
@@ -112,6 +112,11 @@ class CompilableTensorStorage(LazyTensorStorage):
             column = stored.get(key)
             column[cursor] = data.get(key).to(column.device)
         self._bump_mutation_revision()
+
+    def take(self, index: Tensor) -> TensorDictBase:
+        """:meth:`get` for an index [n] within bounds, in a storage of one dimension that holds TensorDicts."""
+        stored: Any = self._storage
+        return stored._fast_apply(lambda column: take(column, index), batch_size=index.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
@@ -274,6 +279,15 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             value = torch.stack(value, -1) if isinstance(value, tuple) else value
             data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
         return (data, info) if return_info else data
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict]:
+        storage: Any = self._storage
+        simple = storage.ndim == 1 and is_tensor_collection(storage._storage) and self._sample_unit is None
+        if not is_traced() or not simple or (self._transform is not None and len(self._transform)):
+            return super()._sample(batch_size)
+        index, info = self._sampler.sample(storage, batch_size)
+        info["index"] = index
+        return self._collate_fn(storage.take(index)), info
 
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""

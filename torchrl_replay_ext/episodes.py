@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
-from torchrl_replay_ext.tracing import is_traced, pick
-from torchrl_replay_ext.tree import MaxTree, SumTree
+from torchrl_replay_ext.tracing import is_traced, pick, put, take
+from torchrl_replay_ext.tree import MaxTree, Resolved, SumTree
 
 # Positions per page: a row of the tree.
 _PAGE = 64
@@ -425,50 +425,42 @@ class EpisodeIndex:
     def positions(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n] in their lanes' order, int64."""
         if self.assigned:
-            return self._position.index_select(0, slots).to(torch.int64)
+            return take(self._position, slots).to(torch.int64)
         if self.lanes == 1:
             return slots
         return slots % self.lanes * self.steps + slots // self.lanes
 
-    def update(
-        self,
-        slots: Tensor,
-        mass: Tensor,
-        clock: Tensor | None,
-        *,
-        taken: Tensor | None = None,
-        once: Tensor | None = None,
-    ) -> None:
+    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None, resolved: Resolved | None = None) -> None:
         """Set the masses of ``slots`` [n].
 
         Args:
-            slots: int64 [n]; each holds a transition where it is ``taken``.
-            mass: int64 [n]; of duplicates the last one wins.
+            slots: int64 [n]; each holds a transition where it is taken.
+            mass: int64 [n]; of duplicates the last one wins if not ``resolved``.
             clock: number of the last write; the transitions of these episodes stop being new. None: they do not.
-            taken: bool [n], False where nothing changes; it agrees for duplicates, and so does their mass.
-            once: bool [n], True for one of each slot's duplicates; given with ``taken``.
+            resolved: what becomes of each row, if that cannot be looked at.
         """
         position = self.positions(slots)
-        record = self.episode.index_select(0, slots).to(torch.int64)
+        record = take(self.episode, slots).to(torch.int64)
         before = self._tree.get(position)
-        if taken is not None:
+        if resolved is not None:
+            taken, once = resolved
             mass = pick(taken, mass, before)
             record = pick(taken, record, torch.full_like(record, self._none))
-        change = mass - before
-        if once is not None:
-            change = change * once
-        elif not all_different(slots):
-            change *= is_last_occurrence(slots)
-        self._tree.write(position, mass, resolved=once is not None)
-        self._totals.leaves.index_add_(0, record, change)
+            change = (mass - before) * once
+        else:
+            change = mass - before
+            if not all_different(slots):
+                change *= is_last_occurrence(slots)
+        self._tree.write(position, mass, resolved=resolved)
+        put(self._totals.leaves, record, change, accumulate=True)
         self._totals.refresh(record)
         if self.lanes == 1:
             self._lane_total.add_(change.sum())
         else:
             # what is not stored lies behind the last lane
-            self._lane_total.index_add_(0, (position // self.span).clamp_max(self.lanes - 1), change)
+            put(self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True)
         if clock is not None:
-            self._touched.index_copy_(0, record, clock.expand(record.shape[0]))
+            put(self._touched, record, clock.expand(record.shape[0]))
 
     def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
         """R of ``slots`` [n] that hold something, in (0, 1]; 1 for what is new.
@@ -482,18 +474,18 @@ class EpisodeIndex:
         Returns:
             [n].
         """
-        record = self.episode.index_select(0, slots)
+        record = take(self.episode, slots)
         position = self.positions(slots)
-        start = self._start.index_select(0, record)
+        start = take(self._start, record)
         behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # an episode that runs over the end of its lane's ring
         around = self._lane_total
         if self.lanes > 1:
-            around = around.index_select(0, (position // self.span).clamp_max_(self.lanes - 1))
+            around = take(around, (position // self.span).clamp_max(self.lanes - 1))
         part = upto.sub_(behind).add_((position < start) * around)
-        totals = self._totals.leaves.index_select(0, record)
-        whole = torch.where(self._finished.index_select(0, record), totals, self._totals.max())
-        is_new = stamp.index_select(0, slots) > self._touched.index_select(0, record)
+        totals = take(self._totals.leaves, record)
+        whole = torch.where(take(self._finished, record), totals, self._totals.max())
+        is_new = take(stamp, slots) > take(self._touched, record)
         ratio = (part.double() / whole).nan_to_num_(nan=1.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
 

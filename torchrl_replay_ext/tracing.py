@@ -44,6 +44,30 @@ def pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
     return no + (yes - no) * condition
 
 
+def take(source: Tensor, index: Tensor) -> Tensor:
+    """``source[index]`` for an index [n] within bounds.
+
+    Compiled code makes sure that it is at each access, which takes longer than the access. Here, it is forced to be.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
+    return source.index_select(0, index)
+
+
+def put(destination: Tensor, index: Tensor, values: Tensor, *, accumulate: bool = False) -> None:
+    """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
+
+    See :func:`take`.
+    """
+    if torch.compiler.is_compiling():
+        index = index.clamp(0, destination.shape[0] - 1)
+        destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values, accumulate))
+    elif accumulate:
+        destination.index_add_(0, index, values)
+    else:
+        destination.index_copy_(0, index, values)
+
+
 def mark_static(*parts: Any) -> None:
     """Tell CUDA graphs that these tensors, and those in trees, episodes, lists and dicts among them, stay in place."""
     for part in parts:
@@ -84,7 +108,11 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     # graphs belong to code objects, and without checks the graph of another step from the same code would be run
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    options: dict[str, Any] = {
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        "size_asserts": False,
+        "alignment_asserts": False,
+    }
     if cudagraphs:
         options["triton.cudagraphs"] = True
     return torch.compile(own, fullgraph=True, options=options)  # pyright: ignore[reportReturnType]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import FEW, write_last
-from torchrl_replay_ext.tracing import is_traced, uniform
+from torchrl_replay_ext.tracing import is_traced, pick, put, scalar, take, uniform
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Lazy writes until minima are brought up to date.
@@ -19,6 +19,18 @@ _MAX_STALE = 64
 # Inside graphs: entries that make one of the next level, and the largest number of entries on the last one.
 _NARROW = 4
 _APEX = 16
+
+
+class Resolved(NamedTuple):
+    """What becomes of each row of an update that cannot be looked at.
+
+    Args:
+        taken: bool [n], False where the row changes nothing; rows of one leaf agree, and so do their values.
+        once: bool [n], True for one row of each leaf.
+    """
+
+    taken: Tensor
+    once: Tensor
 
 
 def _rounded_up(number: int) -> int:
@@ -196,7 +208,7 @@ class Pyramid:
         steps = self.walk(leaves)
         for number, (level, begin, _, children) in enumerate(steps[:-1]):
             first = begin + (place & -children)
-            entries = [level.index_select(0, first + k) for k in range(children)]
+            entries = [take(level, first + k) for k in range(children)]
             if number == 0:
                 entries = [self._of_leaves(entry) for entry in entries]
             value = entries[0]
@@ -204,7 +216,15 @@ class Pyramid:
                 value = pair(value, entry)
             place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
             level, begin, *_ = steps[number + 1]
-            level.index_copy_(0, begin + place, value)
+            put(level, begin + place, value)
+
+    def add_narrow(self, leaves: Tensor, place: Tensor, node: Tensor, change: Tensor) -> None:
+        """:meth:`refresh_narrow` for sums, from the ``change`` [n] of each leaf; of duplicates all but one are 0."""
+        steps = self.walk(leaves)
+        for number, (*_, children) in enumerate(steps[:-1]):
+            place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
+            level, begin, *_ = steps[number + 1]
+            put(level, begin + place, change, accumulate=True)
 
     def rebuild(self, leaves: Tensor, rows_in_order: Tensor) -> None:
         """Recompute everything from ``leaves`` [stored, fanout], and from the rows as they are counted."""
@@ -349,7 +369,7 @@ class SumTree:
     def get(self, index: Tensor) -> Tensor:
         """Masses at ``index`` [n], int64 [n]."""
         place = index if self.page_table is None else self._address(index)[2]
-        return self.leaves.view(-1).index_select(0, place)
+        return take(self.leaves.view(-1), place)
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
@@ -358,10 +378,8 @@ class SumTree:
     def min(self) -> int | Tensor:
         """Smallest positive mass; needs ``track_min`` and a positive total."""
         assert self._minima is not None
-        if is_traced():
-            return self._minima.apex().amin() + 1
         if self.prepared:
-            return int(self._minima.apex().amin()) + 1
+            return scalar(self._minima.apex().amin() + 1)
         if self._min is None:
             self._refresh_minima()
             self._min = int(self._minima.top.amin()) + 1
@@ -401,24 +419,30 @@ class SumTree:
             raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
-    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, resolved: bool = False) -> None:
-        """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins.
+    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, resolved: Resolved | None = None) -> None:
+        """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins if not ``resolved``.
 
         With ``lazy``, minima are brought up to date only when they are needed, which they seldom are: as long as no
-        leaf of the smallest mass is written, the smallest mass can only become that of a leaf that is. With
-        ``resolved``, duplicates are known to have the same mass.
+        leaf of the smallest mass is written, the smallest mass can only become that of a leaf that is.
         """
         block, row, place = self._address(index)
         leaves = self.leaves
         lazy = lazy and not self.prepared and self._min is not None and index.shape[0] <= FEW
         before = leaves.view(-1).index_select(0, place).tolist() if lazy else []
-        if resolved:
-            leaves.view(-1).index_copy_(0, place, mass)
-        else:
+        change = None
+        if resolved is None:
             write_last(leaves.view(-1), place, mass)
+        else:
+            current = take(leaves.view(-1), place)
+            mass = pick(resolved.taken, mass, current)
+            change = (mass - current) * resolved.once
+            put(leaves.view(-1), place, mass)
         if is_traced():
             for pyramid in self._pyramids():
-                pyramid.refresh_narrow(leaves, place, block)
+                if change is not None and pyramid.kind == "sum":
+                    pyramid.add_narrow(leaves, place, block, change)
+                else:
+                    pyramid.refresh_narrow(leaves, place, block)
             return
         rows = leaves.index_select(0, row)
         self._sums.refresh(rows, row, block)
@@ -444,25 +468,25 @@ class SumTree:
             if number == self._sums.last_in_rows:
                 block, node = node, self._row(node)
             first = begin + node * children
-            child, rest = _child(lambda k, level=level, first=first: level.index_select(0, first + k), children, rest)
+            child, rest = _child(lambda k, level=level, first=first: take(level, first + k), children, rest)
             node = node * children + child
-        mass = self.leaves.view(-1).index_select(0, node)
+        mass = take(self.leaves.view(-1), node)
         # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise
         # the compiler may postpone that, and then an update has to copy the whole tree for its sake.
         return (block << self._shift) + (node & (self.fanout - 1)) + (mass >> 62), mass
 
     def _prefix_narrow(self, index: Tensor) -> Tensor:
         """:meth:`prefix`, 4 children at a time."""
-        *steps, (apex, begin, length, _) = self._sums.walk(self.leaves)
+        *steps, (apex, apex_begin, length, _) = self._sums.walk(self.leaves)
         block, _, place = self._address(index)
         result = torch.zeros_like(index)
-        for number, (level, first, _, children) in enumerate(steps):
+        for number, (level, begin, _, children) in enumerate(steps):
+            first = place & -children
             for k in range(children - 1):
-                entry = (place & -children) + k
-                result = result + level.index_select(0, first + entry) * (entry < place)
+                result = result + take(level, begin + first + k) * (first + k < place)
             place = block if number == self._sums.last_in_rows else place >> (children.bit_length() - 1)
         for k in range(length - 1):
-            result = result + apex[begin + k] * (k < place)
+            result = result + apex[apex_begin + k] * (k < place)
         return result
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,9 @@ from torchrl_replay_ext.tracing import is_traced
 # Up to here, numbers are looked at faster in Python than by tensor operations.
 FEW = 1024
 # Up to here, comparing all pairs is faster than sorting in a compiled graph.
-_PAIRWISE = 64
+_PAIRWISE = 512
+# Integers below 2^24 are exact in float32, for which loops over pairs are vectorised best.
+_EXACT_BITS = 24
 
 
 def importance_weights(
@@ -39,6 +41,16 @@ def importance_weights(
     return weights / weights.max() if normalize else weights
 
 
+def _along_rows_and_columns(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """``numbers`` [n] as float32, repeated along the rows, and along the columns, of an [n, n] matrix.
+
+    As strided views of memory: so the compiler converts each number once, not for every pair.
+    """
+    size = (numbers.shape[0], numbers.shape[0])
+    numbers = numbers.to(torch.float32)
+    return numbers.as_strided(size, (1, 0)), numbers.as_strided(size, (0, 1))
+
+
 def last_occurrence(index: Tensor, preferred: Tensor | None = None) -> Tensor:
     """For each entry of ``index`` [n], the position at which its value occurs last.
 
@@ -60,7 +72,11 @@ def last_occurrence(index: Tensor, preferred: Tensor | None = None) -> Tensor:
         rank = torch.arange(count, device=index.device)
         if preferred is not None:
             rank = rank + count * preferred
-        return ((index.unsqueeze(1) == index) * rank).amax(1) % count
+        halves = (index >> _EXACT_BITS, index & (2**_EXACT_BITS - 1))
+        (high, high_t), (low, low_t), (_, rank) = map(_along_rows_and_columns, (*halves, rank))
+        # far below every rank where two entries differ
+        matching = rank - 4 * count * ((high - high_t).abs() + (low - low_t).abs())
+        return matching.amax(1).to(torch.int64) % count
     key = index.contiguous() if preferred is None else 2 * index + preferred
     ordered, order = key.sort(stable=True)
     probe = key if preferred is None else 2 * index + 1

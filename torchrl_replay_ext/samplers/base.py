@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.functional import extremes, last_occurrence
-from torchrl_replay_ext.tracing import is_traced, mark_static, scalar
-from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.functional import extremes, last_occurrence, write_last
+from torchrl_replay_ext.tracing import is_traced, mark_static, put, scalar, take
+from torchrl_replay_ext.tree import Resolved, SumTree
 
 # Batches that are remembered until their priorities come back.
 _OUTSTANDING = 32
@@ -33,18 +33,6 @@ def _length(storage: Storage) -> int:
 
 def _as_float32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
-
-
-class Resolved(NamedTuple):
-    """What becomes of each row of an update that cannot be looked at; rows of one slot agree.
-
-    Args:
-        taken: bool [n], the slot gets the priority; where False it keeps what it has.
-        once: bool [n], True for one row of each slot.
-    """
-
-    taken: Tensor
-    once: Tensor
 
 
 class PrioritySampler(Sampler):
@@ -140,7 +128,10 @@ class PrioritySampler(Sampler):
 
     @abstractmethod
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
-        """Set d of ``slots`` [n] to ``priority`` (float32 [n]); of duplicates the last one wins if not ``resolved``."""
+        """Take in that d of ``slots`` [n] is now ``priority`` (float32 [n]).
+
+        Of duplicates the last one wins if not ``resolved``.
+        """
 
     @abstractmethod
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
@@ -413,7 +404,9 @@ class PrioritySampler(Sampler):
                     f"{name}.update_priority: slot {int(slots[wrong])} is out of range: nothing is stored there."
                 )
         if slots.numel():
-            self._update(slots, self._size_of(error), None)
+            priority = self._size_of(error)
+            write_last(self._priority, slots, priority)
+            self._update(slots, priority, None)
             if self._size_of(largest) > self._max_priority.item():
                 self._max_priority.fill_(self._size_of(largest))
         self._step()
@@ -421,9 +414,10 @@ class PrioritySampler(Sampler):
     def _update_traced(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
         error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
         priority = self._size_of(error)
+        given, slots = slots, slots.clamp(0, self._num_slots - 1)
         # False for NaN too
-        valid = (error >= 0) & (priority <= self._largest_d)
-        written = self._stamp.index_select(0, slots)
+        valid = (error >= 0) & (priority <= self._largest_d) & (given == slots)
+        written = take(self._stamp, slots)
         fresh = written > 0
         if stamp is not None:
             fresh = fresh & (written == stamp.reshape(-1))
@@ -435,7 +429,9 @@ class PrioritySampler(Sampler):
         priority = torch.where(taken, priority, 0.0)
         largest = torch.where(taken, error, 0.0).amax().to(torch.float64)
         self._max_priority.copy_(torch.maximum(self._max_priority, self._size_of(largest)))
-        self._update(slots, priority.index_select(0, source), Resolved(taken=taken.index_select(0, source), once=once))
+        priority, taken = take(priority, source), take(taken, source)
+        put(self._priority, slots, torch.where(taken, priority, take(self._priority, slots)))
+        self._update(slots, priority, Resolved(taken, once))
         self._step()
 
     def _step(self) -> None:
@@ -513,7 +509,7 @@ class PrioritySampler(Sampler):
             self._outstanding.append((slots, clock))
         info = {"priority_weight": weight}
         if self._traceable:
-            info[STAMP_KEY] = self._stamp.index_select(0, slots)
+            info[STAMP_KEY] = take(self._stamp, slots)
         shape = self._dims
         if len(shape) == 1:
             return slots, info
@@ -528,10 +524,11 @@ class PrioritySampler(Sampler):
         return SumTree.to_mass(priority.to(torch.float64) ** self._hyperparameters["alpha"].current())
 
     def _reweight_tree(self, tree: SumTree, slots: Tensor | None) -> None:
-        """Recompute the masses of ``slots`` (None: all) from the stored d, with the current alpha."""
+        """Recompute the masses of ``slots``, in turn (None: all), from the stored d, with the current alpha."""
         if slots is not None:
-            mass = self._mass(self._priority.index_select(0, slots).abs())
-            tree.write(slots, mass * (self._stamp.index_select(0, slots) > 0), resolved=True)
+            once = torch.arange(len(slots), device=self._device) < self._size
+            mass = self._mass(take(self._priority, slots).abs())
+            tree.write(slots, mass, resolved=Resolved(take(self._stamp, slots) > 0, once))
             return
         tree.leaves.view(-1)[: self._size] = self._mass(self._priority.abs()) * (self._stamp > 0)
         tree.rebuild_()

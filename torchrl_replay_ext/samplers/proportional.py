@@ -7,10 +7,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.functional import write_last
-from torchrl_replay_ext.samplers.base import PrioritySampler, Resolved
-from torchrl_replay_ext.tracing import is_traced, pick
-from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.tree import Resolved, SumTree
 
 
 @PrioritizedSampler.register
@@ -85,13 +84,7 @@ class ProportionalSampler(PrioritySampler):
             self._tree.prepare()
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
-        if resolved is None:
-            write_last(self._priority, slots, priority)
-            self._tree.write(slots, self._mass(priority), lazy=True)
-            return
-        taken = resolved.taken
-        self._priority.index_copy_(0, slots, torch.where(taken, priority, self._priority.index_select(0, slots)))
-        self._tree.write(slots, pick(taken, self._mass(priority), self._tree.get(slots)), resolved=True)
+        self._tree.write(slots, self._mass(priority), lazy=True, resolved=resolved)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)

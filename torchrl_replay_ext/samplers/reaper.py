@@ -12,10 +12,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.episodes import EpisodeIndex
-from torchrl_replay_ext.functional import write_last
-from torchrl_replay_ext.samplers.base import PrioritySampler, Resolved
-from torchrl_replay_ext.tracing import is_traced, pick, uniform
-from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
+from torchrl_replay_ext.tree import Resolved, SumTree
 
 # Rounds of proposals before a draw falls back to computing every Ψ.
 _MAX_ROUNDS = 16
@@ -267,15 +266,8 @@ class ReaPERSampler(PrioritySampler):
         self._episodes.forget()
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
-        if resolved is None:
-            write_last(self._priority, slots, priority)
-            self._tree.write(slots, self._mass(priority))
-            self._episodes.update(slots, SumTree.to_mass(priority), self._clock)
-            return
-        taken, once = resolved
-        self._priority.index_copy_(0, slots, torch.where(taken, priority, self._priority.index_select(0, slots)))
-        self._tree.write(slots, pick(taken, self._mass(priority), self._tree.get(slots)), resolved=True)
-        self._episodes.update(slots, SumTree.to_mass(priority), self._clock, taken=taken, once=once)
+        self._tree.write(slots, self._mass(priority), resolved=resolved)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._clock, resolved)
 
     def _reweight(self, slots: Tensor | None = None) -> None:
         self._reweight_tree(self._tree, slots)
@@ -294,7 +286,7 @@ class ReaPERSampler(PrioritySampler):
             accept = v < factor
             if is_traced():
                 place = self._first_accepted(accept, need)
-                return slots.index_select(0, place), density.index_select(0, place), self._smallest()
+                return take(slots, place), take(density, place), self._smallest()
             accepted = accept.nonzero().squeeze(1)
             self._rate.mul_(0.9).add_(0.1 * accepted.shape[0] / num)
             accepted = accepted[:need]
