@@ -5,9 +5,9 @@ from typing import Any
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
 from recipes.run import ConfigError
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import Anneal, ProportionalSampler, RankBasedSampler, ReaPERSampler
 
-PRIORITIZED = (ProportionalSampler, ReaPERSampler)
+PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler)
 
 
 def make_sampler(config: dict[str, Any], capacity: int, num_updates: int, num_envs: int = 1) -> Sampler:
@@ -33,8 +33,10 @@ def make_sampler(config: dict[str, Any], capacity: int, num_updates: int, num_en
             return RandomSampler(**keywords)
         if config["name"] == "per":
             return ProportionalSampler(capacity, **keywords)
+        if config["name"] == "rank":
+            return RankBasedSampler(capacity, **keywords)
         if config["name"] == "reaper":
             return ReaPERSampler(capacity, **{"num_streams": num_envs, **keywords})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={config['name']}: {error}") from error
-    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, reaper")
+    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper")

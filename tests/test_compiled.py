@@ -28,6 +28,7 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     ProportionalSampler,
+    RankBasedSampler,
     ReaPERSampler,
     SumTree,
 )
@@ -138,12 +139,27 @@ def reaper(**arguments: Any) -> Callable[[int], Any]:
     return lambda capacity: ReaPERSampler(capacity, **arguments)
 
 
+class SortedByHand(RankBasedSampler):
+    """Never sorts of itself: in a graph it could not, and draws outside would differ from those inside."""
+
+    def _sort_if_due(self) -> None:
+        pass
+
+
+def rank(**arguments: Any) -> Callable[[int], Any]:
+    arguments = {"beta": Anneal(0.4, 1.0, 30), **arguments}
+    return lambda capacity: SortedByHand(capacity, **arguments)
+
+
 # a new sampler needs one more line here
 CASES = {
     "uniform": Case(lambda _: RandomSampler()),
     "uniform, two columns": Case(lambda _: RandomSampler(), TwoColumns),
     "proportional": Case(proportional()),
     "proportional, stratified": Case(proportional(stratified=True, weight_norm="batch")),
+    "rank": Case(rank()),
+    "rank, piecewise": Case(rank(segments="piecewise", stratified=False, weight_norm="batch")),
+    "rank, two columns": Case(rank(), TwoColumns),
     "reaper": Case(reaper()),
     # more than two pages of positions, so that pages are given back and taken again
     "reaper, two streams": Case(reaper(num_streams=2), TwoStreams, capacity=150),
@@ -213,6 +229,9 @@ def compare(case: Case) -> None:
         if number % 10 == 6:
             # another size, outside the graph
             both(10, write=True)
+            for buffer in (eager, compiled):
+                if isinstance(buffer.sampler, RankBasedSampler):
+                    buffer.sampler.sort()
         if number == case.capacity // 2:
             # back to a checkpoint
             saved, ahead = copy.deepcopy(compiled.state_dict()), copy.deepcopy(experience)
@@ -711,7 +730,7 @@ class OnDevice:
             part[:] = map(self, part)
         elif isinstance(part, dict):
             part |= {key: self(value) for key, value in part.items()}
-        elif type(part).__module__.startswith("torchrl_replay_ext."):
+        elif isinstance(part, PrioritySampler) or type(part).__module__.startswith("torchrl_replay_ext."):
             self(vars(part))
         return part
 

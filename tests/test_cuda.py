@@ -22,7 +22,13 @@ from tests.test_compiled import (
     sample_and_update,
     step,
 )
-from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+)
 from torchrl_replay_ext.samplers.base import PrioritySampler
 
 pytestmark = [
@@ -227,9 +233,10 @@ def device_update(buffer: CompilableReplayBuffer, slots: list[int], error: list[
     "make",
     [
         lambda: ProportionalSampler(80, alpha=0.6, td_error="absolute"),
+        lambda: RankBasedSampler(80, td_error="absolute"),
         lambda: ReaPERSampler(80, alpha=0.6, omega=0.5, td_error="absolute"),
     ],
-    ids=["proportional", "reaper"],
+    ids=["proportional", "rank", "reaper"],
 )
 def test_draws_follow_the_probabilities(make, way):
     """Chi-square with 64 items and 50,000 draws; another exponent must fail it."""

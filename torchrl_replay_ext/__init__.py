@@ -2,7 +2,7 @@
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
-from torchrl_replay_ext.samplers import ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext.samplers import ProportionalSampler, RankBasedSampler, ReaPERSampler
 from torchrl_replay_ext.tracing import compile_step
 from torchrl_replay_ext.tree import SumTree
 
@@ -13,6 +13,7 @@ __all__ = [
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
     "ProportionalSampler",
+    "RankBasedSampler",
     "ReaPERSampler",
     "SumTree",
     "compile_step",

@@ -39,6 +39,13 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
     return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
 
 
+def stratify(u: Tensor) -> Tensor:
+    """Uniform numbers ``u`` [n] in [0, 1), one moved into each of n parts of equal length, in their order."""
+    num = u.shape[0]
+    # the last may be rounded up to 1
+    return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_EXACT_BITS)
+
+
 def pick(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
     """``torch.where`` for int64 by arithmetic: compiled for AVX2, torch.where on int64 can return wrong values."""
     return no + (yes - no) * condition

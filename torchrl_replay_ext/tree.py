@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import FEW, write_last
-from torchrl_replay_ext.tracing import is_traced, pick, put, scalar, take, uniform
+from torchrl_replay_ext.tracing import is_traced, pick, put, scalar, stratify, take, uniform
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Lazy writes until minima are brought up to date.
@@ -536,10 +536,7 @@ class SumTree:
             RuntimeError: if the total is 0. (Where this is traced, the draws are leaf 0, with mass 0.)
         """
         u = uniform(num, device=self.leaves.device, generator=generator)
-        if stratified:
-            # the last may be rounded up to 1
-            u = ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-53)
-        return self.draw(u)
+        return self.draw(stratify(u) if stratified else u)
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`sample` with given uniform numbers ``u``, float64 [n] in [0, 1), which it may overwrite."""

@@ -27,7 +27,7 @@ ENVS = [
         "lunarlander", marks=pytest.mark.skipif(importlib.util.find_spec("Box2D") is None, reason="needs Box2D")
     ),
 ]
-SAMPLERS = ["uniform", "per", "reaper"]
+SAMPLERS = ["uniform", "per", "rank", "reaper"]
 TINY = [
     "dqn.total_steps=96",
     "dqn.learning_starts=32",
@@ -238,7 +238,7 @@ def flat(value, path=""):
         ("+dqn.momentum=1", "Key 'momentum' not in 'DQNConfig' (key: dqn.momentum)"),
         ("+sampler.gamma=1", "sampler=reaper: "),
         ("sampler.alpha=-1", "alpha"),
-        ("sampler.name=best", "sampler.name=best: choose uniform, per, reaper"),
+        ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
         ("env.id=CartPole-v99", "env.id=CartPole-v99: "),
         ("env.id=Pendulum-v1", "needs discrete actions"),
         ("device=abacus", "device=abacus: "),

@@ -6,6 +6,7 @@ from torchrl_replay_ext.functional.priorities import (
     importance_weights,
     is_last_occurrence,
     last_occurrence,
+    rank_probabilities,
     write_last,
 )
 from torchrl_replay_ext.functional.reliability import reliability
@@ -16,6 +17,7 @@ __all__ = [
     "importance_weights",
     "is_last_occurrence",
     "last_occurrence",
+    "rank_probabilities",
     "reliability",
     "write_last",
 ]

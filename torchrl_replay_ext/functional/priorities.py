@@ -41,6 +41,31 @@ def importance_weights(
     return weights / weights.max() if normalize else weights
 
 
+def rank_probabilities(num_items: int, alpha: float) -> Tensor:
+    r"""Probabilities of rank-based prioritization, P(r) = r^−α / Σ_{k≤N} k^−α (Schaul et al. 2016, Sec. 3.3).
+
+    Args:
+        num_items: N, the number of items, >= 1.
+        alpha: exponent, >= 0; 0 is uniform.
+
+    Returns:
+        The probability of each rank from 1 on, which is that of the largest TD error; float64 [N].
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> rank_probabilities(3, 1.0)
+        tensor([0.5455, 0.2727, 0.1818], dtype=torch.float64)
+    """
+    if num_items < 1:
+        raise ValueError(f"rank_probabilities(num_items={num_items}): num_items must be >= 1.")
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise ValueError(f"rank_probabilities(alpha={alpha}): alpha must be >= 0 and finite.")
+    mass = torch.arange(1, num_items + 1, dtype=torch.float64) ** -alpha
+    return mass / mass.sum()
+
+
 def _along_rows_and_columns(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """``numbers`` [n] as float32, repeated along the rows, and along the columns, of an [n, n] matrix.
 

@@ -1,6 +1,7 @@
 """Samplers for TorchRL's replay buffers."""
 
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
+from torchrl_replay_ext.samplers.rank import RankBasedSampler
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
 
-__all__ = ["ProportionalSampler", "ReaPERSampler"]
+__all__ = ["ProportionalSampler", "RankBasedSampler", "ReaPERSampler"]

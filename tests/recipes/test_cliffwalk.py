@@ -1,0 +1,56 @@
+import csv
+
+import pytest
+import torch
+
+from recipes import cliffwalk
+
+
+def walk(num_states, seed=0):
+    return cliffwalk.Cliffwalk(num_states, torch.Generator().manual_seed(seed))
+
+
+def test_the_buffer_holds_all_sequences_of_actions():
+    n = 5
+    counts = walk(n).transitions(torch.Generator().manual_seed(1)).bincount(minlength=2 * n)
+    expected = torch.zeros(2 * n, dtype=torch.int64)
+    for actions in range(2**n):
+        for state in range(n):
+            # bit k says whether the action in state k is the one that leads on
+            fell = not actions >> state & 1
+            expected[state + n * fell] += 1
+            if fell:
+                break
+    assert counts.sum() == 2 ** (n + 1) - 2
+    assert torch.equal(counts, expected)
+
+
+def test_truth_is_the_fixed_point():
+    of = walk(7)
+    of.q_values = list(of.truth)
+    assert of.mean_squared_error() == 0
+    assert [of.td_error(k) for k in range(14)] == pytest.approx([0.0] * 14)
+
+
+@pytest.mark.parametrize("strategy", cliffwalk.STRATEGIES)
+def test_every_strategy_converges_and_is_reproducible(strategy):
+    updates = cliffwalk.count_updates(strategy, 4, 3)
+    assert updates == cliffwalk.count_updates(strategy, 4, 3) > 0
+
+
+def test_prioritized_replay_needs_far_fewer_updates():
+    uniform = cliffwalk.count_updates("uniform", 9, 0)
+    assert cliffwalk.count_updates("rank-based", 9, 0) <= 0.3 * uniform
+    assert cliffwalk.count_updates("proportional", 9, 0) <= 0.25 * uniform
+    assert cliffwalk.count_updates("oracle", 9, 0) <= 0.1 * uniform
+
+
+def test_command_line(tmp_path, capsys):
+    cliffwalk.main(["--out", str(tmp_path), "--states", "2", "3", "--seeds", "2"])
+    assert "rank-based" in capsys.readouterr().out
+    with (tmp_path / "cliffwalk.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 2 * 2 * 4
+    assert (tmp_path / "cliffwalk.png").stat().st_size > 0
+    for wrong in (["--seeds", "0"], ["--states", "0"]):
+        with pytest.raises(SystemExit):
+            cliffwalk.main(["--out", str(tmp_path), *wrong])

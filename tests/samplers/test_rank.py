@@ -1,0 +1,353 @@
+"""RankBasedSampler against a naive ranking."""
+
+import math
+import random
+
+import pytest
+import torch
+from scipy import stats
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from torchrl_replay_ext import Anneal, CompilableReplayBuffer, CompilableTensorStorage, RankBasedSampler
+from torchrl_replay_ext.functional import rank_probabilities
+
+
+def buffer(capacity: int, ndim: int = 1, **arguments) -> TensorDictReplayBuffer:
+    arguments = {"stale_fraction": 0.0, "td_error": "absolute", **arguments}
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity, ndim=ndim), sampler=RankBasedSampler(capacity, **arguments)
+    )
+
+
+def rows(count: int) -> TensorDict:
+    return TensorDict({"obs": torch.arange(count)}, [count])
+
+
+def filled(td_error: torch.Tensor, **arguments) -> TensorDictReplayBuffer:
+    rb = buffer(len(td_error), **arguments)
+    rb.extend(rows(len(td_error)))
+    rb.update_priority(torch.arange(len(td_error)), td_error)
+    return rb
+
+
+def probabilities(rb: TensorDictReplayBuffer) -> torch.Tensor:
+    return rb.sampler.probabilities(rb.storage)
+
+
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
+    return float((p - q).abs().sum()) / 2
+
+
+class NaiveRanking:
+    """The slots of a ring from rank 1 on: new ones, the newest first, then by |δ|."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.cursor, self.time = capacity, 0, 0
+        self.items: dict[int, tuple[float, int]] = {}
+
+    def extend(self, count: int) -> None:
+        for _ in range(count):
+            self.time += 1
+            self.items[self.cursor] = (math.inf, self.time)
+            self.cursor = (self.cursor + 1) % self.capacity
+
+    def update(self, slot: int, td_error: float) -> None:
+        self.items[slot] = (td_error, 0)
+
+    def probabilities(self, alpha: float) -> torch.Tensor:
+        order = sorted(self.items, key=lambda slot: self.items[slot], reverse=True)
+        normalizer = sum((k + 1) ** -alpha for k in range(len(order)))
+        result = torch.zeros(len(order), dtype=torch.float64)
+        for k, slot in enumerate(order):
+            result[slot] = (k + 1) ** -alpha / normalizer
+        return result
+
+
+def test_rank_probabilities_are_those_of_a_loop():
+    for num_items, alpha in ((1, 0.7), (10, 0.0), (1000, 0.7), (50, 2.5)):
+        terms = [r**-alpha for r in range(1, num_items + 1)]
+        expected = torch.tensor([term / math.fsum(terms) for term in terms], dtype=torch.float64)
+        torch.testing.assert_close(rank_probabilities(num_items, alpha), expected, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="num_items"):
+        rank_probabilities(0, 0.7)
+    with pytest.raises(ValueError, match="alpha"):
+        rank_probabilities(3, -1.0)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_life_of_new_updated_and_overwritten_items(capacity, seed):
+    rng = random.Random(seed)
+    rb, naive = buffer(capacity, alpha=0.9), NaiveRanking(capacity)
+    for number in range(120):
+        if number == 0 or rng.random() < 0.4:
+            count = rng.randint(1, capacity + 3 if rng.random() < 0.2 else max(1, capacity // 3))
+            rb.extend(rows(count))
+            naive.extend(count)
+        else:
+            count = rng.randint(1, 6)
+            slots = [rng.choice(list(naive.items)) for _ in range(count)]
+            # all different, so that no tie has to be broken
+            errors = [rng.random() * 10 ** rng.randint(-3, 3) for _ in range(count)]
+            rb.update_priority(torch.tensor(slots), torch.tensor(errors))
+            for slot, error in zip(slots, torch.tensor(errors).tolist(), strict=True):
+                naive.update(slot, error)
+        if rng.random() < 0.5:
+            torch.testing.assert_close(probabilities(rb), naive.probabilities(0.9), rtol=1e-9, atol=0)
+            rb.sampler._tree.check_valid()
+        if rng.random() < 0.2:
+            rb.sample(8)
+
+
+def test_draws_follow_the_probabilities():
+    for arguments in (
+        {},
+        {"stratified": False},
+        {"segments": "piecewise"},
+        {"segments": "piecewise", "stratified": False},
+    ):
+        torch.manual_seed(0)
+        rb = filled(torch.rand(60), **arguments)
+        rb.sample(8)
+        expected = probabilities(rb) * 8 * 3000
+        drawn = torch.cat([rb.sample(8)["index"] for _ in range(3000)]).bincount(minlength=60)
+        assert float(expected.sum()) == pytest.approx(24000)
+        # stratified draws vary less than independent ones
+        assert stats.chisquare(drawn.numpy(), expected.numpy()).pvalue > 1e-3, arguments
+
+
+@pytest.mark.parametrize("segments", ["exact", "piecewise"])
+def test_one_draw_in_each_stratum(segments):
+    num, batch, alpha = 1000, 32, 0.7
+    rb = filled(torch.arange(num, 0.0, -1), alpha=alpha, segments=segments)  # slot i has rank i + 1
+    running = rank_probabilities(num, alpha).cumsum(0)
+    lower = torch.arange(batch) / batch
+    for _ in range(50):
+        ranks = rb.sample(batch)["index"]
+        # rank r covers (running[r - 1], running[r]], which must meet the j-th part of [0, 1)
+        assert bool((running[ranks] > lower - 1e-9).all())
+        assert bool((running[ranks] - rank_probabilities(num, alpha)[ranks] < lower + 1 / batch + 1e-9).all())
+
+
+def test_weights_have_a_closed_form():
+    num, alpha, beta = 200, 0.7, 0.5
+    rb = filled(torch.arange(num, 0.0, -1), alpha=alpha, beta=beta)
+    batch = rb.sample(64)
+    expected = ((batch["index"] + 1) / num) ** (alpha * beta)
+    torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-6, atol=0)
+    by_definition = (num * probabilities(rb)[batch["index"]]) ** -beta
+    torch.testing.assert_close(
+        batch["priority_weight"].double(), by_definition / (num * probabilities(rb).min()) ** -beta, rtol=1e-6, atol=0
+    )
+    rb = filled(torch.arange(num, 0.0, -1), alpha=alpha, beta=beta, weight_norm="batch")
+    batch = rb.sample(64)
+    expected = ((batch["index"] + 1) / (batch["index"].max() + 1)) ** (alpha * beta)
+    torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-6, atol=0)
+
+
+# total variation between the paper's approximation and P, as measured from its definition; (1000, 256, 1.0): the first
+# rank is more probable than a segment
+@pytest.mark.parametrize(
+    ("num", "batch", "alpha", "distance"), [(10_000, 32, 0.7, 0.027), (100, 8, 0.7, 0.061), (1000, 256, 1.0, None)]
+)
+def test_piecewise_segments(num, batch, alpha, distance):
+    rb = filled(torch.arange(num, 0.0, -1), alpha=alpha, beta=1.0, segments="piecewise")
+    sample = rb.sample(batch)
+    exact = [r**-alpha for r in range(1, num + 1)]
+    normalizer = math.fsum(exact)
+    # boundaries: the first ranks at which the cumulative distribution reaches j / k
+    ends, running = [], 0.0
+    for r in range(1, num + 1):
+        running += exact[r - 1]
+        while len(ends) < batch - 1 and running >= (len(ends) + 1) / batch * normalizer * (1 - 1e-12):
+            ends.append(r)
+    ends.append(num)
+    expected = torch.zeros(num, dtype=torch.float64)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        members = range(begin, end) if end > begin else [end - 1]
+        for r in members:
+            expected[r] += 1 / batch / len(members)
+    found = probabilities(rb)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    if distance is not None:
+        assert total_variation(found, torch.tensor(exact).double() / normalizer) == pytest.approx(distance, abs=0.002)
+    weights = found.min() / found[sample["index"]]
+    torch.testing.assert_close(sample["priority_weight"].double(), weights, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("change", ["drawn anew", "smaller", "of another scale"])
+def test_staleness_is_bounded(change):
+    """B = 32 and a write per step, N = 10^4: total variation to the exact order, just before each sort."""
+    torch.manual_seed(0)
+    num = 10_000
+    td_error = torch.rand(num)
+    rb = filled(td_error, stale_fraction=0.05)
+    rb.sample(32)
+    written, distances = [], []
+    ranked = rank_probabilities(num, 0.7)
+    for step in range(120):
+        if rb.sampler._changes + 33 >= 500:
+            key = td_error.double()
+            key[written] = 1e9 + torch.arange(len(written)).double()
+            exact = torch.empty(num, dtype=torch.float64)
+            exact[key.sort(descending=True).indices] = ranked
+            drawn_with = torch.empty(num, dtype=torch.float64)
+            drawn_with[rb.sampler._place[:-1].argsort()] = ranked
+            distances.append(total_variation(drawn_with, exact))
+        batch = rb.sample(32)
+        slots = batch["index"]
+        new = {"drawn anew": torch.rand(32), "smaller": td_error[slots] * torch.rand(32)}
+        td_error[slots] = new.get(change, torch.randn(32).exp())
+        batch["td_error"] = td_error[slots]
+        rb.update_tensordict_priority(batch)
+        written = [slot for slot in written if slot not in slots.tolist()] + [step]
+        rb.extend(rows(1))
+    assert len(distances) >= 5 and max(distances) <= 0.06, distances
+
+
+def test_only_the_order_of_td_errors_counts():
+    td_error = torch.rand(300)
+    before = probabilities(filled(td_error))
+    td_error[td_error.argmax()] *= 1e6
+    assert torch.equal(probabilities(filled(td_error)), before)
+    squared = buffer(300, td_error="squared")
+    squared.extend(rows(300))
+    squared.update_priority(torch.arange(300), td_error.square())
+    assert torch.equal(probabilities(squared), before)
+
+
+def test_alpha_zero_is_uniform_and_batches_may_exceed_the_buffer():
+    rb = filled(torch.rand(5), alpha=0.0)
+    assert torch.equal(probabilities(rb), torch.full((5,), 0.2, dtype=torch.float64))
+    batch = rb.sample(20)
+    assert torch.equal(batch["index"].bincount(minlength=5), torch.full((5,), 4))
+    assert bool((batch["priority_weight"] == 1).all())
+    batch = filled(torch.rand(1)).sample(20)
+    assert bool((batch["index"] == 0).all() and (batch["priority_weight"] == 1).all())
+
+
+def test_large_buffers_are_sorted_by_leading_bits():
+    torch.manual_seed(0)
+    num = 60_000
+    td_error = (torch.randperm(num) + 1) / num
+    found = probabilities(filled(td_error, stale_fraction=0.05))
+    exact = torch.empty(num, dtype=torch.float64)
+    exact[td_error.sort(descending=True).indices] = rank_probabilities(num, 0.7)
+    assert 0 < total_variation(found, exact) < 0.02
+    assert torch.equal(probabilities(filled(td_error)), exact)  # stale_fraction=0
+
+
+def test_an_annealed_alpha_is_followed_from_sort_to_sort():
+    rb = filled(torch.rand(20), alpha=Anneal(0.0, 1.0, 4))
+    for number in range(5):
+        alpha = min((number + 1) / 4, 1.0)  # `filled` has updated once
+        torch.testing.assert_close(probabilities(rb).sort(descending=True).values, rank_probabilities(20, alpha))
+        rb.update_priority(torch.tensor([0]), torch.tensor([0.5]))
+    rb.sampler.alpha = 2.0
+    torch.testing.assert_close(probabilities(rb).sort(descending=True).values, rank_probabilities(20, 2.0))
+
+
+def test_columns_of_environments():
+    rb = buffer(12, ndim=2)
+    rb.extend(TensorDict({"obs": torch.arange(8).view(4, 2)}, [4, 2]))
+    batch = rb.sample(8)
+    batch["td_error"] = (batch["obs"] + 1.0).float()
+    rb.update_tensordict_priority(batch)
+    p = probabilities(rb)
+    slots = batch["index"] @ torch.tensor([rb.storage._total_shape[1], 1])
+    drawn = dict(zip(slots.tolist(), batch["obs"].tolist(), strict=True))
+    by_error = sorted(drawn, key=drawn.get)
+    assert p[by_error].argsort().tolist() == list(range(len(by_error)))
+    # what was not drawn is still new
+    new = [slot for slot in range(8) if slot not in drawn]
+    assert not new or p[new].min() > p[by_error].max()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"alpha": -0.1}, "alpha"),
+        ({"beta": 1.5}, "beta"),
+        ({"segments": "linear"}, "segments"),
+        ({"stale_fraction": -0.1}, "stale_fraction"),
+        ({"stale_fraction": math.nan}, "stale_fraction"),
+        ({"td_error": "cubed"}, "td_error"),
+        ({"weight_norm": "mean"}, "weight_norm"),
+    ],
+)
+def test_bad_arguments(arguments, name):
+    with pytest.raises(ValueError, match=name):
+        RankBasedSampler(10, **arguments)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_bad_td_errors_change_nothing(wrong):
+    rb = filled(torch.rand(10))
+    before = rb.sampler.state_dict()
+    with pytest.raises(ValueError, match="TD error"):
+        rb.update_priority(torch.tensor([1, 2]), torch.tensor([0.5, wrong]))
+    with pytest.raises(IndexError, match="out of range"):
+        rb.update_priority(torch.tensor([1, 10]), torch.tensor([0.5, 0.5]))
+    after = rb.sampler.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_state_is_saved_whole(tmp_path):
+    rb = filled(torch.rand(30), stale_fraction=0.5)
+    rb.extend(rows(4))
+    rb.update_priority(torch.tensor([8, 9]), torch.tensor([3.0, 0.0]))
+    rb.sampler.alpha = 1.3
+    copy = buffer(30, stale_fraction=0.5)
+    copy.extend(rows(30))
+    copy.sampler.load_state_dict(rb.sampler.state_dict())
+    rb.sampler.dumps(tmp_path)
+    saved = RankBasedSampler(30, stale_fraction=0.5, td_error="absolute")
+    saved.loads(tmp_path)
+    for other in (copy.sampler, saved):
+        torch.manual_seed(3)
+        expected = rb.sample(50)["index"]
+        torch.manual_seed(3)
+        assert torch.equal(other.sample(copy.storage, 50)[0], expected)
+
+
+def test_slots_marked_twice_in_one_write_are_counted_once():
+    rb = filled(torch.rand(10))
+    rb.mark_update(torch.tensor([3, 3, 5]))
+    p = probabilities(rb)
+    assert p.argsort(descending=True)[:2].tolist() == [5, 3]
+    assert float(p.sum()) == pytest.approx(1)
+
+
+def test_new_items_come_first_in_a_full_ring_of_single_writes():
+    rb = filled(torch.rand(6), stale_fraction=1.0)
+    for number in range(20):
+        rb.add(TensorDict({"obs": torch.tensor(number)}, []))
+        assert int(probabilities(rb).argmax()) == number % 6
+        rb.sampler._tree.check_valid()
+
+
+def test_sorting_happens_outside_graphs_when_it_is_due():
+    num = 1000
+    storage, sampler = CompilableTensorStorage(num), RankBasedSampler(num, td_error="absolute")
+    rb = CompilableReplayBuffer(storage=storage, sampler=sampler)
+    rb.extend(rows(num))
+    rb.update_priority(torch.arange(num), torch.rand(num))
+
+    @torch.compile(fullgraph=True)
+    def step():
+        batch = rb.sample(32)
+        batch["td_error"] = torch.zeros(32)
+        rb.update_tensordict_priority(batch)
+
+    rb.extend(rows(1))
+    assert int(sampler._changes) == 1
+    for _ in range(3):
+        step()
+    assert int(sampler._changes) >= 1 + 3 * 32
+    rb.extend(rows(1))
+    assert int(sampler._changes) == 1
+    step()
+    sampler.sort()
+    assert int(sampler._changes) == 0
+    assert float(sampler.stats()["stale"]) == 0
