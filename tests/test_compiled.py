@@ -259,7 +259,7 @@ def test_one_graph_for_life_draws_what_eager_code_draws(name):
 
 @pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize("width", [1, 256, 512])
-@pytest.mark.parametrize("name", ["proportional", "reaper"])
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
 def test_every_width_of_vector_code(name, width):
     if width == pick_vec_isa().bit_width():
         pytest.skip("what the test above compiles")
@@ -386,7 +386,7 @@ def test_bad_and_duplicate_td_errors_in_a_graph(sampler, count):
     assert (state["priority"][:5] < 0).all(), "still that of new transitions"
 
 
-@pytest.mark.parametrize("name", ["proportional", "reaper"])
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
 def test_late_updates_of_overwritten_slots_are_dropped(name):
     case = CASES[name]
     buffer, experience = case.buffer(batch_size=40), case.experience()
@@ -413,7 +413,11 @@ def test_late_updates_of_overwritten_slots_are_dropped(name):
         priority = buffer.sampler.state_dict()["priority"]
         last = dict(zip(batch["index"].tolist(), batch["td_error"].tolist(), strict=True))
         for slot, error in last.items():
-            assert float(priority[slot]) == pytest.approx(error**0.5 + 1e-6) if fresh[slot] else priority[slot] < 0
+            assert (
+                float(priority[slot]) == pytest.approx(error**0.5 + buffer.sampler._eps)
+                if fresh[slot]
+                else priority[slot] < 0
+            )
         assert_valid(buffer.sampler)
 
 
