@@ -212,6 +212,8 @@ class PrioritySampler(Sampler):
                 "before, must run outside the compiled function: it sets up storage and sampler."
             )
 
+    # what the draws are made from
+    _tree: SumTree
     _bound: Storage | None = None
     _traceable = False
     # whether the order of slots matters, and is not known
@@ -228,7 +230,9 @@ class PrioritySampler(Sampler):
         return math.prod(self._dims)
 
     def _shape_changed(self) -> None:
-        """Called when the storage's shape has become known."""
+        """Called when the state was made and when the storage's shape has become known: makes it fit for graphs."""
+        if self._traceable:
+            self._tree.prepare()
 
     def _adopt(self, storage: Storage) -> None:
         """Take in what a storage held before this sampler was attached, oldest first, as new transitions."""

@@ -66,8 +66,7 @@ class ProportionalSampler(PrioritySampler):
     def _allocate(self, size: int, device: torch.device) -> None:
         self._seen = 0
         self._tree = SumTree(size, track_min=self._weight_norm == "buffer", device=device)
-        if self._traceable:
-            self._tree.prepare()
+        self._shape_changed()
 
     def _clear(self) -> None:
         self._tree.clear_()
@@ -78,10 +77,6 @@ class ProportionalSampler(PrioritySampler):
 
     def _limit(self, alpha: float) -> float:
         return self._largest(self._tree, alpha)
-
-    def _shape_changed(self) -> None:
-        if self._traceable:
-            self._tree.prepare()
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
         self._tree.write(slots, self._mass(priority), lazy=True, resolved=resolved)

@@ -122,14 +122,9 @@ class RankBasedSampler(PrioritySampler):
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
         self._tabulate(self._hyperparameters["alpha"].value)
-        # size of the last batch, which is the number of segments
+        # piecewise: size of the last batch, which is the number of segments; 0 before, when probabilities are exact
         self._num_segments = 0
-        if self._traceable:
-            self._tree.prepare()
-
-    def _shape_changed(self) -> None:
-        if self._traceable:
-            self._tree.prepare()
+        self._shape_changed()
 
     def _tabulate(self, alpha: Tensor) -> None:
         self._table_alpha.copy_(alpha.reshape(1))
@@ -176,12 +171,7 @@ class RankBasedSampler(PrioritySampler):
         self._stamp_slots(slots)
         rows = torch.arange(count, device=self._device)
         place = self._size - 1 - (self._written + rows) % self._size
-        last = is_last_occurrence(slots)
-        self._tree.write(
-            torch.cat([self._place[slots], place]), torch.cat([torch.zeros_like(slots), last.to(torch.int64)])
-        )
-        self._slot_at[place] = slots
-        self._place[slots] = place
+        self._move(slots, place, is_last_occurrence(slots))
         self._written.add_(count)
         self._changes.add_(count)
 
@@ -205,6 +195,10 @@ class RankBasedSampler(PrioritySampler):
         wanted, moves = moves, moves & free.any(0)
         moves = moves & (last_occurrence(place, moves) == torch.arange(count, device=self._device))
         self._changes.add_(count + (_STAYED - 1) * (wanted & ~moves).sum())
+        self._move(slots, place, moves)
+
+    def _move(self, slots: Tensor, place: Tensor, moves: Tensor) -> None:
+        """Put ``slots`` [n] at ``place`` [n] where ``moves`` [n] says so, once per slot and place at most."""
         nowhere = torch.full_like(place, self._nowhere)
         left, taken = pick(moves, take(self._place, slots), nowhere), pick(moves, place, nowhere)
         self._tree.write(torch.cat([left, taken]), torch.cat([torch.zeros_like(slots), moves.to(torch.int64)]))
@@ -270,21 +264,22 @@ class RankBasedSampler(PrioritySampler):
         u = uniform(batch_size, device=self._device, generator=self._rng)
         if self._stratified:
             u = stratify(u)
+        bounds = None
         if self._segments == "exact":
             rank = torch.searchsorted(self._cumulative, u * self._mass_of(num), right=True)
             rank = torch.minimum(rank, num - 1)
             smallest = num.to(torch.float64) ** -self._table_alpha
         else:
             self._num_segments = batch_size
-            begin, width = self._bounds(num, batch_size)
+            bounds = begin, width = self._bounds(num, batch_size)
             scaled = u * batch_size
             segment = scaled.to(torch.int64).clamp_max(batch_size - 1)
             rank = take(begin, segment) + ((scaled - segment) * take(width, segment)).to(torch.int64)
-            smallest = self._density(begin, num).amin()
+            smallest = self._density(begin, bounds).amin()
         rank = rank.clamp_min(0)
         place, in_use = self._tree.find(rank)
         slots = take(self._slot_at, place)
-        density = self._density(rank, num) * (in_use > 0)
+        density = self._density(rank, bounds) * (in_use > 0)
         return slots, density, None if self._weight_norm == "batch" else scalar(smallest.reshape(()))
 
     def _mass_of(self, num: Tensor) -> Tensor:
@@ -300,21 +295,25 @@ class RankBasedSampler(PrioritySampler):
         begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
         return torch.minimum(begins, ends - 1), (ends - begins).clamp_min(1)
 
-    def _density(self, rank: Tensor, num: Tensor) -> Tensor:
-        """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n]."""
-        if self._segments == "exact" or not self._num_segments:
+    def _density(self, rank: Tensor, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
+        """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n].
+
+        ``bounds``: the segments (:meth:`_bounds`), None for exact probabilities.
+        """
+        if bounds is None:
             return (rank + 1).to(torch.float64) ** -self._table_alpha
-        begin, width = self._bounds(num, self._num_segments)
+        begin, width = bounds
         # the segments that hold a rank are successive: one of any width, and those that fall on its last rank
         first = torch.searchsorted(begin + width, rank, right=True)
         behind = torch.searchsorted(begin, rank, right=True)
-        first_width = take(width, first.clamp_max(self._num_segments - 1))
+        first_width = take(width, first.clamp_max(len(width) - 1))
         return 1 / first_width.to(torch.float64) + (behind - first - 1)
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
         self._sort_if_due()
         place = self._place[slots]
-        return self._density(self._tree.prefix(place), self._tree.total()) * self._tree.get(place)
+        bounds = self._bounds(self._tree.total(), self._num_segments) if self._num_segments else None
+        return self._density(self._tree.prefix(place), bounds) * self._tree.get(place)
 
     def _extra_stats(self) -> dict[str, Tensor]:
         return {"stale": self._changes / self._tree.total().clamp_min(1)}

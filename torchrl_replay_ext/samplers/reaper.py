@@ -154,8 +154,8 @@ class ReaPERSampler(PrioritySampler):
             or self._device != current.device
         ):
             self._episodes = EpisodeIndex(*layout[:2], assigned=layout[2], device=self._device)
+        super()._shape_changed()
         if self._traceable:
-            self._tree.prepare()
             self._episodes.prepare()
 
     def _clear(self) -> None:
