@@ -2,9 +2,11 @@
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
-from torchrl_replay_ext.samplers import ProportionalSampler, RankBasedSampler, ReaPERSampler
+from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
+from torchrl_replay_ext.samplers import EventTableSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler
 from torchrl_replay_ext.tracing import compile_step
 from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.writers import EventTableWriter
 
 __version__ = "0.1.0"
 
@@ -12,9 +14,14 @@ __all__ = [
     "Anneal",
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
+    "EventSpec",
+    "EventTableSampler",
+    "EventTableWriter",
+    "EventTables",
     "ProportionalSampler",
     "RankBasedSampler",
     "ReaPERSampler",
     "SumTree",
+    "Threshold",
     "compile_step",
 ]

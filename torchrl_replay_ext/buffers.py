@@ -180,7 +180,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         storage: Any = self._storage
         if not is_traced():
             index = super().extend(data)
-            device = getattr(storage, "_len_value", self._cursor_value).device
+            length = getattr(storage, "_len_value", None)
+            device = length.device if isinstance(length, Tensor) else self._cursor_value.device
             if device != self._cursor_value.device:
                 self._cursor_value = self._cursor_value.to(device)
                 self._write_count_value = self._write_count_value.to(device)

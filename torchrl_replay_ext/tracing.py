@@ -13,7 +13,7 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 _EXACT_BITS = 53
 # Modules whose objects hold state.
-_STATE = ("torchrl_replay_ext.annealing", "torchrl_replay_ext.episodes", "torchrl_replay_ext.tree")
+_STATE = tuple(f"torchrl_replay_ext.{name}" for name in ("annealing", "episodes", "events", "samplers.pairs", "tree"))
 
 
 def is_traced() -> bool:

@@ -1,5 +1,6 @@
 """The functional core: tensors in, tensors out."""
 
+from torchrl_replay_ext.functional.allocation import allocate
 from torchrl_replay_ext.functional.priorities import (
     all_different,
     extremes,
@@ -13,6 +14,7 @@ from torchrl_replay_ext.functional.reliability import reliability
 
 __all__ = [
     "all_different",
+    "allocate",
     "extremes",
     "importance_weights",
     "is_last_occurrence",

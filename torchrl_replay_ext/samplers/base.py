@@ -40,7 +40,7 @@ class PrioritySampler(Sampler):
 
     It translates between TorchRL's buffer and flat slots: a storage of shape [T, E, ...] has T·E·... slots in row-major
     order. A subclass keeps the distribution over slots and provides :meth:`_allocate`, :meth:`_clear`, :meth:`_write`,
-    :meth:`_update`, :meth:`_draw`, :meth:`_limit`, :meth:`_tensors`, :meth:`_restored`,
+    :meth:`_update`, :meth:`_draw` or :meth:`_rows`, :meth:`_limit`, :meth:`_tensors`, :meth:`_restored`,
     :meth:`_reweight` and :meth:`_unnormalized`.
 
     * New transitions get the largest d seen so far (1 at first).
@@ -133,12 +133,12 @@ class PrioritySampler(Sampler):
         Of duplicates the last one wins if not ``resolved``.
         """
 
-    @abstractmethod
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         """Slots drawn, a number proportional to the probability of each, and the smallest such number in the buffer.
 
         The third is None where the weights are normalised over the batch.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def _unnormalized(self, slots: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class PrioritySampler(Sampler):
                     )
             # TorchRL rounds the size of a storage of ndim >= 2 up to a multiple of its columns
             lanes = math.prod(shape[1:])
-            if -(-self._capacity // lanes) < shape[0]:
+            if not self._grows and -(-self._capacity // lanes) < shape[0]:
                 raise ValueError(
                     f"{name}(capacity={self._capacity}): capacity must not be smaller than the storage, which has "
                     f"{math.prod(shape)} slots."
@@ -216,6 +216,8 @@ class PrioritySampler(Sampler):
     _tree: SumTree
     _bound: Storage | None = None
     _traceable = False
+    # whether the capacity is that of the storage, which becomes known when it is written to
+    _grows = False
     # whether the order of slots matters, and is not known
     _needs_order = False
     _order_unknown = False
@@ -501,17 +503,9 @@ class PrioritySampler(Sampler):
                     raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
                 self._adopt(storage)
                 clock = self._clock.item()
-        slots, density, smallest = self._draw(batch_size)
-        if smallest is None:
-            smallest = scalar(density.amin())
-        weight = (density / smallest).pow_(-self._hyperparameters["beta"].current())
-        if weight.dtype != torch.float32:
-            weight = weight.to(torch.float32)
-        if traced:
-            weight = torch.where(density > 0, weight, 0.0)
-        else:
+        slots, info = self._rows(batch_size)
+        if not traced:
             self._outstanding.append((slots, clock))
-        info = {"priority_weight": weight}
         if self._traceable:
             info[STAMP_KEY] = take(self._stamp, slots)
         shape = self._dims
@@ -522,6 +516,18 @@ class PrioritySampler(Sampler):
             index.append(slots % length)
             slots = slots // length
         return (slots, *reversed(index)), info
+
+    def _rows(self, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The slots drawn and what else their rows carry."""
+        slots, density, smallest = self._draw(batch_size)
+        if smallest is None:
+            smallest = scalar(density.amin())
+        weight = (density / smallest).pow_(-self._hyperparameters["beta"].current())
+        if weight.dtype != torch.float32:
+            weight = weight.to(torch.float32)
+        if is_traced():
+            weight = torch.where(density > 0, weight, 0.0)
+        return slots, {"priority_weight": weight}
 
     def _mass(self, priority: Tensor) -> Tensor:
         # in float64, where compiled and eager code round alike

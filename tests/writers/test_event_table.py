@@ -1,0 +1,358 @@
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+
+from tests.events import NaiveTables, scripted
+from torchrl_replay_ext import EventSpec, EventTables, EventTableWriter, Threshold
+
+# (event, history, table), capacities, storage size
+LAYOUTS = {
+    "one": ([("a", 5, "a")], {"a": 20}, 60),
+    "each": ([("a", 7, "a"), ("b", 3, "b")], {"a": 12, "b": 6}, 50),
+    "shared": ([("a", 9, "t"), ("b", 1, "t")], {"t": 15}, 40),
+    "tight": ([("a", 6, "t"), ("b", 2, "t")], {"t": 8}, 11),
+    "whole": ([("a", 30, "t")], {"t": 20}, 20),
+}
+
+
+def make(specs, capacity, size=None, *, ndim=1, sampler=None, **writer):
+    events = [EventSpec(event, ("next", event), history, table=table) for event, history, table in specs]
+    if size is None:
+        size, tables = sum(capacity.values()), EventTables(events, capacity, retention="pinned")
+    else:
+        tables = EventTables(events, capacity)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(size, ndim=ndim),
+        writer=EventTableWriter(tables, **writer),
+        sampler=RandomSampler() if sampler is None else sampler(tables),
+        batch_size=4,
+    )
+    return rb, tables
+
+
+def write_naive(naive, data):
+    for row in data:
+        events = {key: bool(value) for key, value in row["next"].items()}
+        naive.write(int(row["collector", "traj_ids"]), events, bool(row["next", "done"]))
+
+
+def contents(rb, tables, name):
+    stored = rb.storage._storage["number"].reshape(-1)
+    return stored[tables[name].index()].tolist()
+
+
+def check(rb, tables, naive):
+    for name, expected in naive.tables.items():
+        assert contents(rb, tables, name) == list(expected), name
+        assert len(tables[name]) == len(expected)
+    assert contents(rb, tables, "default") == list(naive.default)
+    if naive.size is None:
+        stored = set().union(*(contents(rb, tables, name) for name in tables))
+        assert stored == naive.stored()
+        live = set().union(*(tables[name].index().tolist() for name in tables))
+        assert len(live) == len(stored) <= sum(naive.capacity.values())
+
+
+def cut(count, chunk, generator):
+    """Borders of chunks: of a fixed size, or of random ones up to 9."""
+    borders = [0]
+    while borders[-1] < count:
+        step = chunk or int(torch.randint(1, 10, (), generator=generator))
+        borders.append(min(borders[-1] + step, count))
+    return list(zip(borders, borders[1:], strict=False))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None, 64, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_tables_hold_what_the_algorithm_says_however_the_data_is_cut(layout, chunk, streams, retention):
+    specs, capacity, size = LAYOUTS[layout]
+    if retention == "pinned":
+        capacity, size = {**capacity, "default": max(30, size // 2)}, None
+    rb, tables = make(specs, capacity, size)
+    naive = NaiveTables(specs, capacity, size)
+    data = scripted(400, streams=streams, seed=streams, p_event=0.08)
+    for first, last in cut(len(data), chunk, torch.Generator().manual_seed(1)):
+        rb.extend(data[first:last].clone())
+        write_naive(naive, data[first:last])
+        if chunk != 1 or last % 20 == 0:
+            check(rb, tables, naive)
+    check(rb, tables, naive)
+
+
+def test_two_columns_in_a_storage_of_two_dimensions():
+    specs, capacity, _ = LAYOUTS["shared"]
+    rb, tables = make(specs, capacity, 30, ndim=2)
+    naive = NaiveTables(specs, capacity, 30)
+    data = scripted(240, streams=1, seed=3)
+    # [E, T]: each row of the second half is another environment
+    data = torch.stack([data[:120], data[120:]])
+    data["collector", "traj_ids"][1] += 1000
+    for first in range(0, 120, 8):
+        part = data[:, first : first + 8]
+        rb.extend(part.clone())
+        for step in range(8):
+            write_naive(naive, part[:, step])
+        written = data["number"].T.reshape(-1)
+        for name, expected in naive.tables.items():
+            assert contents(rb, tables, name) == [int(written[number]) for number in expected]
+
+
+def test_environment_ids_as_streams_and_single_rows():
+    specs, capacity, size = LAYOUTS["each"]
+    rb, tables = make(specs, capacity, size, stream_key="env")
+    naive = NaiveTables(specs, capacity, size)
+    data = scripted(150, streams=3, seed=5)
+    for row in data:
+        rb.add(row.clone())
+        events = {key: bool(value) for key, value in row["next"].items()}
+        naive.write(int(row["env"]), events, bool(row["next", "done"]))
+    check(rb, tables, naive)
+
+
+def test_is_init_ends_what_broke_off():
+    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, stream_key=None)
+    data = scripted(6, p_event=0, p_done=0)
+    data["is_init"] = torch.tensor([0, 0, 0, 1, 0, 0], dtype=torch.bool)
+    data["next", "a"][5] = True
+    rb.extend(data)
+    assert contents(rb, tables, "a") == [3, 4, 5]
+
+
+def test_thresholds_and_functions():
+    specs = [
+        EventSpec("high", Threshold(("next", "reward"), ">", 0.7), 2),
+        EventSpec("low", lambda td: td["next", "reward"].squeeze(-1) < 0.2, 1),
+    ]
+    tables = EventTables(specs, {"high": 50, "low": 50})
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), writer=EventTableWriter(tables), batch_size=4)
+    data = scripted(60, p_done=0)
+    rb.extend(data)
+    reward = data["next", "reward"].squeeze(-1)
+    high = (reward > 0.7).nonzero().squeeze(-1)
+    assert set(tables["high"].index().tolist()) == set(high.tolist()) | {max(i - 1, 0) for i in high.tolist()}
+    assert tables["low"].index().tolist() == (reward < 0.2).nonzero().squeeze(-1).tolist()
+
+
+def returned_for_three(data):
+    """Whether the reward was above .8 four steps ago and has been below it for three since (Gran Turismo's event)."""
+    high = torch.nn.functional.pad(data["next", "reward"].reshape(-1) > 0.8, (3, 0))
+    return high[:-3] & ~high[1:-2] & ~high[2:-1] & ~high[3:]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
+    tables = EventTables([EventSpec("back", returned_for_three, 5, context=3)], {"back": 200})
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(300), writer=EventTableWriter(tables), batch_size=4)
+    data = scripted(200, streams=2, p_done=0.1, seed=4)
+    for first in range(0, 200, chunk):
+        rb.extend(data[first : first + chunk].clone())
+    naive = NaiveTables([("back", 5, "back")], {"back": 200}, 300)
+    history: dict = {}
+    for row in data:
+        trajectory = int(row["collector", "traj_ids"])
+        high = history.setdefault(trajectory, [])
+        high.append(bool(row["next", "reward"] > 0.8))
+        naive.write(trajectory, {"back": high[-4:] == [True, False, False, False]}, bool(row["next", "done"]))
+    assert len(naive.tables["back"]) > 20
+    assert contents(rb, tables, "back") == list(naive.tables["back"])
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle"])
+def test_saved_in_the_midst_of_an_episode(how, retention, tmp_path):
+    specs, capacity, size = LAYOUTS["shared"]
+    if retention == "pinned":
+        capacity, size = {**capacity, "default": 30}, None
+    rb, tables = make(specs, capacity, size)
+    naive = NaiveTables(specs, capacity, size)
+    data = scripted(300, streams=2, seed=7)
+    rb.extend(data[:157].clone())
+    write_naive(naive, data)
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(rb))
+        others = other.writer.tables
+    else:
+        other, others = make(specs, capacity, size)
+        if how == "state_dict":
+            other.load_state_dict(rb.state_dict())
+        else:
+            rb.dumps(tmp_path)
+            other.loads(tmp_path)
+    rb.extend(data[157:].clone())
+    other.extend(data[157:].clone())
+    check(rb, tables, naive)
+    check(other, others, naive)
+
+
+def test_empty_forgets_episodes_too():
+    specs, capacity, size = LAYOUTS["each"]
+    rb, tables = make(specs, capacity, size)
+    rb.extend(scripted(100, seed=1))
+    rb.empty()
+    assert tables.sizes() == {"default": 0, "a": 0, "b": 0}
+    naive = NaiveTables(specs, capacity, size)
+    data = scripted(100, seed=2)
+    rb.extend(data.clone())
+    write_naive(naive, data)
+    check(rb, tables, naive)
+
+
+def test_pinned_tables_outlive_the_default_table():
+    specs, capacity = [("a", 3, "a")], {"a": 6, "default": 10}
+    rb, tables = make(specs, capacity)
+    data = scripted(500, p_event=0, p_done=0)
+    data["next", "a"][4] = True
+    rb.extend(data)
+    assert contents(rb, tables, "a") == [2, 3, 4]
+    assert contents(rb, tables, "default") == list(range(490, 500))
+
+
+def test_pinned_slots_never_exceed_the_capacities():
+    specs, capacity = [("a", 8, "a"), ("b", 5, "b")], {"a": 30, "b": 20, "default": 25}
+    rb, tables = make(specs, capacity)
+    data = scripted(10_000, streams=2, p_event=0.05, seed=11)
+    for first, last in cut(len(data), None, torch.Generator().manual_seed(2)):
+        rb.extend(data[first:last].clone())
+        live = torch.cat([tables[name].index() for name in tables]).unique()
+        assert len(live) <= 75
+    naive = NaiveTables(specs, capacity)
+    write_naive(naive, data)
+    check(rb, tables, naive)
+
+
+def test_capacity_can_be_lowered_and_raised_again():
+    rb, tables = make([("a", 4, "a")], {"a": 30, "default": 20})
+    data = scripted(300, p_event=0.2, seed=2)
+    rb.extend(data[:100].clone())
+    before = contents(rb, tables, "a")
+    tables["a"].capacity = 10
+    assert contents(rb, tables, "a") == before[-10:] and tables["a"].capacity == 10
+    rb.extend(data[100:200].clone())
+    assert len(tables["a"]) == 10
+    tables["a"].capacity = 30
+    rb.extend(data[200:].clone())
+    assert len(tables["a"]) == 30
+    with pytest.raises(ValueError, match=r"must be in \[1, 30\]"):
+        tables["a"].capacity = 31
+
+
+SPEC = EventSpec("a", ("next", "a"), 5)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: EventSpec("a", "k", 0), "history must be an integer >= 1"),
+        (lambda: EventSpec("a", "k", 2.5), "history must be an integer >= 1"),
+        (lambda: EventSpec("a", "k", 2, context=-1), "context must be an integer >= 0"),
+        (lambda: EventSpec("default", "k", 2), "use another name"),
+        (lambda: Threshold("r", "=>", 1.0), "op must be one of"),
+        (lambda: EventTables([], {}), "at least one EventSpec"),
+        (lambda: EventTables([SPEC], {"a": 5}, retention="forever"), "must be 'ring' or 'pinned'"),
+        (lambda: EventTables([SPEC, SPEC], {"a": 5}), "same name"),
+        (lambda: EventTables([SPEC], {"a": 5, "default": 9}), "leave 'default' out"),
+        (lambda: EventTables([SPEC], {"b": 5}), r"capacity names \['b'\], the tables are \['a'\]"),
+        (lambda: EventTables([SPEC], {"a": 5}, retention="pinned"), r"the tables are \['a', 'default'\]"),
+        (lambda: EventTables([SPEC], {"a": 0}), "a capacity must be an integer >= 1"),
+        (lambda: EventTables([SPEC], {"a": 5, "default": 4}, retention="pinned"), "history=5, more than"),
+    ],
+)
+def test_bad_tables(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_bad_conditions_are_refused():
+    with pytest.raises(TypeError, match="must be a key, a Threshold or a callable"):
+        EventSpec("a", 3, 2)
+    with pytest.raises(TypeError, match="tables must be EventTables"):
+        EventTableWriter({})
+    with pytest.raises(KeyError, match="there is no table 'x'"):
+        EventTables([SPEC], {"a": 5})["x"]
+
+
+def wrong(change):
+    data = scripted(20)
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("condition", "change", "error", "message"),
+    [
+        (("next", "a"), lambda d: d["next"].pop("a"), KeyError, "the data has no entry"),
+        (("next", "a"), lambda d: d["next"].set("a", torch.ones(20, 1)), TypeError, "must be bool"),
+        (("next", "a"), lambda d: d["next"].set("a", torch.ones(20, 2, dtype=torch.bool)), ValueError, "one value per"),
+        (lambda td: td["next", "a"][1:], lambda d: None, ValueError, "one value per transition"),
+        (lambda td: True, lambda d: None, TypeError, "is no tensor but bool"),
+        (("next", "a"), lambda d: d["next"].pop("done"), KeyError, r"no entry \('next', 'done'\)"),
+        (("next", "a"), lambda d: d["next"].set("done", torch.ones(20, 2)), ValueError, "one value per transition"),
+        (("next", "a"), lambda d: d["collector"].set("traj_ids", torch.ones(20)), TypeError, "must hold integers"),
+    ],
+)
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_bad_data_changes_nothing(condition, change, error, message, retention):
+    capacity = {"a": 10} if retention == "ring" else {"a": 10, "default": 30}
+    tables = EventTables([EventSpec("a", condition, 3)], capacity, retention=retention)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), writer=EventTableWriter(tables), batch_size=4)
+    bad = wrong(change)
+    with pytest.raises(error, match=message):
+        rb.extend(bad)
+    assert len(rb) == 0 and rb.write_count == 0 and tables.sizes() == {"default": 0, "a": 0}
+
+
+def test_several_streams_must_be_told_apart():
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
+    with pytest.raises(ValueError, match="with the stream of each transition as stream_key"):
+        rb.extend(torch.stack([scripted(10), scripted(10)]))
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40, stream_key="worker")
+    with pytest.raises(KeyError, match="no entry 'worker'"):
+        rb.extend(scripted(10))
+
+
+def test_a_function_that_cannot_be_sent_is_named():
+    tables = EventTables([EventSpec("low", lambda td: td["x"], 1)], {"low": 5})
+    with pytest.raises(TypeError, match=r"EventSpec\('low'\): its condition cannot be sent to another process"):
+        pickle.dumps(tables)
+
+
+def buffer(tables, size, ndim=1):
+    storage = LazyTensorStorage(size, ndim=ndim)
+    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4)
+
+
+def test_storages_that_do_not_fit():
+    tables = EventTables([SPEC], {"a": 5, "default": 10}, retention="pinned")
+    with pytest.raises(ValueError, match=r"has 12 slots, the capacities add up to 15"):
+        buffer(tables, 12)
+    with pytest.raises(ValueError, match="needs a flat storage"):
+        buffer(tables, 20, ndim=2)
+    tables = EventTables([SPEC], {"a": 5})
+    buffer(tables, 20).extend(scripted(10))
+    with pytest.raises(ValueError, match="give each buffer its own"):
+        buffer(tables, 20)
+
+
+def test_a_state_of_other_tables_is_refused():
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
+    rb.extend(scripted(20))
+    state = rb.writer.state_dict()
+    other, _ = make([("a", 3, "a")], {"a": 11}, 40)
+    with pytest.raises(ValueError, match="tables of other capacities"):
+        other.writer.load_state_dict(state)
+    other, _ = make([("a", 3, "a"), ("b", 3, "b")], {"a": 10, "b": 10}, 40)
+    with pytest.raises(ValueError, match="the state has 2 tables, this writer has 3"):
+        other.writer.load_state_dict(state)
+
+
+def test_lists_do_not_enter():
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
+    with pytest.raises(TypeError, match="must be a TensorDict"):
+        rb.writer.extend([1, 2])
+    assert isinstance(scripted(3), TensorDict)

@@ -1,0 +1,546 @@
+"""Event tables: which transitions led to an event, in first-in-first-out lists over one storage."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_replay_ext.episodes import FreeList
+from torchrl_replay_ext.tracing import take
+
+DEFAULT = "default"
+# The attribute of a storage by which a writer and a sampler that were built apart find their tables.
+STORAGE_ATTRIBUTE = "_event_tables"
+
+_OPERATORS = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The condition that an entry with one number per transition compares to ``value`` in a given way.
+
+    Args:
+        key: where the number is stored, ``("next", "reward")`` for example.
+        op: one of ``>  >=  <  <=  ==  !=``.
+        value: what it is compared to.
+
+    Examples:
+        >>> Threshold(("next", "reward"), ">", 8.0)
+        Threshold(key=('next', 'reward'), op='>', value=8.0)
+    """
+
+    key: NestedKey
+    op: str
+    value: float
+
+    def __post_init__(self):
+        if self.op not in _OPERATORS:
+            raise ValueError(f"Threshold(op={self.op!r}): op must be one of {' '.join(_OPERATORS)}.")
+
+
+Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
+
+
+@dataclass(frozen=True)
+class EventSpec:
+    r"""An event and how much of what led to it is remembered: ν = ⟨ω, τ⟩ of SSET (source 002, Sec. 2).
+
+    Args:
+        name: the event's name.
+        condition: ω, evaluated on every written transition:
+
+            * a key that holds a bool per transition, ``("next", "at_gap")`` for example;
+            * a :class:`Threshold` on a key that holds a number per transition;
+            * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` 0 the rows are any
+              transitions, and each must be judged by itself. With ``context`` > 0 they are successive transitions of
+              one episode, led by up to ``context`` earlier ones, and a row may be judged by itself and the ``context``
+              rows before it, no more: where a write begins and ends must make no difference.
+        history: τ, the number of transitions that enter the table when the event occurs: that of the event and those of
+            the same episode before it, >= 1.
+        table: the table they enter; by default one that has the event's name. Several events may share a table.
+        context: see ``condition``.
+
+    Raises:
+        ValueError: if ``history`` < 1 or ``context`` < 0, or a name is ``"default"``.
+        TypeError: if the condition is none of the three.
+
+    Examples:
+        >>> gap = EventSpec("gap", ("next", "at_gap"), history=200)
+        >>> fast = EventSpec("fast", Threshold(("next", "reward"), ">", 8.0), history=200, table="good")
+    """
+
+    name: str
+    condition: Condition
+    history: int
+    table: str | None = None
+    context: int = 0
+
+    def __post_init__(self):
+        for field, low in (("history", 1), ("context", 0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be an integer >= {low}.")
+        if DEFAULT in (self.name, self.table):
+            raise ValueError(f"EventSpec({self.name!r}): {DEFAULT!r} is the table of all transitions; use another name.")
+        condition = self.condition
+        is_key = isinstance(condition, str) or (
+            isinstance(condition, tuple) and bool(condition) and all(isinstance(part, str) for part in condition)
+        )
+        if not (is_key or isinstance(condition, Threshold) or callable(condition)):
+            raise TypeError(
+                f"EventSpec({self.name!r}): condition must be a key, a Threshold or a callable, not {condition!r}."
+            )
+
+    def occurs(self, data: TensorDictBase) -> Tensor:
+        """Where in ``data`` [T] the event occurs, bool [T].
+
+        Raises:
+            KeyError: if the entry it needs is missing.
+            TypeError: if the entry or the callable's result has the wrong type.
+            ValueError: if it has the wrong shape.
+        """
+        condition = self.condition
+        if isinstance(condition, (str, tuple, Threshold)):
+            key = condition.key if isinstance(condition, Threshold) else condition
+            result = data.get(key, None)
+            what = f"the entry {key!r}"
+            if result is None:
+                raise KeyError(
+                    f"EventSpec({self.name!r}): the data has no entry {key!r}, which the environment (or a transform of "
+                    "it) writes; pass another condition, or let it write one."
+                )
+        else:
+            result = condition(data)
+            what = "the condition's result"
+        if not isinstance(result, Tensor):
+            raise TypeError(f"EventSpec({self.name!r}): {what} is no tensor but {type(result).__name__}.")
+        if result.numel() != data.shape[0]:
+            raise ValueError(
+                f"EventSpec({self.name!r}): {what} has shape {tuple(result.shape)} for {data.shape[0]} transitions; "
+                "one value per transition is needed."
+            )
+        if isinstance(condition, Threshold):
+            result = _OPERATORS[condition.op](result, condition.value)
+        elif result.dtype != torch.bool:
+            raise TypeError(f"EventSpec({self.name!r}): {what} must be bool, got {result.dtype}.")
+        return result.reshape(-1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if callable(self.condition):
+            try:
+                pickle.dumps(self.condition)
+            except Exception as error:
+                raise TypeError(
+                    f"EventSpec({self.name!r}): its condition cannot be sent to another process ({error}); use a "
+                    "function of a module, a key or a Threshold."
+                ) from error
+        return vars(self).copy()
+
+
+class Listener(Protocol):
+    """Who wants to know what enters and leaves the tables."""
+
+    def entered(self, positions: Tensor, slots: Tensor) -> None:
+        """``slots`` [n] are now at ``positions`` [n]."""
+        ...
+
+    def left(self, positions: Tensor, slots: Tensor) -> None:
+        """``slots`` [n] are no longer at ``positions`` [n]."""
+        ...
+
+
+class EventTable:
+    """One of :class:`EventTables`."""
+
+    def __init__(self, tables: EventTables, number: int):
+        self._tables, self._number = tables, number
+
+    def __len__(self) -> int:
+        return self._tables.size(self._number)
+
+    def index(self) -> Tensor:
+        """The slots of its transitions, oldest entry first; int64 [len], row-major in a storage of more dimensions."""
+        return self._tables.index(self._number)
+
+    @property
+    def capacity(self) -> int:
+        """κ, the largest number of transitions; may be lowered, and raised up to what it was at first."""
+        return self._tables.capacity_of(self._number)
+
+    @capacity.setter
+    def capacity(self, value: float) -> None:
+        self._tables.set_capacity(self._number, value)
+
+
+class EventTables(Mapping[str, EventTable]):
+    """The tables of SSET (source 002, Algorithm 1): lists of indices into one storage, and what they hold by now.
+
+    An :class:`~torchrl_replay_ext.EventTableWriter` fills them and an :class:`~torchrl_replay_ext.EventTableSampler`
+    draws from them; hand the same object to both. (Where they are built apart, from a configuration or in a Ray actor,
+    equal tables find together through the buffer's storage.) The table ``"default"`` is that of all transitions.
+
+    An entry is the index of a transition, 12 bytes of memory with its place in the list, and 4 bytes per slot and table
+    tell which slots are in which table. Each table is first-in-first-out. ``retention`` decides what happens to an
+    entry when time has passed its transition:
+
+    * ``"ring"``: the storage is a ring of N transitions, all of which are the default table. Entries die with their
+      slot; dead entries do not count.
+    * ``"pinned"``: what the authors run (Reverb): the default table is the newest κ_0 transitions, and a transition is
+      kept as long as any table holds it, so that rare events are not forgotten. The storage needs Σκ slots, flat; it
+      never holds more transitions than that.
+
+    Args:
+        specs: the events.
+        capacity: κ of each table, in transitions; of ``"default"`` too, but only if ``retention="pinned"``.
+        retention: ``"ring"`` or ``"pinned"``.
+
+    Raises:
+        ValueError: if names or capacities do not fit together.
+
+    Examples:
+        >>> tables = EventTables(
+        ...     [EventSpec("gap", ("next", "at_gap"), 200), EventSpec("done", ("next", "terminated"), 200)],
+        ...     capacity={"gap": 4000, "done": 6000},
+        ... )
+        >>> tables.sizes()
+        {'default': 0, 'gap': 0, 'done': 0}
+    """
+
+    def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: str = "ring"):
+        specs = tuple(specs)
+        if not specs or not all(isinstance(spec, EventSpec) for spec in specs):
+            raise ValueError("EventTables: specs must be a list of at least one EventSpec.")
+        if retention not in ("ring", "pinned"):
+            raise ValueError(f"EventTables(retention={retention!r}): retention must be 'ring' or 'pinned'.")
+        names = [spec.name for spec in specs]
+        if len(set(names)) != len(names):
+            raise ValueError(f"EventTables: two events have the same name among {names}.")
+        self.specs = specs
+        self.retention = retention
+        self.names = list(dict.fromkeys([DEFAULT, *(spec.table or spec.name for spec in specs)]))
+        self._pinned = retention == "pinned"
+        expected = set(self.names) if self._pinned else set(self.names) - {DEFAULT}
+        if DEFAULT in capacity and not self._pinned:
+            raise ValueError(
+                "EventTables: the default table of retention='ring' is the whole storage, it has no capacity of its "
+                "own; leave 'default' out, or use retention='pinned'."
+            )
+        if set(capacity) != expected:
+            raise ValueError(f"EventTables: capacity names {sorted(capacity)}, the tables are {sorted(expected)}.")
+        for name, value in capacity.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"EventTables(capacity={{{name!r}: {value!r}}}): a capacity must be an integer >= 1.")
+        longest = max(specs, key=lambda spec: spec.history)
+        if self._pinned and longest.history > capacity[DEFAULT]:
+            raise ValueError(
+                f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, more than the default table's "
+                f"capacity of {capacity[DEFAULT]} keeps."
+            )
+        self._max_capacity = [capacity.get(name, 0) for name in self.names]
+        self.num_slots = 0
+        self.listener: Listener | None = None
+
+    # The tables that are lists: in a ring the default table is not.
+    @property
+    def _first(self) -> int:
+        return 0 if self._pinned else 1
+
+    def table_of(self, spec: EventSpec) -> int:
+        """The number of the table that ``spec`` fills."""
+        return self.names.index(spec.table or spec.name)
+
+    def regions(self, num_slots: int) -> list[int]:
+        """Where each table's positions begin, among those of all, for a storage of ``num_slots``; the end is last."""
+        # a list needs more positions than entries where they may die in its midst
+        lengths = [capacity * (1 if self._pinned else 2) for capacity in self._max_capacity]
+        if not self._pinned:
+            lengths[0] = num_slots
+        begins = [0]
+        for length in lengths:
+            begins.append(begins[-1] + length)
+        return begins
+
+    def allocate(self, num_slots: int, device: torch.device) -> None:
+        """Make the lists for a storage of ``num_slots``, once.
+
+        Raises:
+            ValueError: if the storage is too small, or they were made for another one.
+        """
+        if self.num_slots == num_slots:
+            self._move(device)
+            return
+        self.check(num_slots)
+        if self.num_written:
+            raise ValueError(
+                f"EventTables: they are in use with a storage of {self.num_slots} slots, and cannot serve one of "
+                f"{num_slots} too; give each buffer its own."
+            )
+        self.num_slots, self.device = num_slots, device
+        self._begins = self.regions(num_slots)
+        self.nowhere = self._begins[-1]
+        wide = torch.int32 if self.nowhere < 2**31 else torch.int64
+        count = len(self.names)
+        # one position behind all, which holds nothing
+        self.slot_at = torch.zeros(self.nowhere + 1, dtype=wide, device=device)
+        # [tables that are lists, slots]
+        self._place = torch.full((count - self._first, num_slots), self.nowhere, dtype=wide, device=device)
+        # entries written and passed so far, and alive
+        self._head, self._tail, self.counts = torch.zeros(3, count, dtype=torch.int64, device=device).unbind()
+        self._capacity = torch.tensor(self._max_capacity, dtype=torch.int64, device=device)
+        # the number of the newest transition in each list, and whether the list is in the order of their numbers
+        self._newest = torch.full((count,), -1, dtype=torch.int64, device=device)
+        self._ordered = torch.ones(count, dtype=torch.bool, device=device)
+        # transitions written so far
+        self._written = torch.zeros((), dtype=torch.int64, device=device)
+        self._free = FreeList(num_slots, device=device) if self._pinned else None
+        if not self._pinned:
+            self.slot_at[:num_slots] = torch.arange(num_slots, device=device)
+
+    def check(self, num_slots: int) -> None:
+        """ValueError if a storage of ``num_slots`` is too small."""
+        needed = sum(self._max_capacity)
+        if self._pinned and num_slots < needed:
+            raise ValueError(
+                f"EventTables(retention='pinned'): the storage has {num_slots} slots, the capacities add up to {needed}; "
+                f"use LazyTensorStorage({needed})."
+            )
+
+    def _move(self, device: torch.device) -> None:
+        if self.device != device:
+            self.device = device
+            for part in (self, self._free):
+                for name, value in list(vars(part).items()) if part is not None else ():
+                    if isinstance(value, Tensor):
+                        setattr(part, name, value.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state, to be saved and restored in place."""
+        names = "slot_at place head tail counts capacity newest ordered written".split()
+        state = {name: getattr(self, name if name in ("counts", "slot_at") else f"_{name}") for name in names}
+        return state if self._free is None else state | self._free.tensors("free")
+
+    def clear(self) -> None:
+        """Empty all tables."""
+        if not self.num_slots:
+            return
+        self._place.fill_(self.nowhere)
+        for tensor in (self._head, self._tail, self.counts, self._written):
+            tensor.zero_()
+        self._newest.fill_(-1)
+        self._ordered.fill_(True)
+        if self._free is not None:
+            self._free.clear_()
+
+    def __getitem__(self, name: str) -> EventTable:
+        if name not in self.names:
+            raise KeyError(f"EventTables: there is no table {name!r}, only {self.names}.")
+        return EventTable(self, self.names.index(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def fits(self, other: EventTables) -> bool:
+        """Whether ``other`` was built from the same events, capacities and retention; functions are not compared."""
+
+        def described(tables: EventTables) -> list[Any]:
+            specs = [
+                (spec.name, None if callable(spec.condition) else spec.condition, spec.history, spec.table, spec.context)
+                for spec in tables.specs
+            ]
+            return [specs, tables._max_capacity, tables.retention]
+
+        return described(self) == described(other)
+
+    def sizes(self) -> dict[str, int]:
+        """The number of transitions in each table."""
+        return {name: len(self[name]) for name in self.names}
+
+    def size(self, number: int) -> int:
+        """The number of transitions in a table."""
+        return int(self.counts[number]) if self.num_slots else 0
+
+    def capacity_of(self, number: int) -> int:
+        """κ of a table."""
+        if number < self._first:
+            return self.num_slots
+        return int(self._capacity[number]) if self.num_slots else self._max_capacity[number]
+
+    def set_capacity(self, number: int, value: float) -> None:
+        """Change κ of a table, and drop its oldest entries if need be."""
+        name, most = self.names[number], self._max_capacity[number]
+        if number < self._first or not self.num_slots:
+            raise ValueError(f"EventTables[{name!r}].capacity can be set once the buffer was written to, in lists only.")
+        if not 1 <= int(value) <= most:
+            raise ValueError(
+                f"EventTables[{name!r}].capacity={value}: must be in [1, {most}]; memory is set aside for the capacity "
+                "given at first."
+            )
+        self._capacity[number] = int(value)
+        gone = self._evict(number, self.size(number) - int(value))
+        self._release(gone)
+
+    def index(self, number: int) -> Tensor:
+        """The slots of a table, oldest entry first, int64."""
+        if not self.num_slots:
+            return torch.zeros(0, dtype=torch.int64)
+        if number < self._first:
+            written, size = int(self._written), self.num_slots
+            return (torch.arange(min(written, size), device=self.device) + (written if written > size else 0)) % size
+        positions = self._between(number, int(self._tail[number]), int(self._head[number]))
+        slots = self.slot_at[positions].to(torch.int64)
+        return slots[self._place[number - self._first, slots] == positions]
+
+    def positions(self, slots: Tensor) -> Tensor:
+        """Where ``slots`` [n] are in each table, ``nowhere`` if they are not; int64 [tables, n]."""
+        rows = torch.arange(len(self._place), device=self.device).unsqueeze(1) * self.num_slots
+        listed = take(self._place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1).to(torch.int64)
+        return listed if self._pinned else torch.cat([slots.unsqueeze(0), listed])
+
+    def _between(self, number: int, first: int, last: int) -> Tensor:
+        begin, end = self._begins[number : number + 2]
+        return begin + torch.arange(first, last, device=self.device) % (end - begin)
+
+    def written(self, count: int) -> None:
+        """Note that ``count`` more transitions were written."""
+        self._written.add_(count)
+        if not self._pinned:
+            self.counts[0] = self._written.clamp(max=self.num_slots)
+
+    def overwrite(self, slots: Tensor) -> None:
+        """Entries of ``slots`` [n], each named once, die: their transitions were overwritten."""
+        positions = self._place[:, slots]
+        alive = positions != self.nowhere
+        if bool(alive.any()):
+            self.counts[self._first :] -= alive.sum(1)
+            self._place[:, slots] = self.nowhere
+            if self.listener is not None:
+                self.listener.left(positions[alive].to(torch.int64), slots.expand_as(positions)[alive])
+
+    def dying(self, slots: Tensor) -> list[bool]:
+        """Whether a table holds any of ``slots``, for each table that is a list."""
+        return (self._place[:, slots] != self.nowhere).any(1).tolist()
+
+    def _evict(self, number: int, count: int) -> Tensor:
+        """Drop the ``count`` oldest entries of a table and return their slots."""
+        if count <= 0:
+            return torch.zeros(0, dtype=torch.int64, device=self.device)
+        tail = int(self._tail[number])
+        dead = int(self._head[number]) - tail - self.size(number)
+        positions = self._between(number, tail, tail + dead + count)
+        slots = self.slot_at[positions].to(torch.int64)
+        place = self._place[number - self._first]
+        alive = (place[slots] == positions).nonzero().squeeze(1)[:count]
+        positions, slots = positions[alive], slots[alive]
+        place[slots] = self.nowhere
+        self._tail[number] = tail + int(alive[-1]) + 1
+        self.counts[number] -= count
+        if self.listener is not None:
+            self.listener.left(positions, slots)
+        return slots
+
+    def room(self, number: int, count: int) -> Tensor:
+        """Make room for ``count`` new entries in a table; returns the slots of those that had to go."""
+        return self._evict(number, self.size(number) + min(count, self.capacity_of(number)) - self.capacity_of(number))
+
+    def insert(self, number: int, slots: Tensor, numbers: Tensor) -> None:
+        """Add ``slots`` [n], oldest first, to a table that does not hold them; the oldest entries give way.
+
+        Args:
+            number: of the table.
+            slots: int64 [n], all different.
+            numbers: of the transitions in them, int64 [n], counted as they are written.
+        """
+        capacity = self.capacity_of(number)
+        slots, numbers = slots[-capacity:], numbers[-capacity:]
+        count = len(slots)
+        self.room(number, count)
+        size = self.size(number)
+        begin, end = self._begins[number : number + 2]
+        if not size:
+            self._tail[number] = self._head[number]
+            self._newest[number], self._ordered[number] = -1, True
+        elif int(self._head[number] - self._tail[number]) + count > end - begin:
+            self._compact(number)
+        head = int(self._head[number])
+        positions = self._between(number, head, head + count)
+        self.slot_at[positions] = slots.to(self.slot_at.dtype)
+        self._place[number - self._first, slots] = positions.to(self._place.dtype)
+        self._head[number] = head + count
+        self.counts[number] += count
+        in_order = self.follows(number, numbers)
+        self._ordered[number] &= in_order
+        self._newest[number] = torch.maximum(self._newest[number], numbers.max())
+        if self.listener is not None:
+            self.listener.entered(positions, slots)
+
+    def follows(self, number: int, numbers: Tensor) -> bool:
+        """Whether a table is in the order of its transitions, and will be when ``numbers`` are added."""
+        previous = torch.cat([self._newest[number : number + 1], numbers[:-1]])
+        return bool(self._ordered[number] & (numbers > previous).all())
+
+    def _compact(self, number: int) -> None:
+        """Move the living entries of a table together, at the beginning of its positions."""
+        slots = self.index(number)
+        old = self._place[number - self._first, slots].to(torch.int64)
+        new = self._between(number, 0, len(slots))
+        if self.listener is not None:
+            self.listener.left(old, slots)
+        self.slot_at[new] = slots.to(self.slot_at.dtype)
+        self._place[number - self._first, slots] = new.to(self._place.dtype)
+        self._tail[number], self._head[number] = 0, len(slots)
+        if self.listener is not None:
+            self.listener.entered(new, slots)
+
+    def _release(self, slots: Tensor, but: Tensor | None = None) -> None:
+        """Give back those of ``slots`` that no table holds any more, and that are not among ``but``."""
+        if self._free is None or not len(slots):
+            return
+        slots = slots.unique()
+        unused = (self._place[:, slots] == self.nowhere).all(0)
+        if but is not None:
+            unused &= ~torch.isin(slots, but)
+        self._free.push(slots, unused)
+
+    def take(self, count: int, entering: Mapping[int, Tensor]) -> Tensor:
+        """Slots for ``count`` new transitions of pinned tables, and room for them and what else enters the lists.
+
+        Args:
+            count: of new transitions, at most the default table's capacity.
+            entering: for each table, the slots written before that will enter it, int64; and -1 for new ones.
+        """
+        assert self._free is not None
+        gone = [self.room(0, count), *(self.room(number, len(slots)) for number, slots in entering.items())]
+        self._release(torch.cat(gone), torch.cat([*entering.values(), gone[0][:0]]))
+        return self._free.pop(torch.ones(count, dtype=torch.bool, device=self.device))
+
+    @property
+    def num_written(self) -> int:
+        """Transitions written so far."""
+        return int(self._written) if self.num_slots else 0
+
+    @property
+    def reach(self) -> int:
+        """How many of the newest transitions are still in the default table."""
+        return self.capacity_of(0)

@@ -1,0 +1,535 @@
+"""Stratified sampling from event tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import NestedKey, is_tensor_collection
+from torch import Tensor
+from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+
+from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.functional import allocate
+from torchrl_replay_ext.functional.allocation import METHODS
+from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.samplers.pairs import PairCounts
+from torchrl_replay_ext.tracing import is_traced, take, uniform
+from torchrl_replay_ext.tree import Resolved, SumTree
+
+_CORRECTIONS = (None, "mixture", "conditional", "lemma2", "priority")
+_COUNTING = ("conditional", "lemma2")
+# What priority=dict(kind=...) takes, and its defaults.
+_KINDS: dict[str, dict[str, Any]] = {
+    "proportional": {"alpha": 0.6, "beta": 0.4, "eps": 1e-6, "td_error": "squared"},
+    "rank": {"alpha": 0.7, "beta": 0.4, "td_error": "squared", "stale_fraction": 0.05},
+}
+# Units of mass for the first rank; the tree's own is too coarse for the last of a million.
+_RANK_UNIT = 2**36
+
+
+@PrioritizedSampler.register
+class EventTableSampler(PrioritySampler):
+    r"""Draws batches from all event tables in fixed proportions (SSET, source 002, Algorithm 1, line 18).
+
+    A row comes from table k with probability η_k; inside a table, transitions are drawn with replacement, all with the
+    same probability q_k(i) = 1 / \|B_k\|, or by ``priority``. A table with fewer than ``min_size`` transitions is left
+    out, and the η of the others are scaled up; the default table is never too small. In one draw, transition i has the
+    probability ::
+
+        p(i) = Σ_k η_k q_k(i)      over the tables k that hold it
+
+    Rows carry ``"table"``, int64 [B], the number of their table (0: default, then in the order of ``tables``; rows stand
+    in that order), ``"sample_probability"``, float32 [B], p(i), and ``"priority_weight"``, float32 [B], which TorchRL's
+    losses apply: w divided by the largest of the batch, with w by ``correction``:
+
+    * ``None``: 1; what the source does for deterministic or mildly stochastic tasks. With ``priority``,
+      (\|B_k\| q_k(i))^−β with β from ``priority``: as if draws inside the tables were uniform.
+    * ``"mixture"``: (1 / (N p(i)))^β, N the number of transitions stored. Exact for any task and any priority; with
+      β = 1 the expected loss is that of uniform replay, over-sampling included; 0 < β < 1 is a compromise, as in PER.
+    * ``"conditional"``: (m / p(i))^β, m the mean of p over the stored transitions with the same state and action.
+      With β = 1, the outcomes of each (s, a) weigh as they were experienced, while (s, a) that lead to events stay
+      over-sampled. For discrete states and actions, see ``pair_keys``.
+    * ``"lemma2"``: the source's Lemma 2 as printed, read per transition: 1 − η P((s, a, ·) ∉ B^ν) inside the union B^ν
+      of the event tables, 1 / (1 − η) outside, η = Σ_{k>0} η_k. It is right to first order only: where half of the
+      outcomes lead to an event and η = .5, that half has .5294 of the weighted draws instead of .5, against .75 without
+      correction (``"conditional"`` gives .5).
+    * ``"priority"``: the source's version for continuous tasks (Sec. 4): no proportions, but one draw over all with
+      probabilities in the ratio (1 + η) / (1 − η) inside and outside of the union, w = 1 / p. Every expectation is that
+      of uniform replay: aggressive, as the source says.
+
+    One priority per transition serves all tables. ``priority=dict(kind=...)``:
+
+    * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`; also
+      ``alpha``, ``beta``, ``eps``, ``td_error``.
+    * ``"rank"``: q_k(i) ∝ rank^−α, its rank in table k; also ``alpha``, ``beta``, ``td_error`` and ``stale_fraction``:
+      ranks are those of the last sort, and of the moment for a transition that was updated or inserted since; sorted
+      anew outside of graphs when so large a share of all entries has changed. New transitions have the first rank.
+
+    New transitions have the largest priority so far.
+
+    Args:
+        tables: the tables, which an :class:`~torchrl_replay_ext.EventTableWriter` of the same buffer fills.
+        eta: η of each table, ``"default"`` included, in [0, 1]; they sum to 1. An
+            :class:`~torchrl_replay_ext.Anneal` counts batches drawn.
+        min_size: transitions that a table needs to be drawn from, d_k; by default the batch size. A number for all
+            event tables, or one for each.
+        allocation: how rows are divided among tables, see :func:`~torchrl_replay_ext.functional.allocate`.
+        correction: see above.
+        beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`; without effect if there is
+            none.
+        priority: see above; None: all transitions of a table are drawn with the same probability.
+        pair_keys: where state and action are stored, for ``"conditional"`` and ``"lemma2"``; entries of any dtype that
+            repeat exactly. They are counted by hash: for D different pairs in a buffer of N, two share a count with a
+            chance of about D² / 8N.
+
+    Raises:
+        ValueError: if an argument is out of range or they do not fit together; at the first write, if the buffer's
+            writer has other tables.
+        RuntimeError: at the first write, if the buffer's writer is no EventTableWriter.
+
+    Examples:
+        See :class:`~torchrl_replay_ext.EventTableWriter`.
+    """
+
+    _grows = True
+
+    def __init__(
+        self,
+        tables: EventTables,
+        *,
+        eta: Mapping[str, float | Anneal],
+        min_size: int | Mapping[str, int] | None = None,
+        allocation: str = "systematic",
+        correction: str | None = None,
+        beta: float | Anneal = 1.0,
+        priority: Mapping[str, Any] | None = None,
+        pair_keys: tuple[NestedKey, ...] = ("observation", "action"),
+    ):
+        if not isinstance(tables, EventTables):
+            raise TypeError(f"EventTableSampler: tables must be EventTables, not {type(tables).__name__}.")
+        if allocation not in METHODS:
+            raise ValueError(
+                f"EventTableSampler(allocation={allocation!r}): allocation must be one of {', '.join(METHODS)}."
+            )
+        if correction not in _CORRECTIONS:
+            raise ValueError(
+                f"EventTableSampler(correction={correction!r}): correction must be None, 'mixture', 'conditional', "
+                "'lemma2' or 'priority'."
+            )
+        settings = _settings(priority)
+        self._kind: str | None = settings.pop("kind")
+        if correction in ("conditional", "lemma2", "priority"):
+            if self._kind is not None:
+                raise ValueError(
+                    f"EventTableSampler(correction={correction!r}): knows no priorities inside tables; use "
+                    "correction='mixture'."
+                )
+            if tables.retention == "pinned":
+                raise ValueError(
+                    f"EventTableSampler(correction={correction!r}): needs tables of retention='ring'; use "
+                    "correction='mixture'."
+                )
+        if correction is not None and priority is not None and "beta" in priority:
+            raise ValueError(
+                f"EventTableSampler(correction={correction!r}): its exponent is beta=, priority must not have one."
+            )
+        self._tables = tables
+        self._allocation, self._correction = allocation, correction
+        self._pair_keys = pair_keys
+        self._stale_fraction = settings.pop("stale_fraction", 0.0)
+        self._min_sizes = _min_sizes(min_size, tables)
+        self._eta = torch.zeros(4, len(tables), dtype=torch.float64)
+        self._set_eta(eta)
+        own_beta = settings.pop("beta")
+        super().__init__(1, beta=own_beta if correction is None else beta, weight_norm="batch", **settings)
+
+    @property
+    def eta(self) -> dict[str, float]:
+        """η of each table. Assigning a dict (of numbers or Anneal) replaces all."""
+        return dict(zip(self._tables.names, self._eta[0].tolist(), strict=True))
+
+    @eta.setter
+    def eta(self, value: Mapping[str, float | Anneal]) -> None:
+        before = self._eta.clone()
+        self._set_eta(value)
+        if self._correction == "priority" and not torch.equal(before[0], self._eta[0]):
+            self._reweight()
+
+    @property
+    def event_share(self) -> float:
+        """Σ_{k>0} η_k. Assigning it scales the η of the event tables; TorchRL's ParameterScheduler can."""
+        return float(1 - self._eta[0, 0])
+
+    @event_share.setter
+    def event_share(self, value: float) -> None:
+        events = self._eta[0, 1:]
+        share = float(events.sum())
+        if not 0 <= value <= 1 or (share == 0 and value > 0):
+            raise ValueError(f"EventTableSampler.event_share={value}: must be in [0, 1], and 0 if all η of events are.")
+        scaled = (events * (value / share if share else 0.0)).tolist()
+        self.eta = dict(zip(self._tables.names, [1 - sum(scaled), *scaled], strict=True))
+
+    def _set_eta(self, eta: Mapping[str, float | Anneal]) -> None:
+        names = self._tables.names
+        if set(eta) != set(names):
+            raise ValueError(f"EventTableSampler: eta names {sorted(eta)}, the tables are {sorted(names)}.")
+        schedules = [v if isinstance(v, Anneal) else Anneal(v, v, 1) for v in (eta[name] for name in names)]
+        for which in ("start", "end"):
+            values = [getattr(schedule, which) for schedule in schedules]
+            if not all(math.isfinite(v) and 0 <= v <= 1 for v in values):
+                raise ValueError(f"EventTableSampler(eta={dict(eta)}): every eta must be in [0, 1].")
+            if abs(sum(values) - 1) > 1e-6:
+                raise ValueError(
+                    f"EventTableSampler(eta={dict(eta)}): they must sum to 1, not {sum(values):g}"
+                    f"{' at the end of their schedules' if which == 'end' else ''}."
+                )
+        self._annealed = any(schedule.start != schedule.end for schedule in schedules)
+        if self._annealed and self._correction == "priority":
+            raise ValueError("EventTableSampler(correction='priority'): eta cannot be annealed; assign it instead.")
+        if self._annealed and len({s.num_updates for s in schedules if s.start != s.end}) > 1:
+            raise ValueError("EventTableSampler: the schedules of eta must have the same num_updates, to sum to 1.")
+        rows = [[s.start for s in schedules], [s.start for s in schedules], [s.end for s in schedules]]
+        steps = [0.0] * len(names)
+        duration = max((s.num_updates for s in schedules if s.start != s.end), default=1)
+        steps[-1] = float(duration)
+        self._eta.copy_(torch.tensor([*rows, steps], dtype=torch.float64))
+
+    def _step_eta(self) -> None:
+        """Count a batch; the last row of ``_eta`` holds batches counted, ..., batches of the schedule."""
+        if self._annealed:
+            current, start, end, steps = self._eta.unbind()
+            steps[:1].add_(1)
+            done = (steps[:1] / steps[-1:]).clamp_max(1.0)
+            current.copy_(start + done * (end - start))
+
+    def _bind(self, storage: Storage | None) -> None:
+        if storage is not None and storage is not self._bound:
+            tables = getattr(storage, STORAGE_ATTRIBUTE, None)
+            if tables is None:
+                raise RuntimeError(
+                    "EventTableSampler: the buffer's writer fills no event tables; pass writer=EventTableWriter(tables)."
+                )
+            if tables is not self._tables:
+                if not tables.fits(self._tables):
+                    raise ValueError(
+                        "EventTableSampler: the buffer's writer has other tables; pass both the same EventTables, or "
+                        "equal ones."
+                    )
+                self._tables = tables
+        super()._bind(storage)
+
+    def _allocate(self, size: int, device: torch.device) -> None:
+        self._eta = self._eta.to(device)
+        self._min_sizes = self._min_sizes.to(device)
+        begins = self._tables.regions(size)
+        self._begins = torch.tensor(begins, device=device)
+        self._nowhere = begins[-1]
+        self._tree = SumTree(self._nowhere + 1, device=device)
+        # rank-based: of each table behind one another, what the entries were sorted by, and how many there are
+        keys = self._nowhere if self._kind == "rank" else 0
+        self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
+        self._changes = torch.zeros((), dtype=torch.int64, device=device)
+        self._pairs = PairCounts(size, len(self._tables), device=device) if self._correction in _COUNTING else None
+        self._shape_changed()
+
+    def _shape_changed(self) -> None:
+        if self._shape is not None and self._num_slots == self._size:
+            self._tables.allocate(self._num_slots, self._device)
+            self._tables.listener = self
+        super()._shape_changed()
+
+    def _clear(self) -> None:
+        self._tree.clear_()
+        self._keys.fill_(torch.iinfo(torch.int64).max)
+        self._changes.zero_()
+        if self._pairs is not None:
+            self._pairs.clear_()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        state = {"masses": self._tree.leaves, "keys": self._keys, "changes": self._changes, "eta": self._eta}
+        return state if self._pairs is None else state | self._pairs.tensors()
+
+    def _restored(self) -> None:
+        self._tree.rebuild_()
+        self._annealed = not torch.equal(self._eta[1], self._eta[2])
+
+    def _limit(self, alpha: float) -> float:
+        return 1e30 if self._kind != "proportional" else self._largest(self._tree, alpha)
+
+    def _masses(self, positions: Tensor, slots: Tensor) -> Tensor:
+        """Masses of ``slots`` [n] at ``positions`` [n]."""
+        if self._correction == "priority":
+            inside = (self._tables.positions(slots)[1:] != self._nowhere).any(0)
+            eta = 1 - self._eta[0, 0]
+            return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
+        priority = take(self._priority, slots)
+        if self._kind == "rank":
+            return self._rank_masses(positions, priority)
+        if self._kind is None:
+            return torch.full_like(positions, SumTree.UNIT)
+        return self._mass(priority.abs())
+
+    def _set(self, positions: Tensor, slots: Tensor, resolved: Resolved | None = None) -> None:
+        """Bring the masses of ``slots`` [n] at ``positions`` [n] up to date."""
+        mass = self._masses(positions, slots) * (positions != self._nowhere)
+        self._tree.write(positions, mass, resolved=resolved)
+
+    def entered(self, positions: Tensor, slots: Tensor) -> None:
+        """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
+        self._changes.add_(len(slots))
+        if self._correction == "priority":
+            self._set(slots, slots)
+            return
+        self._set(positions, slots)
+        if self._pairs is not None:
+            self._pairs.enter(slots, self._table_of(positions))
+
+    def left(self, positions: Tensor, slots: Tensor) -> None:
+        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
+        self._changes.add_(len(slots))
+        if self._correction == "priority":
+            self._set(slots, slots)
+            return
+        self._tree.write(positions, torch.zeros_like(positions))
+        if self._pairs is not None:
+            self._pairs.leave(slots, self._table_of(positions))
+
+    def _table_of(self, positions: Tensor) -> Tensor:
+        return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
+
+    def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """All positions of ``slots`` [n], and the slots repeated accordingly."""
+        positions = self._tables.positions(slots)
+        if self._correction == "priority":
+            positions = positions[:1]
+        return positions.reshape(-1), slots.expand(positions.shape).reshape(-1)
+
+    def _write(self, slots: Tensor, storage: Storage | None) -> None:
+        if is_traced():
+            raise RuntimeError("EventTableSampler: events are not part of a graph; call extend outside of it.")
+        if self._pairs is not None:
+            columns = [self._column(storage, key, slots) for key in self._pair_keys]
+            self._pairs.write(slots, columns, (self._tables.positions(slots) != self._nowhere)[1:])
+        self._stamp_slots(slots)
+        self._set(*self._everywhere(slots))
+        self._changes.add_(len(slots))
+        self._sort_if_due()
+
+    def _column(self, storage: Storage | None, key: NestedKey, slots: Tensor) -> Tensor:
+        data: Any = getattr(storage, "_storage", None)
+        column = data.get(key, None) if is_tensor_collection(data) else None
+        if column is None:
+            raise KeyError(
+                f"EventTableSampler(correction={self._correction!r}): the stored data has no entry {key!r}; pass where "
+                "state and action are stored as pair_keys=."
+            )
+        return column.reshape(self._num_slots, -1)[slots]
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
+    ) -> None:
+        """Set priorities from TD errors, see :class:`~torchrl_replay_ext.ProportionalSampler`; without, do nothing."""
+        if self._kind is not None:
+            super().update_priority(index, priority, storage=storage, stamp=stamp)
+        else:
+            self._step()
+
+    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+        positions, repeated = self._everywhere(slots)
+        if resolved is not None:
+            count = positions.shape[0] // slots.shape[0]
+            resolved = Resolved(resolved.taken.repeat(count), resolved.once.repeat(count))
+        self._set(positions, repeated, resolved)
+        self._changes.add_(slots.shape[0])
+
+    def _reweight(self, slots: Tensor | None = None) -> None:
+        if self._kind == "rank" and slots is None:
+            self.sort()
+        elif slots is not None:
+            taken = (take(self._stamp, slots) > 0) & (torch.arange(len(slots), device=self._device) < self._size)
+            positions, repeated = self._everywhere(slots)
+            count = positions.shape[0] // slots.shape[0]
+            self._set(positions, repeated, Resolved(taken.repeat(count), taken.repeat(count)))
+        elif self._tables.num_slots:
+            self._set(*self._everywhere(self._stored_slots()))
+
+    def _sort_keys(self, positions: Tensor, priority: Tensor) -> Tensor:
+        """What entries are sorted by: the table, then the priority, largest first, new ones ahead of all."""
+        bits = torch.where(priority < 0, math.inf, priority).view(torch.int32).to(torch.int64)
+        return (self._table_of(positions) << 32) - bits
+
+    def _rank_masses(self, positions: Tensor, priority: Tensor) -> Tensor:
+        table = self._table_of(positions)
+        ahead = torch.searchsorted(self._keys, self._sort_keys(positions, priority))
+        first = torch.searchsorted(self._keys, (table << 32) - 2**31)
+        return self._of_rank(ahead - first)
+
+    def _of_rank(self, rank: Tensor) -> Tensor:
+        alpha = self._hyperparameters["alpha"].value
+        return ((rank + 1).to(torch.float64) ** -alpha * _RANK_UNIT).ceil().to(torch.int64)
+
+    def _sort_if_due(self) -> None:
+        if self._kind == "rank":
+            changes = self._changes.item()
+            if changes and changes >= self._stale_fraction * self._tables.counts.sum().item():
+                self.sort()
+
+    @torch.no_grad()
+    def sort(self) -> None:
+        """Rank-based: bring the ranks up to date; needed only where nothing is written or drawn outside of graphs."""
+        if self._kind != "rank" or not self._tables.num_slots:
+            return
+        everything = torch.arange(self._size, device=self._device)
+        positions, slots = self._everywhere(everything[self._stamp > 0])
+        listed = positions != self._nowhere
+        positions, slots = positions[listed], slots[listed]
+        keys, order = self._sort_keys(positions, self._priority[slots]).sort(stable=True)
+        self._keys.fill_(torch.iinfo(torch.int64).max)
+        self._keys[: len(keys)] = keys
+        table = self._table_of(positions[order])
+        begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
+        rank = torch.arange(len(keys), device=self._device) - begins[table]
+        leaves = self._tree.leaves.view(-1)
+        leaves.zero_()
+        leaves[positions[order]] = self._of_rank(rank)
+        self._tree.rebuild_()
+        self._changes.zero_()
+
+    def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """η of the tables that are large enough, where each one's masses begin, and their sums; [tables] each."""
+        ends = self._tree.prefix(self._begins)
+        low, total = ends[:-1], ends[1:] - ends[:-1]
+        eta = self._eta[0]
+        if self._correction == "priority":
+            eta = eta * 0
+        else:
+            needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
+            eta = eta * ((self._tables.counts >= needed) & (total > 0))
+        share = eta.sum()
+        # nothing but the default table where no other will do
+        only = (self._begins[:-1] == 0) * (share == 0)
+        eta = (eta + only) / (share + (share == 0))
+        return eta, low, total
+
+    def _rows(self, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        if not is_traced():
+            self._batch_size = batch_size
+            self._sort_if_due()
+        eta, low, total = self._proportions(batch_size)
+        if not is_traced() and total[0].item() == 0:
+            raise RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0.")
+        u = uniform(batch_size + 1, device=self._device, generator=self._rng)
+        if self._allocation == "multinomial":
+            points = uniform(batch_size, device=self._device, generator=self._rng)
+        else:
+            points = u[:1]
+        counts = allocate(eta, batch_size, self._allocation, points)
+        row = torch.arange(batch_size, device=self._device)
+        table = (row.unsqueeze(1) >= counts.cumsum(0)[:-1]).sum(1)
+        mass_of_table = take(total, table)
+        target = torch.minimum((u[1:] * mass_of_table).to(torch.int64), mass_of_table - 1)
+        position, mass = self._tree.find((take(low, table) + target).clamp_min(0))
+        slots = take(self._tables.slot_at, position).to(torch.int64)
+        probability = self._mixture(slots, eta, total)
+        weight = self._weight(slots, probability, eta, mass, mass_of_table, take(self._tables.counts, table))
+        if is_traced():
+            weight = torch.where(mass > 0, weight, 0.0)
+        self._step_eta()
+        return slots, {
+            "priority_weight": weight.to(torch.float32),
+            "table": table,
+            "sample_probability": probability.to(torch.float32),
+        }
+
+    def _mixture(self, slots: Tensor, eta: Tensor, total: Tensor) -> Tensor:
+        """p(i) of ``slots`` [n], float64 [n]."""
+        positions, _ = self._everywhere(slots)
+        mass = self._tree.get(positions).view(-1, slots.shape[0])
+        share = eta / total.clamp_min(1)
+        return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
+
+    def _weight(
+        self, slots: Tensor, probability: Tensor, eta: Tensor, mass: Tensor, total: Tensor, count: Tensor
+    ) -> Tensor:
+        """Importance-sampling weights, at most 1, float64 [n]."""
+        inside = None
+        if self._correction in ("lemma2", "priority"):
+            inside = (self._tables.positions(slots)[1:] != self._nowhere).any(0)
+        if self._correction is None:
+            if self._kind is None:
+                return torch.ones_like(probability)
+            weight = total / (count * mass)
+        elif self._correction == "mixture":
+            weight = 1 / probability
+        elif self._correction == "priority":
+            # of the whole buffer, the largest is that of a transition outside
+            share = 1 - self._eta[0, 0]
+            return torch.where(inside, (1 - share) / (1 + share), 1.0) ** self._hyperparameters["beta"].current()
+        else:
+            assert self._pairs is not None
+            of_pair = self._pairs.of(slots)
+            if self._correction == "conditional":
+                per_copy = eta / self._tables.counts.clamp_min(1)
+                weight = (of_pair[:-1] * per_copy.unsqueeze(1)).sum(0) / of_pair[0] / probability
+            else:
+                share = 1 - eta[0]
+                outside = 1 - of_pair[-1] / of_pair[0]
+                weight = torch.where(inside, 1 - share * outside, 1 / (1 - share))
+        weight = weight ** self._hyperparameters["beta"].current()
+        return weight / weight.amax()
+
+    def _unnormalized(self, slots: Tensor) -> Tensor:
+        self._sort_if_due()
+        eta, _, total = self._proportions(self._batch_size)
+        return self._mixture(slots, eta, total)
+
+    # of the last batch outside graphs: what min_size=None means where none is being drawn
+    _batch_size = 1
+
+    def _stored_slots(self) -> Tensor:
+        everything = torch.arange(self._size, device=self._device)
+        if not self._tables.num_slots:
+            return everything[:0]
+        return everything[(self._tables.positions(everything) != self._nowhere).any(0) & (self._stamp > 0)]
+
+    def _extra_stats(self) -> dict[str, Tensor]:
+        names = self._tables.names
+        sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
+        stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
+        return stats | {f"eta_{name}": eta for name, eta in zip(names, self._eta[0], strict=True)}
+
+
+def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the base class takes, and ``kind``."""
+    if priority is None:
+        return {"kind": None, "alpha": 0.0, "beta": 0.0, "eps": 1e-6, "td_error": "squared"}
+    kind = priority.get("kind")
+    if kind not in _KINDS:
+        raise ValueError(f"EventTableSampler(priority={dict(priority)}): kind must be one of {', '.join(_KINDS)}.")
+    unknown = set(priority) - {"kind"} - set(_KINDS[kind])
+    if unknown:
+        raise ValueError(
+            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} knows {', '.join(_KINDS[kind])}, not "
+            f"{', '.join(sorted(unknown))}."
+        )
+    return {"eps": 1e-6, **_KINDS[kind], **priority}
+
+
+def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
+    """d of each table; -1 stands for the batch size."""
+    given: dict[str, Any] = {}
+    if isinstance(min_size, Mapping):
+        given = dict(min_size)
+    elif min_size is not None:
+        given = {name: min_size for name in tables.names if name != DEFAULT}
+    unknown = set(given) - set(tables.names)
+    if unknown:
+        raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, the tables are {tables.names}.")
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"EventTableSampler(min_size={value!r}): {name}'s must be an integer >= 1.")
+    return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names])
