@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_replay_ext.episodes import FreeList
-from torchrl_replay_ext.tracing import take
+from torchrl_replay_ext.tracing import is_traced, take
 
 DEFAULT = "default"
 # The attribute of a storage by which a writer and a sampler that were built apart find their tables.
@@ -299,7 +299,8 @@ class EventTables(Mapping[str, EventTable]):
         # [tables that are lists, slots]
         self._place = torch.full((count - self._first, num_slots), self.nowhere, dtype=wide, device=device)
         # entries written and passed so far, and alive
-        self._head, self._tail, self.counts = torch.zeros(3, count, dtype=torch.int64, device=device).unbind()
+        self._lists = torch.zeros(3, count, dtype=torch.int64, device=device)
+        self._rows()
         self._capacity = torch.tensor(self._max_capacity, dtype=torch.int64, device=device)
         # the number of the newest transition in each list, and whether the list is in the order of their numbers
         self._newest = torch.full((count,), -1, dtype=torch.int64, device=device)
@@ -319,6 +320,28 @@ class EventTables(Mapping[str, EventTable]):
                 f"use LazyTensorStorage({needed})."
             )
 
+    def _rows(self) -> None:
+        self._head, self._tail, self.counts = self._lists.unbind()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.num_slots:
+            self._rows()
+
+    def runs(self) -> list[tuple[int, int, int, int]] | None:
+        """Of each table, where its positions begin, how many there are, the place of its oldest entry and its size.
+
+        Its entries are at that place and after it, cyclically; None where some of them are dead.
+        """
+        heads, tails, counts = self._lists.tolist()
+        if not self._pinned:
+            tails[0], heads[0] = 0, counts[0]
+        if any(head - tail != count for head, tail, count in zip(heads, tails, counts, strict=True)):
+            return None
+        begins, ends = self._begins[:-1], self._begins[1:]
+        lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        return [*zip(begins, lengths, tails, counts, strict=True)]
+
     def _move(self, device: torch.device) -> None:
         if self.device != device:
             self.device = device
@@ -326,11 +349,12 @@ class EventTables(Mapping[str, EventTable]):
                 for name, value in list(vars(part).items()) if part is not None else ():
                     if isinstance(value, Tensor):
                         setattr(part, name, value.to(device))
+            self._rows()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, to be saved and restored in place."""
-        names = "slot_at place head tail counts capacity newest ordered written".split()
-        state = {name: getattr(self, name if name in ("counts", "slot_at") else f"_{name}") for name in names}
+        names = "slot_at _place _lists _capacity _newest _ordered _written".split()
+        state = {name.lstrip("_"): getattr(self, name) for name in names}
         return state if self._free is None else state | self._free.tensors("free")
 
     def clear(self) -> None:
@@ -338,8 +362,8 @@ class EventTables(Mapping[str, EventTable]):
         if not self.num_slots:
             return
         self._place.fill_(self.nowhere)
-        for tensor in (self._head, self._tail, self.counts, self._written):
-            tensor.zero_()
+        self._lists.zero_()
+        self._written.zero_()
         self._newest.fill_(-1)
         self._ordered.fill_(True)
         if self._free is not None:
@@ -414,9 +438,21 @@ class EventTables(Mapping[str, EventTable]):
 
     def positions(self, slots: Tensor) -> Tensor:
         """Where ``slots`` [n] are in each table, ``nowhere`` if they are not; int64 [tables, n]."""
-        rows = torch.arange(len(self._place), device=self.device).unsqueeze(1) * self.num_slots
-        listed = take(self._place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1).to(torch.int64)
+        listed = self._listed(slots).to(torch.int64)
         return listed if self._pinned else torch.cat([slots.unsqueeze(0), listed])
+
+    def _listed(self, slots: Tensor) -> Tensor:
+        """:meth:`positions` in the tables that are lists."""
+        if not is_traced():
+            return self._place.index_select(1, slots)
+        rows = torch.arange(len(self._place), device=self.device).unsqueeze(1) * self.num_slots
+        return take(self._place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
+
+    def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
+        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], outside graphs; float32 [n]."""
+        listed = (self._listed(slots) != self.nowhere).to(torch.float32)
+        result = torch.tensor(of_table[self._first :], device=self.device) @ listed
+        return result if self._pinned else result.add_(of_table[0])
 
     def _between(self, number: int, first: int, last: int) -> Tensor:
         begin, end = self._begins[number : number + 2]
@@ -433,7 +469,10 @@ class EventTables(Mapping[str, EventTable]):
         positions = self._place[:, slots]
         alive = positions != self.nowhere
         if bool(alive.any()):
-            self.counts[self._first :] -= alive.sum(1)
+            deaths = alive.sum(1)
+            self.counts[self._first :] -= deaths
+            # in lists in the order of time, what dies is what is oldest
+            self._tail[self._first :] += deaths * self._ordered[self._first :]
             self._place[:, slots] = self.nowhere
             if self.listener is not None:
                 self.listener.left(positions[alive].to(torch.int64), slots.expand_as(positions)[alive])

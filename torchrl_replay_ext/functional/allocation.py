@@ -40,6 +40,12 @@ def allocate(eta: Tensor, batch_size: int, method: str = "systematic", u: Tensor
         raise ValueError(f"allocate(method={method!r}): method must be one of {', '.join(METHODS)}.")
     if batch_size < 1:
         raise ValueError(f"allocate(batch_size={batch_size}): batch_size must be >= 1.")
+    ends = table_ends(eta, batch_size, method, u)
+    return torch.cat([ends[:1], ends[1:] - ends[:-1]])
+
+
+def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = None) -> Tensor:
+    """The cumulated counts of :func:`allocate`, int64 [K]."""
     eta = eta.to(torch.float64)
     if method == "largest_remainder":
         share = batch_size * eta / eta.sum()
@@ -50,15 +56,12 @@ def allocate(eta: Tensor, batch_size: int, method: str = "systematic", u: Tensor
         number = torch.arange(len(eta), device=eta.device)
         tied = (fraction.unsqueeze(0) == fraction.unsqueeze(1)) & (number.unsqueeze(0) < number.unsqueeze(1))
         rank = (ahead | tied).sum(1)
-        return (counts + (rank < batch_size - counts.sum())).to(torch.int64)
+        return (counts + (rank < batch_size - counts.sum())).to(torch.int64).cumsum(0)
     if u is None:
         size = 1 if method == "systematic" else batch_size
         u = torch.rand(size, dtype=torch.float64, device=eta.device)
     cumulated = eta.cumsum(0)
-    cumulated = cumulated / cumulated[-1:]
+    cumulated = cumulated / cumulated[-1]
     if method == "systematic":
-        ends = (batch_size * cumulated - u.reshape(-1)[:1]).ceil().clamp(0, batch_size)
-    else:
-        ends = (u.reshape(1, -1) < cumulated.unsqueeze(1)).sum(1)
-    ends = ends.to(torch.int64)
-    return torch.cat([ends[:1], ends[1:] - ends[:-1]])
+        return (batch_size * cumulated - u.reshape(-1)[0]).ceil_().clamp_(0, batch_size).to(torch.int64)
+    return (u.reshape(1, -1) < cumulated.unsqueeze(1)).sum(1)
