@@ -27,10 +27,15 @@ from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
     SumTree,
+    Threshold,
 )
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.tracing import uniform
@@ -123,10 +128,17 @@ class Case:
     experience: type[Flat] = Flat
     capacity: int = 50
 
+    # whether writing is part of the graph
+    extends: bool = True
+
+    def parts(self) -> dict[str, Any]:
+        sampler = self.sampler(self.capacity)
+        parts = {"sampler": sampler, "batch_size": BATCH}
+        return parts if self.extends else parts | {"writer": EventTableWriter(sampler.tables)}
+
     def buffer(self, **arguments: Any) -> CompilableReplayBuffer:
         storage = CompilableTensorStorage(self.capacity, ndim=self.experience.ndim)
-        sampler = self.sampler(self.capacity)
-        return CompilableReplayBuffer(**{"storage": storage, "sampler": sampler, "batch_size": BATCH, **arguments})
+        return CompilableReplayBuffer(**{"storage": storage, **self.parts(), **arguments})
 
 
 def proportional(**arguments: Any) -> Callable[[int], Any]:
@@ -151,6 +163,33 @@ def rank(**arguments: Any) -> Callable[[int], Any]:
     return lambda capacity: SortedByHand(capacity, **arguments)
 
 
+class EventsSortedByHand(EventTableSampler):
+    _sort_if_due = SortedByHand._sort_if_due
+
+
+def events(retention: str = "ring", **arguments: Any) -> Callable[[int], Any]:
+    def sampler(capacity: int) -> Any:
+        specs = [
+            EventSpec("rare", Threshold("error", ">", 1.4), 4),
+            EventSpec("end", ("next", "done"), 3, table="both"),
+            EventSpec("low", Threshold("error", "<", 0.2), 2, table="both"),
+        ]
+        sizes = {"rare": 9, "both": 15}
+        if retention == "pinned":
+            sizes["default"] = capacity - 24
+        tables = EventTables(specs, sizes, retention=retention)
+        eta = {"default": Anneal(0.6, 0.3, 40), "rare": Anneal(0.1, 0.5, 40), "both": Anneal(0.3, 0.2, 40)}
+        if arguments.get("correction") == "priority":
+            eta = {"default": 0.6, "rare": 0.1, "both": 0.3}
+        return EventsSortedByHand(tables, **{"eta": eta, "min_size": 2, **arguments})
+
+    return sampler
+
+
+def inside(kind: str, **arguments: Any) -> dict[str, Any]:
+    return {"kind": kind, "beta": Anneal(0.4, 1.0, 30), **arguments}
+
+
 # a new sampler needs one more line here
 CASES = {
     "uniform": Case(lambda _: RandomSampler()),
@@ -164,12 +203,27 @@ CASES = {
     # more than two pages of positions, so that pages are given back and taken again
     "reaper, two streams": Case(reaper(num_streams=2), TwoStreams, capacity=150),
     "reaper, two columns": Case(reaper(weight_norm="buffer"), TwoColumns),
+    "events, uniform": Case(events(), extends=False),
+    "events, uniform, mixture": Case(events("pinned", correction="mixture", beta=Anneal(0.4, 1, 30)), extends=False),
+    "events, uniform, conditional": Case(
+        events(correction="conditional", allocation="multinomial", pair_keys=("obs",)), TwoStreams, extends=False
+    ),
+    "events, uniform, lemma2": Case(
+        events(correction="lemma2", allocation="largest_remainder", pair_keys=("obs",)), extends=False
+    ),
+    "events, uniform, priority": Case(events(correction="priority"), TwoColumns, extends=False),
+    "events, proportional": Case(
+        events(priority=inside("proportional", alpha=Anneal(0.4, 0.9, 20))), TwoColumns, extends=False
+    ),
+    "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), TwoStreams, extends=False),
+    "events, rank": Case(events(priority=inside("rank")), extends=False),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name]
 
 
-def step(buffer: CompilableReplayBuffer, data: TensorDict) -> TensorDict:
-    buffer.extend(data)
+def step(buffer: CompilableReplayBuffer, data: TensorDict, extends: bool = True) -> TensorDict:
+    if extends:
+        buffer.extend(data)
     batch = buffer.sample()
     batch["td_error"] = batch["error"] + data["error"].amax()
     buffer.update_tensordict_priority(batch)
@@ -179,7 +233,7 @@ def step(buffer: CompilableReplayBuffer, data: TensorDict) -> TensorDict:
 def assert_same_batch(first: TensorDict, second: TensorDict) -> None:
     assert set(first.keys(True, True)) == set(second.keys(True, True))
     for key, value in first.items(True, True):
-        if key == "priority_weight":
+        if key in ("priority_weight", "sample_probability"):
             assert value.dtype == torch.float32
             torch.testing.assert_close(value, second[key])
         else:
@@ -209,7 +263,12 @@ def compare(case: Case) -> None:
     """Drive a compiled buffer and an eager one by the same experience, from nearly empty to wrapped often."""
     experience, eager, compiled = case.experience(), case.buffer(), case.buffer()
     counter = CompileCounterWithBackend("inductor")
-    in_graph = torch.compile(lambda data: step(compiled, data), fullgraph=True, backend=counter)
+    graph = torch.compile(lambda data: step(compiled, data, case.extends), fullgraph=True, backend=counter)
+
+    def in_graph(data: TensorDict) -> TensorDict:
+        if not case.extends:
+            compiled.extend(data)
+        return graph(data)
 
     def both(count: int, write: bool = False) -> None:
         data = experience.take(count)
@@ -230,7 +289,7 @@ def compare(case: Case) -> None:
             # another size, outside the graph
             both(10, write=True)
             for buffer in (eager, compiled):
-                if isinstance(buffer.sampler, RankBasedSampler):
+                if isinstance(buffer.sampler, (RankBasedSampler, EventTableSampler)):
                     buffer.sampler.sort()
         if number == case.capacity // 2:
             # back to a checkpoint
@@ -259,7 +318,7 @@ def test_one_graph_for_life_draws_what_eager_code_draws(name):
 
 @pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize("width", [1, 256, 512])
-@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "events, uniform", "events, rank"])
 def test_every_width_of_vector_code(name, width):
     if width == pick_vec_isa().bit_width():
         pytest.skip("what the test above compiles")
@@ -520,14 +579,12 @@ def constant(name: str) -> Case:
         result.alpha = 0.6
         return result
 
-    return Case(sampler, case.experience, case.capacity)
+    return Case(sampler, case.experience, case.capacity, case.extends)
 
 
 def stock(case: Case, **arguments: Any) -> TensorDictReplayBuffer:
     storage = LazyTensorStorage(case.capacity, ndim=case.experience.ndim)
-    return TensorDictReplayBuffer(
-        storage=storage, sampler=case.sampler(case.capacity), **{"batch_size": BATCH, **arguments}
-    )
+    return TensorDictReplayBuffer(storage=storage, **{**case.parts(), **arguments})
 
 
 def through_pickle(buffer: CompilableReplayBuffer) -> CompilableReplayBuffer:
@@ -772,7 +829,7 @@ def test_nothing_in_a_step_waits_for_the_device(traced, name):
     traced["on"] = True
     with on_device.mode:
         with CopiesFromTheCPU() as copies:
-            batch = step(buffer, data)
+            batch = step(buffer, data, case.extends)
         assert copies.made_of == []
         assert batch.device == batch["obs"].device == on_device.device
         if isinstance(buffer.sampler, PrioritySampler):
@@ -780,4 +837,4 @@ def test_nothing_in_a_step_waits_for_the_device(traced, name):
             traced["on"] = False
             # what the test would see
             with pytest.raises(DataDependentOutputException):
-                step(buffer, data)
+                step(buffer, data, case.extends)

@@ -149,6 +149,11 @@ class EventTableSampler(PrioritySampler):
         super().__init__(1, beta=own_beta if correction is None else beta, weight_norm="batch", **settings)
 
     @property
+    def tables(self) -> EventTables:
+        """The tables it draws from."""
+        return self._tables
+
+    @property
     def eta(self) -> dict[str, float]:
         """η of each table. Assigning a dict (of numbers or Anneal) replaces all."""
         return dict(zip(self._tables.names, self._eta[0].tolist(), strict=True))
@@ -431,9 +436,14 @@ class EventTableSampler(PrioritySampler):
         eta = [share / total for share in eta] if total else [1.0, *(0.0 for _ in eta[1:])]
         u = uniform(batch_size + 1, device=self._device, generator=self._rng)
         table = self._tables_of_rows(torch.tensor(eta, dtype=torch.float64, device=self._device), batch_size, u)
-        layout = torch.tensor([sizes, oldest, lengths, begins], device=self._device)
-        size, first, length, begin = layout.index_select(1, table).unbind()
-        position = (u[1:] * size).to(torch.int64).add_(first).remainder_(length).add_(begin)
+        # in the order of positions, as in the tree: first those that have wrapped around, then a gap
+        starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
+        wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
+        gaps = [at - n for at, n in zip(starts, wrapped, strict=True)]
+        layout = torch.tensor([sizes, wrapped, gaps, begins], device=self._device)
+        size, before, gap, begin = layout.index_select(1, table).unbind()
+        entry = (u[1:] * size).to(torch.int64)
+        position = (entry >= before).mul(gap).add_(entry).add_(begin)
         slots = self._tables.slot_at.index_select(0, position).to(torch.int64)
         share = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
         return slots, table, self._tables.share(slots, share)
