@@ -216,6 +216,10 @@ CASES = {
         events(priority=inside("proportional", alpha=Anneal(0.4, 0.9, 20))), TwoColumns, extends=False
     ),
     "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), TwoStreams, extends=False),
+    "events, reaper": Case(events(priority=inside("reaper", omega=Anneal(0.1, 0.5, 20))), extends=False),
+    "events, reaper, mixture": Case(
+        events(priority={"kind": "reaper", "num_streams": 2}, correction="mixture"), TwoStreams, extends=False
+    ),
     "events, rank": Case(events(priority=inside("rank")), extends=False),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name]

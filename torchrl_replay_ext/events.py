@@ -95,7 +95,7 @@ class EventSpec:
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be an integer >= {low}.")
         if DEFAULT in (self.name, self.table):
-            raise ValueError(f"EventSpec({self.name!r}): {DEFAULT!r} is the table of all transitions; use another name.")
+            raise ValueError(f"EventSpec({self.name!r}): {DEFAULT!r} is the table of everything; use another name.")
         condition = self.condition
         is_key = isinstance(condition, str) or (
             isinstance(condition, tuple) and bool(condition) and all(isinstance(part, str) for part in condition)
@@ -120,8 +120,8 @@ class EventSpec:
             what = f"the entry {key!r}"
             if result is None:
                 raise KeyError(
-                    f"EventSpec({self.name!r}): the data has no entry {key!r}, which the environment (or a transform of "
-                    "it) writes; pass another condition, or let it write one."
+                    f"EventSpec({self.name!r}): the data has no entry {key!r}, which the environment (or a transform) "
+                    "writes; pass another condition, or let it write one."
                 )
         else:
             result = condition(data)
@@ -247,8 +247,8 @@ class EventTables(Mapping[str, EventTable]):
         longest = max(specs, key=lambda spec: spec.history)
         if self._pinned and longest.history > capacity[DEFAULT]:
             raise ValueError(
-                f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, more than the default table's "
-                f"capacity of {capacity[DEFAULT]} keeps."
+                f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, more than the "
+                f"{capacity[DEFAULT]} transitions that the default table keeps."
             )
         self._max_capacity = [capacity.get(name, 0) for name in self.names]
         self.num_slots = 0
@@ -316,8 +316,8 @@ class EventTables(Mapping[str, EventTable]):
         needed = sum(self._max_capacity)
         if self._pinned and num_slots < needed:
             raise ValueError(
-                f"EventTables(retention='pinned'): the storage has {num_slots} slots, the capacities add up to {needed}; "
-                f"use LazyTensorStorage({needed})."
+                f"EventTables(retention='pinned'): the storage has {num_slots} slots, the capacities add up to "
+                f"{needed}; use LazyTensorStorage({needed})."
             )
 
     def _rows(self) -> None:
@@ -353,7 +353,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, to be saved and restored in place."""
-        names = "slot_at _place _lists _capacity _newest _ordered _written".split()
+        names = ["slot_at", "_place", "_lists", "_capacity", "_newest", "_ordered", "_written"]
         state = {name.lstrip("_"): getattr(self, name) for name in names}
         return state if self._free is None else state | self._free.tensors("free")
 
@@ -389,11 +389,9 @@ class EventTables(Mapping[str, EventTable]):
         """Whether ``other`` was built from the same events, capacities and retention; functions are not compared."""
 
         def described(tables: EventTables) -> list[Any]:
-            specs = [
-                (spec.name, None if callable(spec.condition) else spec.condition, spec.history, spec.table, spec.context)
-                for spec in tables.specs
-            ]
-            return [specs, tables._max_capacity, tables.retention]
+            specs = [(spec.name, spec.history, spec.table, spec.context) for spec in tables.specs]
+            conditions = [None if callable(spec.condition) else spec.condition for spec in tables.specs]
+            return [specs, conditions, tables._max_capacity, tables.retention]
 
         return described(self) == described(other)
 
@@ -415,7 +413,7 @@ class EventTables(Mapping[str, EventTable]):
         """Change κ of a table, and drop its oldest entries if need be."""
         name, most = self.names[number], self._max_capacity[number]
         if number < self._first or not self.num_slots:
-            raise ValueError(f"EventTables[{name!r}].capacity can be set once the buffer was written to, in lists only.")
+            raise ValueError(f"EventTables[{name!r}].capacity: a list is needed, in a buffer that was written to.")
         if not 1 <= int(value) <= most:
             raise ValueError(
                 f"EventTables[{name!r}].capacity={value}: must be in [1, {most}]; memory is set aside for the capacity "

@@ -1,3 +1,4 @@
+import itertools
 import pickle
 
 import pytest
@@ -63,7 +64,7 @@ def cut(count, chunk, generator):
     while borders[-1] < count:
         step = chunk or int(torch.randint(1, 10, (), generator=generator))
         borders.append(min(borders[-1] + step, count))
-    return list(zip(borders, borders[1:], strict=False))
+    return list(itertools.pairwise(borders))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, None, 64, 1000])

@@ -16,7 +16,8 @@ from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.functional.allocation import METHODS, table_ends
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.samplers.pairs import PairCounts
-from torchrl_replay_ext.tracing import is_traced, take, uniform
+from torchrl_replay_ext.samplers.reaper import ReaPERSampler
+from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
 from torchrl_replay_ext.tree import Resolved, SumTree
 
 _CORRECTIONS = (None, "mixture", "conditional", "lemma2", "priority")
@@ -25,7 +26,13 @@ _COUNTING = ("conditional", "lemma2")
 _KINDS: dict[str, dict[str, Any]] = {
     "proportional": {"alpha": 0.6, "beta": 0.4, "eps": 1e-6, "td_error": "squared"},
     "rank": {"alpha": 0.7, "beta": 0.4, "td_error": "squared", "stale_fraction": 0.05},
+    "reaper": {"alpha": 0.4, "omega": 0.2, "beta": 0.4, "eps": 1e-6, "td_error": "squared"},
 }
+# What it takes beyond that, and hands on.
+_REAPER = ("num_streams", "truncated", "done_key", "terminated_key", "traj_key", "init_key")
+# ReaPER: proposals per row, and rounds until every Ψ is computed.
+_TRIES = 4
+_MAX_ROUNDS = 8
 # Units of mass for the first rank; the tree's own is too coarse for the last of a million.
 _RANK_UNIT = 2**36
 
@@ -41,9 +48,9 @@ class EventTableSampler(PrioritySampler):
 
         p(i) = Σ_k η_k q_k(i)      over the tables k that hold it
 
-    Rows carry ``"table"``, int64 [B], the number of their table (0: default, then in the order of ``tables``; rows stand
-    in that order), ``"sample_probability"``, float32 [B], p(i), and ``"priority_weight"``, float32 [B], which TorchRL's
-    losses apply: w divided by the largest of the batch, with w by ``correction``:
+    Rows carry ``"table"``, int64 [B], the number of their table (0: default, then in the order of ``tables``; rows
+    stand in that order), ``"sample_probability"``, float32 [B], p(i), and ``"priority_weight"``, float32 [B], which
+    TorchRL's losses apply: w divided by the largest of the batch, with w by ``correction``:
 
     * ``None``: 1; what the source does for deterministic or mildly stochastic tasks. With ``priority``,
       (\|B_k\| q_k(i))^−β with β from ``priority``: as if draws inside the tables were uniform.
@@ -67,6 +74,10 @@ class EventTableSampler(PrioritySampler):
     * ``"rank"``: q_k(i) ∝ rank^−α, its rank in table k; also ``alpha``, ``beta``, ``td_error`` and ``stale_fraction``:
       ranks are those of the last sort, and of the moment for a transition that was updated or inserted since; sorted
       anew outside of graphs when so large a share of all entries has changed. New transitions have the first rank.
+
+    * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`, whose other arguments it takes too
+      (but ``weight_norm``); for ``retention="ring"``. Draws follow Ψ exactly; the sum of Ψ over a table, of which p and
+      w are made, is estimated from the proposals of the last batches. (:meth:`probabilities` is exact.)
 
     New transitions have the largest priority so far.
 
@@ -140,6 +151,12 @@ class EventTableSampler(PrioritySampler):
         self._allocation, self._correction = allocation, correction
         self._pair_keys = pair_keys
         self._stale_fraction = settings.pop("stale_fraction", 0.0)
+        self._source: ReaPERSampler | None = None
+        if self._kind == "reaper":
+            if tables.retention == "pinned":
+                raise ValueError("EventTableSampler(priority='reaper'): needs tables of retention='ring'.")
+            handed_on = {key: settings.pop(key) for key in ("omega", *_REAPER) if key in settings}
+            self._source = ReaPERSampler(1, alpha=settings["alpha"], **handed_on)
         self._min_sizes = _min_sizes(min_size, tables)
         self._eta = torch.zeros(4, len(tables), dtype=torch.float64)
         self._set_eta(eta)
@@ -147,6 +164,9 @@ class EventTableSampler(PrioritySampler):
         self._plain = self._kind is None and correction in (None, "mixture")
         own_beta = settings.pop("beta")
         super().__init__(1, beta=own_beta if correction is None else beta, weight_norm="batch", **settings)
+        if self._source is not None:
+            self._hyperparameters["omega"] = self._source._omega
+            self._source._hyperparameters = self._hyperparameters
 
     @property
     def tables(self) -> EventTables:
@@ -217,7 +237,7 @@ class EventTableSampler(PrioritySampler):
             tables = getattr(storage, STORAGE_ATTRIBUTE, None)
             if tables is None:
                 raise RuntimeError(
-                    "EventTableSampler: the buffer's writer fills no event tables; pass writer=EventTableWriter(tables)."
+                    "EventTableSampler: the buffer's writer fills no tables; pass writer=EventTableWriter(tables)."
                 )
             if tables is not self._tables:
                 if not tables.fits(self._tables):
@@ -240,9 +260,22 @@ class EventTableSampler(PrioritySampler):
         self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
         self._changes = torch.zeros((), dtype=torch.int64, device=device)
         self._pairs = PairCounts(size, len(self._tables), device=device) if self._correction in _COUNTING else None
+        # running mean of R^ω of the proposals for each table
+        self._acceptance = torch.ones(len(self._tables), dtype=torch.float64, device=device)
+        self._repeated = torch.zeros((), dtype=torch.int64, device=device)
         self._shape_changed()
 
+    def _share(self, source: ReaPERSampler) -> None:
+        """Let ``source`` keep the episodes: its state is ours, its tree the default table's part of ours."""
+        for name in ("_size", "_device", "_shape", "_traceable", "_stamp", "_priority", "_clock", "_max_priority"):
+            setattr(source, name, getattr(self, name))
+        source._tree = self._tree
+        source._shape_changed()
+        self._episodes = source._episodes
+
     def _shape_changed(self) -> None:
+        if self._source is not None:
+            self._share(self._source)
         if self._shape is not None and self._num_slots == self._size:
             self._tables.allocate(self._num_slots, self._device)
             self._tables.listener = self
@@ -254,16 +287,29 @@ class EventTableSampler(PrioritySampler):
         self._changes.zero_()
         if self._pairs is not None:
             self._pairs.clear_()
+        if self._source is not None:
+            self._source._clear()
+            self._acceptance.fill_(1.0)
+            self._repeated.zero_()
 
     def _tensors(self) -> dict[str, Tensor]:
         state = {"masses": self._tree.leaves, "keys": self._keys, "changes": self._changes, "eta": self._eta}
-        return state if self._pairs is None else state | self._pairs.tensors()
+        if self._pairs is not None:
+            state |= self._pairs.tensors()
+        if self._source is not None:
+            state |= {"acceptance": self._acceptance, "repeated": self._repeated}
+            state |= {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
+        return state
 
     def _restored(self) -> None:
         self._tree.rebuild_()
+        if self._source is not None:
+            self._episodes.rebuild_()
         self._annealed = not torch.equal(self._eta[1], self._eta[2])
 
     def _limit(self, alpha: float) -> float:
+        if self._source is not None:
+            return min(self._largest(self._tree, alpha), self._source._episodes.max_priority)
         return 1e30 if self._kind != "proportional" else self._largest(self._tree, alpha)
 
     def _masses(self, positions: Tensor, slots: Tensor) -> Tensor:
@@ -320,7 +366,11 @@ class EventTableSampler(PrioritySampler):
         if self._pairs is not None:
             columns = [self._column(storage, key, slots) for key in self._pair_keys]
             self._pairs.write(slots, columns, (self._tables.positions(slots) != self._nowhere)[1:])
-        self._stamp_slots(slots)
+        if self._source is not None:
+            self._source._write(slots, storage)
+            self._just_written = slots
+        else:
+            self._stamp_slots(slots)
         self._set(*self._everywhere(slots))
         self._changes.add_(len(slots))
         self._sort_if_due()
@@ -345,6 +395,8 @@ class EventTableSampler(PrioritySampler):
             self._step()
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+        if self._source is not None:
+            self._source._update(slots, priority, resolved)
         positions, repeated = self._everywhere(slots)
         if resolved is not None:
             count = positions.shape[0] // slots.shape[0]
@@ -464,7 +516,7 @@ class EventTableSampler(PrioritySampler):
                 if self._correction is None:
                     weight = torch.ones_like(probability)
                 else:
-                    weight = probability**-self._hyperparameters["beta"].current()
+                    weight = probability ** -self._hyperparameters["beta"].current()
                     weight = weight / weight.amax()
                 self._step_eta()
                 return slots, {"priority_weight": weight, "table": table, "sample_probability": probability}
@@ -474,12 +526,14 @@ class EventTableSampler(PrioritySampler):
             raise RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0.")
         u = uniform(batch_size + 1, device=self._device, generator=self._rng)
         table = self._tables_of_rows(eta, batch_size, u)
-        mass_of_table = take(total, table)
-        target = torch.minimum((u[1:] * mass_of_table).to(torch.int64), mass_of_table - 1)
-        position, mass = self._tree.find((take(low, table) + target).clamp_min(0))
+        if self._source is not None:
+            position, mass = self._accepted(table, low, total, batch_size)
+            total = total * self._acceptance
+        else:
+            position, mass = self._proposed(u[1:], take(low, table), take(total, table))
         slots = take(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
-        weight = self._weight(slots, probability, eta, mass, mass_of_table, take(self._tables.counts, table))
+        weight = self._weight(slots, probability, eta, mass, take(total, table), take(self._tables.counts, table))
         if is_traced():
             weight = torch.where(mass > 0, weight, 0.0)
         self._step_eta()
@@ -489,11 +543,74 @@ class EventTableSampler(PrioritySampler):
             "sample_probability": probability.to(torch.float32),
         }
 
+    def _proposed(self, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions drawn, and their masses, in ranges that begin at ``low`` [n] and are ``total`` [n] long."""
+        target = torch.minimum((u * total).to(torch.int64), total - 1)
+        return self._tree.find((low + target).clamp_min(0))
+
+    def _accepted(self, table: Tensor, low: Tensor, total: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Positions drawn from Ψ inside the table of each row, [B] in order, and Ψ of each.
+
+        Proposals are drawn by d^α and accepted with probability R^ω. The rows of a table get its accepted proposals in
+        turn; if there are fewer, more are drawn, or, in a graph, they are given out again from the first on, which
+        leaves the distribution of each row as it is.
+        """
+        rows = torch.arange(batch_size, device=self._device)
+        numbers = torch.arange(len(total), device=self._device)
+        first_row = torch.searchsorted(table, numbers)
+        rows_of_table = torch.searchsorted(table, numbers, right=True) - first_row
+        tries = _TRIES
+        for _ in range(_MAX_ROUNDS):
+            of_proposal = table.repeat_interleave(tries, output_size=tries * batch_size)
+            u, v = uniform(2, tries * batch_size, device=self._device, generator=self._rng)
+            position, mass = self._proposed(u, take(low, of_proposal), take(total, of_proposal))
+            factor = self._factor(take(self._tables.slot_at, position).to(torch.int64))
+            running = (v < factor).cumsum(0)
+            # accepted ahead of each table's proposals, and among them
+            ends = take(running, (tries * (first_row + rows_of_table) - 1).clamp_min(0))
+            ends = ends * (first_row + rows_of_table > 0)
+            ahead = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+            found = ends - ahead
+            missing = (rows_of_table - found).clamp_min(0).sum()
+            if is_traced() or not missing.item():
+                break
+            tries *= 2
+        else:
+            return self._exactly(table, rows.shape[0])
+        sums = torch.zeros_like(self._acceptance).index_add_(0, of_proposal, factor.to(torch.float64))
+        mean = sums / (tries * rows_of_table).clamp_min(1)
+        self._acceptance.copy_(torch.where(rows_of_table > 0, 0.9 * self._acceptance + 0.1 * mean, self._acceptance))
+        self._repeated.add_(missing)
+        in_table = rows - take(first_row, table)
+        wanted = in_table % take(found, table).clamp_min(1)
+        place = torch.searchsorted(running, take(ahead, table) + wanted + 1)
+        # where none is accepted, proposals are taken as they are
+        place = pick(take(found, table) > 0, place, tries * rows)
+        return take(position, place), take(mass * factor, place)
+
+    def _exactly(self, table: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+        """:meth:`_accepted` from all Ψ, where hardly a proposal is accepted."""
+        density = self._tree.leaves.view(-1)[: self._nowhere].to(torch.float64)
+        listed = density.nonzero().squeeze(1)
+        density[listed] *= self._factor(self._tables.slot_at[listed].to(torch.int64))
+        running = torch.cat([density.new_zeros(1), density.cumsum(0)])
+        low, high = running[self._begins[:-1][table]], running[self._begins[1:][table]]
+        u = uniform(batch_size, device=self._device, generator=self._rng)
+        position = torch.searchsorted(running, low + u * (high - low), right=True).clamp_max(self._nowhere) - 1
+        return position, density[position]
+
+    def _factor(self, slots: Tensor) -> Tensor:
+        """R^ω of ``slots`` [n]."""
+        omega = self._hyperparameters["omega"].current()
+        return self._episodes.reliability(slots, self._stamp) ** omega
+
     def _mixture(self, slots: Tensor, eta: Tensor, total: Tensor) -> Tensor:
         """p(i) of ``slots`` [n], float64 [n]."""
         positions, _ = self._everywhere(slots)
         mass = self._tree.get(positions).view(-1, slots.shape[0])
-        share = eta / total.clamp_min(1)
+        if self._source is not None:
+            mass = mass * self._factor(slots)
+        share = eta / torch.where(total > 0, total, 1.0)
         return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
 
     def _weight(
@@ -529,6 +646,10 @@ class EventTableSampler(PrioritySampler):
     def _unnormalized(self, slots: Tensor) -> Tensor:
         self._sort_if_due()
         eta, _, total = self._proportions(self._batch_size)
+        if self._source is not None:
+            stored = self._stored_slots()
+            positions = self._tables.positions(stored)
+            total = (self._tree.get(positions.reshape(-1)).view(positions.shape) * self._factor(stored)).sum(1)
         return self._mixture(slots, eta, total)
 
     # of the last batch outside graphs: what min_size=None means where none is being drawn
@@ -544,6 +665,8 @@ class EventTableSampler(PrioritySampler):
         names = self._tables.names
         sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
         stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
+        if self._source is not None:
+            stats |= {"acceptance_rate": (self._acceptance * self._eta[0]).sum(), "repeated_draws": self._repeated}
         return stats | {f"eta_{name}": eta for name, eta in zip(names, self._eta[0], strict=True)}
 
 
@@ -554,17 +677,18 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
     kind = priority.get("kind")
     if kind not in _KINDS:
         raise ValueError(f"EventTableSampler(priority={dict(priority)}): kind must be one of {', '.join(_KINDS)}.")
-    unknown = set(priority) - {"kind"} - set(_KINDS[kind])
+    known = [*_KINDS[kind], *(_REAPER if kind == "reaper" else ())]
+    unknown = set(priority) - {"kind", *known}
     if unknown:
         raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} knows {', '.join(_KINDS[kind])}, not "
+            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} knows {', '.join(known)}, not "
             f"{', '.join(sorted(unknown))}."
         )
     return {"eps": 1e-6, **_KINDS[kind], **priority}
 
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
-    """d of each table; -1 stands for the batch size."""
+    """For each table its d; -1 stands for the batch size."""
     given: dict[str, Any] = {}
     if isinstance(min_size, Mapping):
         given = dict(min_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -342,12 +342,8 @@ class EventTableWriter(CompilableWriter):
             tables.insert(0, slots, tables.num_written + torch.arange(len(slots), device=slots.device))
         else:
             # in a ring, the first write tells how large it is
-            before = tables.num_written
-            index = super().extend(data)
-            slots = self._flat(index)
-            self._allocate()
-            slots = slots.to(tables.device)
-            assert tables.num_written == before
+            index = self._write_ring(data)
+            slots = self._flat(index).to(tables.device)
             timeline, entering = self._plan(rows, occurred)
         timeline.slot[timeline.row >= 0] = slots.cpu().numpy()[timeline.row[timeline.row >= 0]]
         tables.written(len(rows))
@@ -392,6 +388,22 @@ class EventTableWriter(CompilableWriter):
                 if (at == row).any():
                     self._insert(table, timeline, places[at == row])
         tables.overwrite(slots[done:])
+
+    def _write_ring(self, data: TensorDictBase) -> Tensor:
+        first = int(self._cursor)
+        try:
+            index = super().extend(data)
+        except BaseException:
+            # the sampler has refused the rows, but they may be in the storage
+            if self._tables.num_slots:
+                width = data.shape[1:].numel()
+                slots = first * width + torch.arange(data.numel(), device=self._tables.device)
+                self._tables.overwrite(slots % self._tables.num_slots)
+                self._tables.written(data.numel())
+                self._tails.clear()
+            raise
+        self._allocate()
+        return index
 
     def _write_pinned(
         self, data: TensorDictBase, timeline: _Timeline, entering: dict[int, tuple[np.ndarray, np.ndarray]]

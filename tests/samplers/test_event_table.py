@@ -1,0 +1,605 @@
+import math
+
+import pytest
+import torch
+from scipy import stats
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from tests.events import scripted
+from torchrl_replay_ext import (
+    Anneal,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ReaPERSampler,
+)
+from torchrl_replay_ext.functional import allocate, reliability
+
+ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
+
+
+def make(retention="ring", size=60, batch_size=50, generator=None, **sampler):
+    specs = [EventSpec("a", ("next", "a"), 5), EventSpec("b", ("next", "b"), 3)]
+    capacity = {"a": 12, "b": 20}
+    if retention == "pinned":
+        capacity["default"] = size - 32
+    tables = EventTables(specs, capacity, retention=retention)
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(size),
+        writer=EventTableWriter(tables),
+        sampler=EventTableSampler(tables, **{"eta": ETA, "min_size": 1, **sampler}),
+        batch_size=batch_size,
+        priority_key="td_error",
+        generator=generator,
+    )
+
+
+def filled(count=150, **options):
+    rb = make(**options)
+    rb.extend(scripted(count, seed=3, p_event=0.15, streams=options.get("streams", 1)))
+    return rb
+
+
+def expected_mixture(rb, eta=ETA, weights=None):
+    """p(i) of each slot, from the lists of the tables; ``weights``: q is proportional to them, float64 [slots]."""
+    probability = torch.zeros(rb.storage.max_size, dtype=torch.float64)
+    for name, share in eta.items():
+        index = rb.sampler.tables[name].index()
+        q = torch.ones(len(index), dtype=torch.float64) if weights is None else weights[index]
+        probability[index] += share * q / q.sum()
+    return probability
+
+
+def draw(rb, draws=50_000):
+    batches = [rb.sample() for _ in range(draws // rb.batch_size)]
+    return torch.cat([b["index"] for b in batches]), torch.cat([b["table"] for b in batches]), batches
+
+
+def p_value(index, expected):
+    counts = index.bincount(minlength=len(expected))
+    assert int(counts[expected == 0].sum()) == 0
+    possible = expected > 0
+    mean = len(index) * expected[possible]
+    assert float(mean.min()) >= 5
+    return stats.chisquare(counts[possible].numpy(), mean.numpy() * len(index) / mean.sum().item()).pvalue
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+@pytest.mark.parametrize("allocation", ["systematic", "multinomial", "largest_remainder"])
+def test_draws_follow_the_mixture_and_the_test_can_fail(retention, allocation):
+    torch.manual_seed(0)
+    rb = filled(retention=retention, allocation=allocation)
+    expected = expected_mixture(rb)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected[: len(rb)])
+    index, table, batches = draw(rb)
+    assert p_value(index, expected) > 1e-4
+    assert p_value(index, expected_mixture(rb, {"default": 0.6, "a": 0.15, "b": 0.25})) < 1e-4
+    for number, name in enumerate(ETA):
+        members = torch.zeros(60, dtype=torch.float64)
+        members[rb.sampler.tables[name].index()] = 1
+        assert p_value(index[table == number], members / members.sum()) > 1e-4
+    batch = batches[0]
+    torch.testing.assert_close(batch["sample_probability"], expected[batch["index"]].float())
+    assert (batch["priority_weight"] == 1).all() and batch["priority_weight"].dtype == torch.float32
+    assert (batch["table"].diff() >= 0).all()
+    if allocation != "multinomial":
+        assert batch["table"].bincount(minlength=3).tolist() == [25, 10, 15]
+
+
+# --- allocation
+
+
+def test_systematic_counts_are_rounded_and_unbiased():
+    eta = torch.tensor([0.5, 0.1, 0.0625, 0.0625, 0.0625, 0.1125, 0.1], dtype=torch.float64)
+    torch.manual_seed(0)
+    counts = torch.stack([allocate(eta, 32) for _ in range(4000)])
+    share = 32 * eta
+    assert (counts.sum(1) == 32).all()
+    assert (counts >= share.floor()).all() and (counts <= share.ceil()).all()
+    assert (counts[:, 2] == 2).all()
+    torch.testing.assert_close(counts.double().mean(0), share, atol=0.05, rtol=0)
+
+
+def test_multinomial_counts_are_those_of_independent_rows():
+    eta = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    torch.manual_seed(0)
+    counts = torch.stack([allocate(eta, 32, "multinomial") for _ in range(4000)]).double()
+    assert (counts.sum(1) == 32).all()
+    torch.testing.assert_close(counts.mean(0), 32 * eta, atol=0.15, rtol=0)
+    torch.testing.assert_close(counts.var(0), 32 * eta * (1 - eta), atol=0.5, rtol=0)
+
+
+def test_largest_remainder_counts_do_not_change():
+    assert allocate(torch.tensor([0.5, 0.2, 0.3]), 32, "largest_remainder").tolist() == [16, 6, 10]
+    assert allocate(torch.tensor([1.0, 1.0, 1.0]), 32, "largest_remainder").tolist() == [11, 11, 10]
+
+
+@pytest.mark.parametrize("method", ["systematic", "multinomial", "largest_remainder"])
+def test_one_table_and_one_row(method):
+    assert allocate(torch.tensor([3.0]), 7, method).tolist() == [7]
+    assert int(allocate(torch.tensor([0.0, 0.4, 0.6]), 1, method).sum()) == 1
+    assert allocate(torch.tensor([0.0, 1.0, 0.0]), 5, method).tolist() == [0, 5, 0]
+
+
+def test_bad_allocations():
+    with pytest.raises(ValueError, match="method must be one of systematic"):
+        allocate(torch.ones(2), 4, "random")
+    with pytest.raises(ValueError, match="batch_size must be >= 1"):
+        allocate(torch.ones(2), 0)
+
+
+# --- which tables
+
+
+def test_small_tables_are_left_out():
+    rb = make(min_size=None, batch_size=10)
+    data = scripted(40, p_event=0, p_done=0)
+    data["next", "b"][[5, 12, 19, 26]] = True
+    data["next", "a"][5] = True
+    rb.extend(data)
+    assert rb.sampler.tables.sizes() == {"default": 40, "a": 5, "b": 12}
+    expected = expected_mixture(rb, {"default": 0.5 / 0.8, "b": 0.3 / 0.8})
+    batch = rb.sample()
+    assert (batch["table"] != 1).all()
+    torch.testing.assert_close(batch["sample_probability"], expected[batch["index"]].float())
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected[:40])
+    rb.sampler._min_sizes[:] = torch.tensor([1, 5, 20])
+    assert (rb.sample()["table"] != 2).all()
+
+
+def test_only_the_default_table_where_no_other_will_do():
+    rb = make(eta={"default": 0.0, "a": 0.5, "b": 0.5}, batch_size=8)
+    rb.extend(scripted(10, p_event=0))
+    batch = rb.sample()
+    assert (batch["table"] == 0).all()
+    torch.testing.assert_close(batch["sample_probability"], torch.full((8,), 0.1))
+
+
+def test_dead_entries_are_never_drawn():
+    rb = make(size=30, batch_size=64)
+    data = scripted(30, p_event=0, p_done=0)
+    data["next", "a"][[6, 20]] = True
+    rb.extend(data)
+    rb.extend(scripted(5, p_event=0, p_done=0))
+    assert rb.sampler.tables["a"].index().tolist() == [5, 6, 16, 17, 18, 19, 20]
+    batch = rb.sample()
+    assert set(batch["index"][batch["table"] == 1].tolist()) <= {5, 6, 16, 17, 18, 19, 20}
+
+
+def test_eta_can_be_assigned_annealed_and_scheduled():
+    rb = filled()
+    rb.sampler.eta = {"default": 0.2, "a": 0.8, "b": 0.0}
+    assert rb.sample()["table"].bincount(minlength=3).tolist() == [10, 40, 0]
+    rb.sampler.event_share = 0.4
+    assert rb.sampler.eta == pytest.approx({"default": 0.6, "a": 0.4, "b": 0.0})
+    scheduler = LinearScheduler(rb, "event_share", final_value=0.9, num_steps=5)
+    for _ in range(5):
+        scheduler.step()
+    assert rb.sampler.eta == pytest.approx({"default": 0.1, "a": 0.9, "b": 0.0})
+    eta = {"default": Anneal(1.0, 0.0, 10), "a": Anneal(0.0, 1.0, 10), "b": 0.0}
+    rb = filled(eta=eta, batch_size=10)
+    assert [rb.sample()["table"].sum().item() for _ in range(12)] == [*range(11), 10]
+    state = rb.sampler.state_dict()
+    other = filled(eta=eta, batch_size=10)
+    other.sampler.load_state_dict(state)
+    assert other.sample()["table"].sum().item() == 10
+
+
+# --- corrections
+
+
+def two_outcomes(count=4000, **sampler):
+    """One (s, a) with two outcomes, of which those with z = 1 are events (the source's example), and another (s, a)."""
+    torch.manual_seed(1)
+    z = torch.arange(count) % 2
+    other = torch.arange(count) % 5 == 4
+    obs = torch.where(other, 7.0, 3.0)
+    data = TensorDict(
+        {
+            "observation": obs.unsqueeze(1),
+            "action": other.long(),
+            "z": z,
+            "next": {"done": torch.ones(count, 1, dtype=torch.bool), "hit": (z == 1) & ~other},
+        },
+        [count],
+    )
+    tables = EventTables([EventSpec("hit", ("next", "hit"), 1)], {"hit": count})
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(count),
+        writer=EventTableWriter(tables),
+        sampler=EventTableSampler(tables, eta={"default": 0.5, "hit": 0.5}, min_size=1, **sampler),
+        batch_size=2000,
+    )
+    rb.extend(data)
+    return rb
+
+
+def weighted_share(rb, batches=100):
+    """The share of z = 1 among the weighted draws of the first (s, a), and that of the first (s, a)."""
+    samples = torch.cat([rb.sample() for _ in range(batches)])
+    first = samples["action"] == 0
+    weight = samples["priority_weight"].double()
+    share = (weight * (samples["z"] == 1))[first].sum() / weight[first].sum()
+    return float(share), float(weight[first].sum() / weight.sum())
+
+
+def test_corrections_of_the_sources_example():
+    """Half of the outcomes are events, η = .5: .75 of the draws without correction, .5 is right."""
+    assert weighted_share(two_outcomes())[0] == pytest.approx(0.777, abs=0.01)
+    # |B| = 4000, of which 1600 are events and 1600 others of the same pair
+    inside, outside = 0.5 / 1600 + 0.5 / 4000, 0.5 / 4000
+    assert inside / (inside + outside) == pytest.approx(0.777, abs=1e-3)
+    for correction in ("conditional", "mixture", "priority"):
+        share, of_pair = weighted_share(two_outcomes(correction=correction))
+        assert share == pytest.approx(0.5, abs=0.01), correction
+        # the over-sampling of the pair stays, or goes
+        expected = 0.5 + 0.5 * 0.8 if correction == "conditional" else 0.8
+        assert of_pair == pytest.approx(expected, abs=0.01), correction
+
+
+def test_lemma_2_as_printed():
+    """w = 1 - η P_out inside, 1 / (1 - η) outside: .5294 instead of .5 where .75 of the draws are events."""
+    count = 4000
+    rb = two_outcomes(count, correction="lemma2")
+    batch = rb.sample()
+    inside = (batch["z"] == 1) & (batch["action"] == 0)
+    w_in, w_out = 1 - 0.5 * 0.5, 1 / (1 - 0.5)
+    torch.testing.assert_close(batch["priority_weight"][inside].unique(), torch.tensor([w_in / w_out]))
+    torch.testing.assert_close(batch["priority_weight"][~inside].unique(), torch.tensor([1.0]))
+    assert 0.75 * w_in / (0.75 * w_in + 0.25 * w_out) == pytest.approx(0.5294, abs=1e-4)
+
+
+def test_priority_correction_draws_by_membership():
+    torch.manual_seed(0)
+    rb = two_outcomes(correction="priority")
+    inside = torch.zeros(4000, dtype=torch.bool)
+    inside[rb.sampler.tables["hit"].index()] = True
+    p = 1 + 0.5 * (2.0 * inside.double() - 1)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), p / p.sum())
+    batch = rb.sample()
+    assert (batch["table"] == 0).all()
+    torch.testing.assert_close(
+        batch["priority_weight"], torch.where(inside[batch["index"]], (1 - 0.5) / (1 + 0.5), 1.0).float()
+    )
+    rb.sampler.eta = {"default": 0.8, "hit": 0.2}
+    p = 1 + 0.2 * (2.0 * inside.double() - 1)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), p / p.sum(), atol=1e-9, rtol=1e-6)
+
+
+def pair_counts(rb):
+    """n of each slot's (s, a): of all, in each event table, in any of them; by comparing everything."""
+    size = len(rb)
+    pair = rb.storage._storage["observation"][:size, 0] * 10 + rb.storage._storage["action"][:size]
+    member = torch.zeros(3, size, dtype=torch.bool)
+    member[0] = True
+    for number, name in enumerate(("a", "b"), start=1):
+        member[number, rb.sampler.tables[name].index()] = True
+    same = pair.unsqueeze(0) == pair.unsqueeze(1)
+    counts = [(same & row).sum(1) for row in (*member, member[1:].any(0))]
+    return torch.stack(counts)
+
+
+def test_pairs_are_counted_through_everything_that_happens_to_tables():
+    rb = make(size=40, correction="conditional", batch_size=20)
+    data = scripted(400, seed=8, p_event=0.2)
+    generator = torch.Generator().manual_seed(0)
+    data["observation"] = torch.randint(3, (400, 1), generator=generator).float()
+    data["action"] = torch.randint(2, (400,), generator=generator)
+    first = 0
+    while first < 400:
+        step = int(torch.randint(1, 30, (), generator=generator))
+        rb.extend(data[first : first + step].clone())
+        first += step
+        counts = rb.sampler._pairs.of(torch.arange(len(rb)))
+        assert torch.equal(counts, pair_counts(rb))
+    # m is the mean of p over the copies
+    p = expected_mixture(rb)
+    pair = rb.storage._storage["observation"][:, 0] * 10 + rb.storage._storage["action"]
+    same = (pair.unsqueeze(0) == pair.unsqueeze(1)).double()
+    weight = (same @ p) / same.sum(1) / p
+    batch = rb.sample()
+    weight = weight[batch["index"]]
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+
+
+def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
+    rb = filled(correction="mixture")
+    batch = rb.sample()
+    weight = 1 / batch["sample_probability"].double()
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+    p = expected_mixture(rb)
+    loss = torch.rand(60, dtype=torch.float64)
+    expected = (p * loss / (60 * p)).sum()
+    torch.testing.assert_close(expected, loss.mean())
+    rb.sampler.beta = 0.4
+    batch = rb.sample()
+    weight = batch["sample_probability"].double() ** -0.4
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+
+
+def test_hashes_tell_rows_apart():
+    from torchrl_replay_ext.samplers.pairs import hash_rows
+
+    grid = torch.cartesian_prod(torch.arange(40), torch.arange(40)).float()
+    action = torch.arange(1600) % 3
+    assert len(hash_rows([grid, action]).unique()) == 1600
+    assert len((hash_rows([grid]) & 0xFFFF).unique()) > 1500
+    assert torch.equal(hash_rows([torch.tensor([[0.0]])]), hash_rows([torch.tensor([[-0.0]])]))
+
+
+# --- priorities inside tables
+
+
+def update(rb, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.arange(len(rb))
+    delta = torch.rand(len(rb), generator=generator) + 0.05
+    rb.update_priority(slots, delta**2)
+    return torch.zeros(rb.storage.max_size, dtype=torch.float64).index_copy_(0, slots, delta.double())
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_proportional_priorities_inside_tables(retention):
+    torch.manual_seed(0)
+    rb = filled(retention=retention, priority={"kind": "proportional", "alpha": 0.65, "beta": 0.4})
+    delta = update(rb)
+    rb.extend(scripted(20, seed=9, p_event=0.2))
+    delta = rb.sampler._priority.abs().double()
+    mass = delta**0.65
+    expected = expected_mixture(rb, weights=mass)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected[: len(rb)], atol=1e-7, rtol=1e-5)
+    index, table, batches = draw(rb)
+    assert p_value(index, expected) > 1e-4
+    assert p_value(index, expected_mixture(rb, weights=delta**0.3)) < 1e-4
+    # as if draws inside the tables were uniform
+    batch = batches[0]
+    weight = torch.zeros(50, dtype=torch.float64)
+    for number, name in enumerate(ETA):
+        members = rb.sampler.tables[name].index()
+        rows = batch["table"] == number
+        weight[rows] = (len(members) * mass[batch["index"][rows]] / mass[members].sum()) ** -0.4
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float(), rtol=1e-4, atol=1e-6)
+
+
+def test_td_errors_are_checked_and_late_ones_dropped():
+    rb = filled(priority={"kind": "proportional"})
+    batch = rb.sample()
+    with pytest.raises(ValueError, match="TD errors must be >= 0"):
+        rb.update_priority(batch["index"], torch.full((50,), -1.0))
+    batch["td_error"] = torch.rand(50)
+    rb.extend(scripted(30, seed=4))
+    rb.update_tensordict_priority(batch)
+    assert rb.sampler.stats()["dropped_updates"] > 0
+    rb.sampler._tree.check_valid()
+
+
+def test_rank_based_priorities_inside_tables():
+    torch.manual_seed(0)
+    rb = filled(priority={"kind": "rank", "alpha": 0.7, "stale_fraction": 0.0})
+    delta = update(rb)
+    expected = torch.zeros(60, dtype=torch.float64)
+    for name, share in ETA.items():
+        members = rb.sampler.tables[name].index()
+        rank = delta[members].argsort(descending=True).argsort() + 1
+        q = rank.double() ** -0.7
+        expected[members] += share * q / q.sum()
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected, atol=1e-7, rtol=1e-6)
+    index, *_ = draw(rb)
+    assert p_value(index, expected) > 1e-4
+
+
+def test_ranks_between_sorts():
+    """An entry gets the rank it would have had at the last sort; a new one the first."""
+    rb = filled(priority={"kind": "rank", "alpha": 1.0, "stale_fraction": 0.9})
+    delta = update(rb)
+    rb.sampler.sort()
+    ordered = delta.argsort(descending=True)
+    rb.update_priority(ordered[-1:], (delta[ordered[9]] ** 2 * 1.0001).reshape(1))
+    mass = rb.sampler._tree.get(ordered)
+    unit = 2.0**36
+    torch.testing.assert_close(mass[:3].double(), unit / torch.tensor([1.0, 2.0, 3.0]).double(), rtol=1e-6, atol=2)
+    torch.testing.assert_close(mass[-1].double(), torch.tensor(unit / 10).double(), rtol=1e-6, atol=2)
+    before = rb.sampler._tree.total()
+    rb.extend(scripted(1, seed=1, p_event=0))
+    assert int(rb.sampler._tree.get(torch.tensor([150 % 60]))[0]) == 2**36
+    assert int(before) != int(rb.sampler._tree.total())
+
+
+def test_annealed_alpha_inside_tables():
+    rb = filled(priority={"kind": "proportional", "alpha": Anneal(0.2, 0.9, 3)})
+    for seed in range(3):
+        update(rb, seed)
+    expected = expected_mixture(rb, weights=rb.sampler._priority.abs().double() ** 0.9)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected, atol=1e-7, rtol=1e-5)
+    rb.sampler.alpha = 0.5
+    expected = expected_mixture(rb, weights=rb.sampler._priority.abs().double() ** 0.5)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("omega", [0.2, 1.0, 12.0])
+def test_reliabilities_inside_tables(omega):
+    torch.manual_seed(0)
+    rb = make(priority={"kind": "reaper", "alpha": 0.5, "omega": omega}, min_size=1)
+    data = scripted(150, seed=3, p_event=0.15, p_done=0.2)
+    rb.extend(data)
+    delta = update(rb)
+    d = delta + 1e-6
+    number = rb.storage._storage["number"]
+    order = number.argsort()
+    trajectory = rb.storage._storage["collector", "traj_ids"]
+    finished = torch.isin(trajectory, trajectory[rb.storage._storage["next", "done"].squeeze(-1)])
+    ratio = torch.zeros(60, dtype=torch.float64)
+    ratio[order] = reliability(d[order], trajectory[order], finished[order])
+    psi = ratio**omega * d**0.5
+    expected = expected_mixture(rb, weights=psi)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected, atol=1e-6, rtol=1e-4)
+    index, _, batches = draw(rb)
+    if omega < 10:
+        assert p_value(index, expected) > 1e-4
+        assert p_value(index, expected_mixture(rb, weights=d**0.5)) < 1e-4
+        batch = batches[-1]
+        error = (batch["sample_probability"] / expected[batch["index"]].float()).log().abs().max()
+        assert error < 0.15, "estimated from proposals"
+    else:
+        # hardly a proposal is accepted: then all Ψ are computed
+        counts = index.bincount(minlength=60) / len(index)
+        assert (counts - expected).abs().max() < 0.01
+
+
+def test_omega_0_is_proportional():
+    rb = filled(priority={"kind": "reaper", "alpha": 0.5, "omega": 0.0})
+    other = filled(priority={"kind": "proportional", "alpha": 0.5})
+    update(rb)
+    update(other)
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), other.sampler.probabilities(other.storage))
+
+
+def test_a_refused_write_leaves_no_entry_behind():
+    rb = make(priority={"kind": "reaper"}, size=40)
+    data = scripted(40, p_event=0, p_done=0)
+    data["next", "a"][[4, 30]] = True
+    rb.extend(data)
+    bad = scripted(6, p_event=0, p_done=0)
+    bad["collector", "traj_ids"] = torch.arange(6)
+    with pytest.raises(ValueError, match="num_streams"):
+        rb.extend(bad)
+    assert rb.sampler.tables["a"].index().tolist() == [26, 27, 28, 29, 30]
+    # what was refused is stored, but with the next write it is known that nobody knows what it is
+    rb.extend(scripted(2, p_event=0, p_done=0))
+    assert set(rb.sample()["index"].tolist()) <= set(range(6, 40))
+
+
+# --- state
+
+
+@pytest.mark.parametrize("kind", [None, "proportional", "rank", "reaper"])
+def test_draws_come_from_the_buffers_generator(kind):
+    def drawn():
+        rb = filled(priority=kind and {"kind": kind}, generator=torch.Generator().manual_seed(5))
+        torch.manual_seed(torch.seed() % 2**31)
+        return torch.cat([rb.sample()["index"] for _ in range(3)])
+
+    assert torch.equal(drawn(), drawn())
+
+
+def test_writer_and_sampler_built_apart_meet_through_the_storage():
+    def tables():
+        return EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 12})
+
+    sampler = EventTableSampler(tables(), eta={"default": 0.5, "a": 0.5}, min_size=1)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(60), writer=EventTableWriter(tables()), sampler=sampler, batch_size=8
+    )
+    rb.extend(scripted(50, seed=1))
+    assert sampler.tables is rb.writer.tables
+    assert (rb.sample()["table"] == 1).sum() == 4
+    other = EventTables([EventSpec("a", ("next", "a"), 6)], {"a": 12})
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(60),
+        writer=EventTableWriter(tables()),
+        sampler=EventTableSampler(other, eta={"default": 0.5, "a": 0.5}),
+        batch_size=8,
+    )
+    with pytest.raises(ValueError, match="the buffer's writer has other tables"):
+        rb.extend(scripted(10))
+
+
+def test_stats_count_the_tables():
+    stats_ = filled().sampler.stats()
+    assert stats_["num_items"] == 60 and stats_["size_a"] == 12 and stats_["eta_b"] == pytest.approx(0.3)
+    assert all(math.isfinite(value) for value in stats_.values())
+    stats_ = filled(retention="pinned").sampler.stats()
+    assert 28 <= stats_["num_items"] <= 60
+
+
+def test_priorities_of_its_own_are_needed_for_updates_to_matter():
+    rb = filled()
+    before = rb.sampler.state_dict()
+    rb.update_priority(torch.arange(5), torch.rand(5))
+    after = rb.sampler.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_prefetch():
+    rb = make(batch_size=16)
+    rb = TensorDictReplayBuffer(
+        storage=rb.storage, writer=rb.writer, sampler=rb.sampler, batch_size=16, prefetch=2, priority_key="td_error"
+    )
+    data = scripted(400, seed=5)
+    for first in range(0, 400, 10):
+        rb.extend(data[first : first + 10].clone())
+        assert rb.sample().shape == (16,)
+    rb.sampler._tree.check_valid()
+
+
+# --- bad input
+
+
+def tables_of(retention="ring"):
+    capacity = {"a": 12, "b": 20} | ({"default": 20} if retention == "pinned" else {})
+    return EventTables(
+        [EventSpec("a", ("next", "a"), 5), EventSpec("b", ("next", "b"), 3)], capacity, retention=retention
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eta": {"default": 0.5, "a": 0.5}}, r"eta names \['a', 'default'\], the tables are"),
+        ({"eta": {**ETA, "c": 0.0}}, "eta names"),
+        ({"eta": {"default": 0.5, "a": 0.2, "b": 0.2}}, "must sum to 1, not 0.9"),
+        ({"eta": {"default": 1.5, "a": -0.5, "b": 0.0}}, r"every eta must be in \[0, 1\]"),
+        ({"eta": {"default": math.nan, "a": 0.5, "b": 0.5}}, r"every eta must be in \[0, 1\]"),
+        ({"eta": {"default": Anneal(0.5, 0.6, 9), "a": 0.2, "b": 0.3}}, "at the end of their schedules"),
+        (
+            {"eta": {"default": Anneal(0.5, 0.6, 9), "a": Anneal(0.2, 0.1, 8), "b": 0.3}},
+            "must have the same num_updates",
+        ),
+        ({"min_size": 0}, "must be an integer >= 1"),
+        ({"min_size": {"x": 3}}, r"min_size names \['x'\]"),
+        ({"allocation": "fair"}, "allocation must be one of"),
+        ({"correction": "some"}, "correction must be None"),
+        ({"priority": {"kind": "magic"}}, "kind must be one of proportional, rank, reaper"),
+        ({"priority": {"kind": "rank", "eps": 1.0}}, "knows alpha, beta, td_error, stale_fraction, not eps"),
+        ({"priority": {"kind": "proportional", "alpha": -1.0}}, "alpha must be >= 0"),
+        ({"priority": {"kind": "reaper", "truncated": "maybe"}}, "truncated must be"),
+        ({"correction": "lemma2", "priority": {"kind": "rank"}}, "knows no priorities inside tables"),
+        ({"correction": "mixture", "priority": {"kind": "rank", "beta": 0.5}}, "its exponent is beta="),
+        ({"beta": 1.5, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"correction": "priority", "eta": {"default": Anneal(1, 0, 5), "a": Anneal(0, 1, 5), "b": 0}}, "annealed"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EventTableSampler(tables_of(), **{"eta": ETA, **arguments})
+
+
+@pytest.mark.parametrize("arguments", [{"correction": "conditional"}, {"priority": {"kind": "reaper"}}])
+def test_what_pinned_tables_cannot_do(arguments):
+    with pytest.raises(ValueError, match="needs tables of retention='ring'"):
+        EventTableSampler(tables_of("pinned"), eta=ETA, **arguments)
+
+
+def test_what_does_not_fit_together():
+    with pytest.raises(TypeError, match="tables must be EventTables"):
+        EventTableSampler({"a": 3}, eta=ETA)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(40), sampler=EventTableSampler(tables_of(), eta=ETA), batch_size=4
+    )
+    with pytest.raises(RuntimeError, match=r"pass writer=EventTableWriter\(tables\)"):
+        rb.extend(scripted(10))
+    rb = make(correction="conditional")
+    with pytest.raises(KeyError, match="no entry 'action'"):
+        rb.extend(scripted(10))
+    with pytest.raises(RuntimeError, match="empty"):
+        make().sample()
+    rb = make()
+    assert isinstance(rb.sampler, EventTableSampler) and not isinstance(rb.sampler, (RandomSampler, ReaPERSampler))
+    rb.extend(scripted(20))
+    for value in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="event_share"):
+            rb.sampler.event_share = value
