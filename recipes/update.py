@@ -1,45 +1,126 @@
-"""The update step of a value-based recipe: as a loop of eager operations, or as one compiled graph."""
+"""The update step of a recipe: as a loop of eager operations, or as one compiled graph."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import reduce
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.objectives import DQNLoss
+from torchrl.objectives import LossModule
 
 from torchrl_replay_ext import compile_step
+
+# Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
+# begin with "loss" are to be minimised; the others are for the record.
+LossFunction = Callable[[TensorDictBase], Mapping[str, Tensor] | TensorDictBase]
+
+
+class Learner:
+    """Writes what was collected into the buffer and learns from the buffer.
+
+    Args:
+        replay: the buffer; a CompilableReplayBuffer if ``compiled``.
+        loss_function: see :data:`LossFunction`.
+        optimizers: Adam with one group of parameters each; those of one must not be in another, and no parameter may
+            get gradients from a loss that is not meant for it: the losses are added up.
+        gradient_steps: updates per call.
+        max_grad_norm: gradients of an optimizer's parameters of a larger norm are scaled down to it; None: as they are.
+        target_step: moves the target networks after each update (``SoftUpdate(...).step``).
+        targets: pairs of a target parameter and its source, for calls that ask for a copy ahead of their updates.
+        compiled: as one compiled graph.
+        updates_per_graph: updates in one graph; divides ``gradient_steps``.
+        cudagraphs: replay the graph as one CUDA graph.
+    """
+
+    def __init__(
+        self,
+        replay: TensorDictReplayBuffer,
+        loss_function: LossFunction,
+        optimizers: Sequence[torch.optim.Adam],
+        *,
+        gradient_steps: int,
+        max_grad_norm: float | None = None,
+        target_step: Callable[[], None] | None = None,
+        targets: Iterable[tuple[Tensor, Tensor]] = (),
+        compiled: bool = False,
+        updates_per_graph: int = 1,
+        cudagraphs: bool = False,
+    ):
+        self._replay = replay
+        self._arguments = (replay, loss_function, optimizers, max_grad_norm, target_step)
+        self._gradient_steps = gradient_steps
+        self._targets = list(targets)
+        self._on_cpu = optimizers[0].param_groups[0]["params"][0].device.type == "cpu"
+        self._updates_per_graph, self._cudagraphs = updates_per_graph, cudagraphs
+        self._eager = None if compiled else eager_update(*self._arguments)
+        self._compiled: CompiledUpdate | None = None
+        self._extends = False
+
+    def __call__(self, data: TensorDictBase, *, copy_targets: bool = False) -> list[dict[str, Tensor]]:
+        """Write ``data`` and make the updates.
+
+        Returns:
+            What the loss function returned: dicts of tensors [updates].
+        """
+        if self._eager is not None:
+            self._replay.extend(data)
+            if copy_targets:
+                for target, source in self._targets:
+                    target.copy_(source)
+            return [self._eager() for _ in range(self._gradient_steps)]
+        if self._compiled is None:
+            self._compiled = self._compile()
+        if not self._extends:
+            self._replay.extend(data)
+        return [
+            self._compiled(data, target_due=copy_targets and first == 0)
+            for first in range(0, self._gradient_steps, self._updates_per_graph)
+        ]
+
+    def _compile(self) -> "CompiledUpdate":
+        # With one call per batch, the batch is written in the same graph, but for the first write of all. On a GPU it
+        # has to come from the CPU first.
+        one_call = self._gradient_steps == self._updates_per_graph
+        self._extends = one_call and self._on_cpu and self._replay.write_count > 0
+        return CompiledUpdate(
+            *self._arguments,
+            targets=self._targets,
+            num_updates=self._updates_per_graph,
+            extends=self._extends,
+            cudagraphs=self._cudagraphs,
+        )
 
 
 def eager_update(
     replay: TensorDictReplayBuffer,
-    loss_function: Callable[[TensorDictBase], Tensor],
-    optimizer: torch.optim.Adam,
-    max_grad_norm: float,
-) -> Callable[[], Tensor]:
-    """Sample, loss, gradients, optimizer step, priorities.
-
-    Args:
-        replay: the buffer to learn from.
-        loss_function: maps a sample to the loss, and writes the TD errors into the sample.
-        optimizer: holds the parameters to learn.
-        max_grad_norm: gradients of a larger norm are scaled down to it.
+    loss_function: LossFunction,
+    optimizers: Sequence[torch.optim.Adam],
+    max_grad_norm: float | None = None,
+    target_step: Callable[[], None] | None = None,
+) -> Callable[[], dict[str, Tensor]]:
+    """Sample, losses, gradients, optimizer steps, targets, priorities: see :class:`Learner`.
 
     Returns:
-        A function that makes one update and returns its loss, [1].
+        A function that makes one update and returns what the loss function did, as tensors [1].
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def update() -> Tensor:
+    def update() -> dict[str, Tensor]:
         sample = replay.sample()
-        loss = loss_function(sample)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-        optimizer.step()
+        losses = dict(loss_function(sample).items())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total(losses).backward()
+        for optimizer in optimizers:
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters_of(optimizer), max_grad_norm)
+            optimizer.step()
+        if target_step is not None:
+            target_step()
         replay.update_tensordict_priority(sample)
-        return loss.detach().reshape(1)
+        return {name: value.detach().reshape(1) for name, value in losses.items()}
 
     return update
 
@@ -53,9 +134,10 @@ class CompiledUpdate:
 
     Args:
         replay: a CompilableReplayBuffer that was written to.
-        loss_function: maps a sample to the loss, and writes the TD errors into the sample.
-        optimizer: holds the parameters to learn; Adam with one group of parameters.
-        max_grad_norm: gradients of a larger norm are scaled down to it.
+        loss_function: see :data:`LossFunction`.
+        optimizers: see :class:`Learner`.
+        max_grad_norm: see :class:`Learner`.
+        target_step: see :class:`Learner`.
         targets: pairs of a target parameter and its source.
         num_updates: updates per call.
         extends: each call brings new data, always of the same number of rows, which is written first.
@@ -65,9 +147,10 @@ class CompiledUpdate:
     def __init__(
         self,
         replay: TensorDictReplayBuffer,
-        loss_function: Callable[[TensorDictBase], Tensor],
-        optimizer: torch.optim.Adam,
-        max_grad_norm: float,
+        loss_function: LossFunction,
+        optimizers: Sequence[torch.optim.Adam],
+        max_grad_norm: float | None = None,
+        target_step: Callable[[], None] | None = None,
         *,
         targets: Iterable[tuple[Tensor, Tensor]] = (),
         num_updates: int = 1,
@@ -75,73 +158,106 @@ class CompiledUpdate:
         cudagraphs: bool = False,
     ):
         self._replay, self._loss_function, self._max_grad_norm = replay, loss_function, max_grad_norm
-        self._targets = list(targets)
-        self._num_updates, self._extends = num_updates, extends
-        (self._group,) = optimizer.param_groups
-        self._parameters = list(self._group["params"])
-        self._state = _adam_state(optimizer)
+        self._target_step, self._targets = target_step, list(targets)
+        self._num_updates, self._extends, self._cudagraphs = num_updates, extends, cudagraphs
+        self._steps = [CompiledAdam(optimizer) for optimizer in optimizers]
+        self._parameters = [parameter for step in self._steps for parameter in step.parameters]
         self._target_due = torch.zeros(1, dtype=torch.bool, device=self._parameters[0].device)
 
-        def updates(data: TensorDictBase | None) -> Tensor:
+        def updates(data: TensorDictBase | None) -> dict[str, Tensor]:
             return self._updates(data)
 
         self._compiled = compile_step(updates, cudagraphs=cudagraphs)
         self._first = True
 
-    def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> Tensor:
-        """Make the updates and return their losses, [num_updates]."""
+    def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> dict[str, Tensor]:
+        """Make the updates and return what the loss function did, as tensors [num_updates]."""
         self._target_due.fill_(target_due)
-        if not self._first:
-            return self._compiled(data)
-        self._first = False
         # gradients inside the graph
-        with torch._dynamo.config.patch(trace_autograd_ops=True):  # pyright: ignore
-            return self._compiled(data)
+        with torch._dynamo.config.patch(trace_autograd_ops=True) if self._first else nullcontext():  # pyright: ignore
+            losses = self._compiled(data)
+        self._first = False
+        # the next replay of a CUDA graph overwrites what this one returned
+        return {name: value.clone() for name, value in losses.items()} if self._cudagraphs else losses
 
-    def _updates(self, data: TensorDictBase | None) -> Tensor:
+    def _updates(self, data: TensorDictBase | None) -> dict[str, Tensor]:
         with torch.no_grad():
             if self._extends and data is not None:
                 self._replay.extend(data)
             for target, source in self._targets:
                 target.copy_(torch.where(self._target_due, source, target))
-        return torch.stack([self._update() for _ in range(self._num_updates)])
+        results = [self._update() for _ in range(self._num_updates)]
+        return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
-    def _update(self) -> Tensor:
+    def _update(self) -> dict[str, Tensor]:
         sample = self._replay.sample()
-        loss = self._loss_function(sample)
-        gradients = torch.autograd.grad(loss, self._parameters)
+        losses = dict(self._loss_function(sample).items())
+        gradients = list(torch.autograd.grad(total(losses), self._parameters))
         with torch.no_grad():
-            norm = nn.utils.get_total_norm(gradients)
-            scale = (self._max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
-            beta1, beta2 = self._group["betas"]
-            adam(
-                self._parameters,
-                [gradient * scale for gradient in gradients],
-                *self._state,
-                foreach=False,
-                capturable=self._target_due.is_cuda,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=self._group["lr"],
-                weight_decay=self._group["weight_decay"],
-                eps=self._group["eps"],
-                maximize=False,
-            )
+            for step in self._steps:
+                own, gradients = gradients[: len(step.parameters)], gradients[len(step.parameters) :]
+                if self._max_grad_norm is not None:
+                    norm = nn.utils.get_total_norm(own)
+                    scale = (self._max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+                    own = [gradient * scale for gradient in own]
+                step(own)
+            if self._target_step is not None:
+                self._target_step()
         self._replay.update_tensordict_priority(sample)
-        return loss.detach()
+        return {name: value.detach() for name, value in losses.items()}
 
 
-def value_targets(loss_module: DQNLoss) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of the target network with its source."""
-    targets = loss_module.target_value_network_params.flatten_keys()
-    sources = loss_module.value_network_params.flatten_keys()
-    return [(targets[key].data, sources[key].data) for key in list(targets.keys())]
+class CompiledAdam:
+    """The step of an Adam with one group of parameters, on its own state, in a form that can be traced."""
+
+    def __init__(self, optimizer: torch.optim.Adam):
+        self.parameters = parameters_of(optimizer)
+        self._group = optimizer.param_groups[0]
+        self._state = _adam_state(optimizer)
+
+    def __call__(self, gradients: list[Tensor]) -> None:
+        """Step along these gradients of the parameters."""
+        beta1, beta2 = self._group["betas"]
+        adam(
+            self.parameters,
+            gradients,
+            *self._state,
+            foreach=False,
+            capturable=self.parameters[0].is_cuda,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=self._group["lr"],
+            weight_decay=self._group["weight_decay"],
+            eps=self._group["eps"],
+            maximize=False,
+        )
+
+
+def total(losses: Mapping[str, Tensor]) -> Tensor:
+    """The sum of the entries that are losses."""
+    return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
+
+
+def parameters_of(optimizer: torch.optim.Adam) -> list[Tensor]:
+    """The parameters of its only group."""
+    (group,) = optimizer.param_groups
+    return list(group["params"])
+
+
+def target_pairs(loss_module: LossModule) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of the target networks with its source."""
+    pairs = []
+    for name, targets in loss_module.named_children():
+        if name.startswith("target_"):
+            sources = getattr(loss_module, name.removeprefix("target_")).flatten_keys()
+            pairs += [(target.data, sources[key].data) for key, target in targets.flatten_keys().items()]
+    return pairs
 
 
 def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """First and second moments, their maxima (none) and step counts; made by a step without gradient if need be."""
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = parameters_of(optimizer)
     if not optimizer.state:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -151,3 +267,6 @@ def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor]
             optimizer.state[parameter]["step"].zero_()
     states = [optimizer.state[parameter] for parameter in parameters]
     return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states]
+
+
+value_targets = target_pairs  # the name in recipes.benchmark

@@ -352,7 +352,7 @@ def test_proportional_priorities_inside_tables(retention):
     mass = delta**0.65
     expected = expected_mixture(rb, weights=mass)
     torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected[: len(rb)], atol=1e-7, rtol=1e-5)
-    index, table, batches = draw(rb)
+    index, _, batches = draw(rb)
     assert p_value(index, expected) > 1e-4
     assert p_value(index, expected_mixture(rb, weights=delta**0.3)) < 1e-4
     # as if draws inside the tables were uniform

@@ -111,6 +111,7 @@ class EventTableWriter(CompilableWriter):
         ValueError: at a write, if an entry has the wrong shape, or the data of several streams is not flat.
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         >>> from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler
         >>> tables = EventTables([EventSpec("goal", ("next", "terminated"), history=3)], capacity={"goal": 100})
