@@ -4,8 +4,10 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torchrl.envs import GymWrapper
+from torchrl.modules import RandomPolicy
 
-from recipes.collect import VectorCollector
+from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
 
 
 class Countdown(gymnasium.Env):
@@ -30,15 +32,19 @@ class Countdown(gymnasium.Env):
         return observation, float(action), ended and even, ended and not even, {}
 
 
-def collector(lengths=(2, 3, 5), frames=6, **keywords):
+def always_2(observations):
+    return np.full(len(observations), 2)
+
+
+def collector(lengths=(2, 3, 5), frames=6, policy=always_2, epsilon=1.0):
     envs = [lambda length=length: Countdown(length) for length in lengths]
-    policy = keywords.pop("policy", lambda observations: np.full(len(observations), 2))
-    return VectorCollector(envs, policy, frames_per_batch=frames, seed=0, **keywords)
+    behaviour = EpsilonRandom(policy, Countdown.action_space, seed=0)
+    behaviour.epsilon = epsilon
+    return VectorCollector(envs, behaviour, frames_per_batch=frames, seed=0)
 
 
 def test_transitions_are_whole_and_episodes_apart():
-    source = collector()
-    source.epsilon = 0.0
+    source = collector(epsilon=0.0)
     data = torch.cat([source.collect() for _ in range(10)])
     assert (data["action"] == 2).all() and (data["next", "reward"] == 2.0).all()
     assert torch.equal(data["next", "observation"], data["observation"] - 1)
@@ -63,6 +69,43 @@ def test_epsilon_one_never_asks_the_policy():
 
     actions = torch.cat([collector(policy=policy).collect()["action"] for _ in range(3)])
     assert set(actions.tolist()) <= {0, 1, 2}
+
+
+def test_continuous_actions_are_mixed_by_environment():
+    space = gymnasium.spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 5.0], np.float32))
+    behaviour = EpsilonRandom(lambda observations: np.full((len(observations), 2), 9.0, np.float32), space, seed=0)
+    observations = np.zeros((4000, 3))
+    actions = behaviour(observations)
+    assert actions.shape == (4000, 2) and actions.dtype == np.float32
+    np.testing.assert_allclose(actions.min(0), [-1.0, 0.0], atol=0.01)
+    np.testing.assert_allclose(actions.max(0), [1.0, 5.0], atol=0.01)
+    behaviour.epsilon = 0.5
+    chosen = behaviour(observations) == 9.0
+    assert (chosen[:, 0] == chosen[:, 1]).all() and abs(chosen.mean() - 0.5) < 0.04
+    behaviour.epsilon = 0.0
+    assert (behaviour(observations) == 9.0).all()
+
+
+def test_other_action_spaces_are_refused():
+    with pytest.raises(TypeError, match="must be Discrete or Box"):
+        EpsilonRandom(always_2, gymnasium.spaces.MultiDiscrete([2, 2]), seed=0)
+
+
+def test_a_single_environment_goes_on_from_its_saved_generator():
+    def make():
+        env = GymWrapper(gymnasium.make("CartPole-v1"), categorical_action_encoding=True)
+        policy = RandomPolicy(env.action_spec)
+        return SingleCollector(env, policy, frames_per_batch=5, seed=0, device=torch.device("cpu"))
+
+    def starts(source):
+        source.reset()
+        return next(iter(source))["observation"][0]
+
+    source = make()
+    next(iter(source))
+    twin = make()
+    twin.load_state_dict(source.state_dict())
+    assert torch.equal(starts(twin), starts(source))
 
 
 def test_a_restored_collector_goes_on_with_new_trajectories():

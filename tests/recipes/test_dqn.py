@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from recipes import dqn
+from recipes import dqn, training
+from recipes.replay import end_last_episodes
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
 from torchrl_replay_ext import RankBasedSampler
 
@@ -152,16 +153,16 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
-    evaluate = dqn.evaluate
+    evaluate = training.evaluate
 
     def interrupt(*arguments, **options):
         os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*arguments, **options)
 
-    monkeypatch.setattr(dqn, "evaluate", interrupt)
+    monkeypatch.setattr(training, "evaluate", interrupt)
     assert dqn.train(configuration(f"sampler={sampler}"), tmp_path) == INTERRUPTED
     assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
-    monkeypatch.setattr(dqn, "evaluate", evaluate)
+    monkeypatch.setattr(training, "evaluate", evaluate)
     first = rows(tmp_path)
 
     # Rows that a killed run wrote after its last checkpoint are written anew.
@@ -189,32 +190,31 @@ def test_cut_off_episode_ends_as_truncated(written):
             batch_size=[written],
         )
     )
-    dqn.end_last_episodes(replay)
+    end_last_episodes(replay)
     newest = replay[written % 4]
     assert newest["observation"].item() == newest["next", "reward"].item() == written - 1
     assert newest["next", "done"] and newest["next", "truncated"] and not newest["next", "terminated"]
     assert replay[:]["next", "done"].sum() == 1
-    dqn.end_last_episodes(replay)  # it has ended: nothing more to write
+    end_last_episodes(replay)  # it has ended: nothing more to write
     assert replay.write_count == written + 1
 
 
 def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
     """Whatever enters the checkpoint comes back from it."""
     saved = []
-    save_checkpoint = dqn.save_checkpoint
+    save_checkpoint = training.save_checkpoint
 
     def capture(run_dir, **state):
         saved.append({name: state[name].state_dict() for name in ("loss", "optimizer", "replay", "global_rng")})
         saved[-1]["counters"] = dict(state["counters"])
         save_checkpoint(run_dir, **state)
 
-    monkeypatch.setattr(dqn, "save_checkpoint", capture)
+    monkeypatch.setattr(training, "save_checkpoint", capture)
     assert dqn.train(configuration("sampler=reaper"), tmp_path) == DONE
     assert dqn.train(resumed(tmp_path), tmp_path) == DONE
     before, after = saved
     before["counters"].pop("wall_time")
     after["counters"].pop("wall_time")
-    before["counters"].pop("env_generator"), after["counters"].pop("env_generator")
     torch.testing.assert_close(flat(after), flat(before), rtol=0, atol=0, equal_nan=True)
 
 
@@ -284,7 +284,7 @@ class TestCompiled:
         torch._dynamo.reset()
         words = ("sampler=per", "compile=true", "num_envs=4", "updates_per_graph=2")
         answers = iter([False, False, False, False, True])
-        monkeypatch.setattr(dqn, "interruption", lambda: contextlib.nullcontext(lambda: next(answers)))
+        monkeypatch.setattr(training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers)))
         assert dqn.train(configuration(*words), tmp_path) == INTERRUPTED
         monkeypatch.undo()
         before = len(rows(tmp_path))
@@ -323,8 +323,9 @@ def test_command_line(tmp_path):
         (command("alpha=1"), "Could not override 'alpha'"),
         (
             command("env=gridworld"),
-            "Could not find 'env/gridworld' Available options in 'env': acrobot cartpole lunarlander",
+            "Could not find 'env/gridworld' Available options in 'env': acrobot cartpole ",
         ),
+        (command("env=pendulum"), "Could not find 'dqn/pendulum'"),
     ]
     run_dir = tmp_path / "run"
     running = command("sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")

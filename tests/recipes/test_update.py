@@ -7,7 +7,7 @@ from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
-from recipes.update import CompiledUpdate, eager_update, value_targets
+from recipes.update import CompiledUpdate, eager_update, target_pairs
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
 
 
@@ -37,14 +37,11 @@ class Learner:
         HardUpdate(self.loss_module, value_network_update_interval=0)
         self.optimizer = torch.optim.Adam(self.loss_module.parameters(), lr=1e-2, fused=True)
 
-    def loss(self, sample):
-        return self.loss_module(sample)["loss"]
-
     def arguments(self):
-        return self.replay, self.loss, self.optimizer, 1.0
+        return self.replay, self.loss_module, [self.optimizer], 1.0
 
     def targets(self):
-        return value_targets(self.loss_module)
+        return target_pairs(self.loss_module)
 
 
 def test_compiled_updates_are_the_eager_ones():
@@ -64,12 +61,12 @@ def test_compiled_updates_are_the_eager_ones():
                 for target, source in eager.targets():
                     target.copy_(source)
             torch.manual_seed(step)
-            loss = update()
+            loss = update()["loss"]
             for number, learner in enumerate(compiled):
                 if number == 1 and step % 2:
                     continue
                 torch.manual_seed(step)
-                theirs = learner(data.clone(), target_due=due)
+                theirs = learner(data.clone(), target_due=due)["loss"]
                 if number == 0:
                     torch.testing.assert_close(theirs, loss, rtol=1e-4, atol=1e-6)
     assert first.replay.write_count == eager.replay.write_count == 40 + 36
@@ -93,4 +90,4 @@ def test_only_adam_with_one_group():
     parameters = list(learner.loss_module.parameters())
     optimizer = torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])
     with pytest.raises(ValueError):
-        CompiledUpdate(learner.replay, learner.loss, optimizer, 1.0)
+        CompiledUpdate(learner.replay, learner.loss_module, [optimizer], 1.0)

@@ -1,14 +1,17 @@
 import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.collectors import MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
+from torchrl.envs import GymEnv
 
 from tests.events import NaiveTables, scripted
-from torchrl_replay_ext import EventSpec, EventTables, EventTableWriter, Threshold
+from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter, Threshold
 
 # (event, history, table), capacities, storage size
 LAYOUTS = {
@@ -350,6 +353,41 @@ def test_a_state_of_other_tables_is_refused():
     other, _ = make([("a", 3, "a"), ("b", 3, "b")], {"a": 10, "b": 10}, 40)
     with pytest.raises(ValueError, match="the state has 2 tables, this writer has 3"):
         other.writer.load_state_dict(state)
+
+
+def fell_to_the_left(data):
+    return data["next", "terminated"].reshape(-1) & (data["next", "observation"][..., 2] < 0)
+
+
+def test_spawned_collectors_fill_the_tables_of_this_process():
+    tables = EventTables(
+        [EventSpec("end", ("next", "terminated"), 5), EventSpec("left", fell_to_the_left, 3)], {"end": 300, "left": 100}
+    )
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(2000),
+        writer=EventTableWriter(tables),
+        sampler=EventTableSampler(tables, eta={"default": 0.5, "end": 0.3, "left": 0.2}, min_size=1),
+        batch_size=20,
+        shared=True,
+    )
+    env = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+    collector = MultiSyncCollector(
+        [env] * 2, frames_per_batch=100, total_frames=600, replay_buffer=rb, auto_register_policy_transforms=False
+    )
+    for _ in collector:
+        pass
+    collector.shutdown()
+    stored = rb.storage._storage
+    ended = stored["next", "terminated"].reshape(-1)[: len(rb)]
+    assert len(rb) == 600
+    assert len(tables["end"]) == 5 * int(ended.sum()) > 0
+    # row by row, in the order in which they were written
+    for slots in tables["end"].index().view(-1, 5):
+        rows = stored[slots]
+        assert len(rows["collector", "traj_ids"].unique()) == 1
+        assert rows["next", "terminated"].reshape(-1).tolist() == [False] * 4 + [True]
+        assert torch.equal(rows["next", "observation"][:-1], rows["observation"][1:])
+    assert (rb.sample()["table"] == 1).sum() == 6
 
 
 def test_lists_do_not_enter():

@@ -1,0 +1,266 @@
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from recipes import sac, training
+from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config
+
+ROOT = Path(__file__).parents[2]
+SAMPLERS = ["uniform", "per", "rank", "reaper"]
+TINY = [
+    "sac.total_steps=96",
+    "sac.learning_starts=32",
+    "sac.train_interval=16",
+    "sac.gradient_steps=2",
+    "sac.batch_size=8",
+    "sac.buffer_size=64",
+    "sac.num_evaluations=3",
+    "sac.evaluation_episodes=2",
+    "sac.hidden_sizes=[16, 16]",
+    "env.reward_threshold=null",
+]
+
+
+def composed(*overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose("sac", overrides=list(overrides))
+
+
+def configuration(*overrides):
+    return composed(*TINY, *overrides)
+
+
+def resumed(run_dir, *overrides):
+    overrides = [f"resume={run_dir}", *overrides]
+    return resumed_config(configuration(*overrides), run_dir, overrides)
+
+
+def rows(run_dir):
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def needs(module):
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
+    assert sac.train(configuration(f"sampler={sampler}"), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+    assert all(np.isfinite(float(value)) for value in table[-1].values())
+    assert 0 < float(table[-1]["alpha"]) != 1.0
+    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
+    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
+        f"last {float(table[-1]['return_mean']):g} | files in {tmp_path}"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param("lunarlander_continuous", marks=needs("Box2D")),
+        *(pytest.param(env, marks=needs("mujoco")) for env in ("halfcheetah", "hopper", "walker2d", "humanoid")),
+    ],
+)
+def test_every_environment_trains(tmp_path, monkeypatch, env):
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
+    words = [*TINY, "sac.num_evaluations=1", "sac.evaluation_episodes=1", "num_envs=2"]
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert sac.train(composed(f"env={env}", *words), run_dir) == DONE
+    assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
+
+
+PAPER = {  # the event-table paper's table 2: target entropy, batch size, buffer size
+    "lunarlander_continuous": (-2, 32, 20_000),
+    "halfcheetah": (-6, 256, 1_000_000),
+    "hopper": (-3, 256, 1_000_000),
+    "walker2d": (-6, 256, 1_000_000),
+    "humanoid": (-17, 256, 1_000_000),
+}
+
+
+@pytest.mark.parametrize("env", PAPER)
+def test_presets_are_those_of_the_paper(env):
+    settings = sac.typed(composed(f"env={env}"), sac.Config).sac
+    assert (settings.target_entropy, settings.batch_size, settings.buffer_size) == PAPER[env]
+    assert settings.hidden_sizes == [256, 256]
+    assert settings.actor_learning_rate == settings.critic_learning_rate == settings.alpha_learning_rate == 3e-4
+    assert (settings.tau, settings.gamma) == (0.005, 0.99)
+    assert (settings.train_interval, settings.gradient_steps) == (1, 1)
+
+
+def test_presets_make_an_update_per_step_whatever_the_number_of_environments():
+    settings = sac.typed(composed("num_envs=8"), sac.Config).sac
+    assert (settings.train_interval, settings.gradient_steps) == (8, 8)
+    assert settings.num_updates() == 7504 - 496  # whole rounds of 8 that begin before 7,500 steps, and end after 500
+
+
+def test_weights_are_for_the_critics_and_td_errors_are_absolute():
+    settings = sac.typed(configuration(), sac.Config).sac
+    torch.manual_seed(0)
+    _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
+    done = torch.ones(5, 1, dtype=torch.bool)  # then the targets are the rewards
+    reward = torch.tensor([[0.0], [3.0], [-7.0], [20.0], [5.0]])
+    following = {"observation": torch.randn(5, 3), "reward": reward, "done": done, "terminated": done}
+    data = TensorDict({"observation": torch.randn(5, 3), "action": torch.rand(5, 2) * 2 - 1, "next": following}, [5])
+    values = []
+    for parameters in loss_module.qvalue_network_params.data.unbind(0):
+        with parameters.to_module(loss_module.qvalue_network):
+            values.append(loss_module.qvalue_network(data.clone())["state_action_value"])
+    delta = (reward - torch.stack(values)).squeeze(2)
+
+    results = []
+    for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
+        torch.manual_seed(1)
+        sample = data.clone().set("priority_weight", weight)
+        results.append(sac.losses(loss_module, sample))
+        torch.testing.assert_close(sample["td_error"], delta.abs().amax(0))
+    even, one = results
+    torch.testing.assert_close(even["loss_qvalue"], delta.square().sum(0).mean())
+    torch.testing.assert_close(one["loss_qvalue"], delta[:, 2].square().sum())
+    for name in ("loss_actor", "loss_alpha", "entropy"):
+        assert torch.equal(one[name], even[name])
+    with torch.no_grad():
+        torch.manual_seed(1)
+        whole = loss_module(data.clone())  # without weights: all of TorchRL's own
+    for name in ("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"):
+        torch.testing.assert_close(whole[name], even[name])
+
+
+def test_random_actions_first_then_the_policy(tmp_path, monkeypatch):
+    shares = []
+    monkeypatch.setattr(sac.EpsilonRandom, "__call__", spy(sac.EpsilonRandom.__call__, shares))
+    assert sac.train(configuration("num_envs=2"), tmp_path) == DONE
+    assert shares == [1.0] * 16 + [0.0] * 32
+
+
+def spy(method, shares):
+    def call(behaviour, observations):
+        shares.append(behaviour.epsilon)
+        return method(behaviour, observations)
+
+    return call
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "per"])
+def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
+    evaluate = training.evaluate
+
+    def interrupt(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(training, "evaluate", interrupt)
+    assert sac.train(configuration(f"sampler={sampler}", "num_envs=2"), tmp_path) == INTERRUPTED
+    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    assert sac.train(resumed(tmp_path), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+
+
+def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
+    """Networks, optimizers and random state: what enters the checkpoint comes back from it."""
+    saved = []
+    save_checkpoint = training.save_checkpoint
+    names = ("loss", "actor_optimizer", "critic_optimizer", "alpha_optimizer", "replay", "global_rng")
+
+    def capture(run_dir, **state):
+        path = tmp_path / f"{len(saved)}.pt"
+        torch.save({name: state[name].state_dict() for name in names}, path)
+        saved.append(torch.load(path, weights_only=False))
+        save_checkpoint(run_dir, **state)
+
+    monkeypatch.setattr(training, "save_checkpoint", capture)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert sac.train(configuration(), run_dir) == DONE
+    assert sac.train(resumed(run_dir), run_dir) == DONE
+    before, after = (dict(leaves(state)) for state in saved)
+    assert before.keys() == after.keys() and "/loss/log_alpha" in before
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def leaves(value, path=""):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        yield from leaves(item, f"{path}/{key}")
+    if isinstance(value, torch.Tensor):
+        yield path, value
+
+
+def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
+    """The same draws, and the same parameters but for rounding."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        run_dir = tmp_path / str(compiled)
+        run_dir.mkdir()
+        with torch._inductor.config.patch(fallback_random=True):
+            assert sac.train(configuration("sampler=per", f"compile={compiled}"), run_dir) == DONE
+        names = ("return_mean", "loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy")
+        results.append([float(row[name]) for row in rows(run_dir)[1:] for name in names])
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sac.gamma=2", "sac.gamma=2.0: must be in [0, 1]"),
+        ("sac.tau=0", "sac.tau=0.0: must be in (0, 0.5]"),
+        ("sac.actor_learning_rate=0", "sac.actor_learning_rate=0.0: must be > 0"),
+        ("sac.initial_alpha=0", "sac.initial_alpha=0.0: must be > 0"),
+        ("sac.learning_starts=96", "sac.learning_starts=96: must be in [0, sac.total_steps)"),
+        ("sac.target_entropy=auto", "'auto' of type 'str' could not be converted to Float (key: sac.target_entropy)"),
+        ("+sac.momentum=1", "Key 'momentum' not in 'SACConfig' (key: sac.momentum)"),
+        ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
+        ("env.id=CartPole-v1", "needs bounded continuous actions"),
+        ("env.id=Pendulum-v99", "env.id=Pendulum-v99: "),
+        ("num_envs=3", "num_envs=3: must divide sac.train_interval=16"),
+        ("updates_per_graph=4", "updates_per_graph=4: must divide sac.gradient_steps=2"),
+        ("cudagraphs=true", "cudagraphs=true: needs compile=true"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        sac.train(configuration(override), tmp_path)
+    assert message in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line(tmp_path):
+    """Exit codes, and what stderr says, of the real command."""
+    words = {
+        "env=cartpole": (2, "bad configuration: Could not find 'sac/cartpole'"),
+        " ".join([*(word.replace(" ", "") for word in TINY), f"hydra.run.dir={tmp_path / 'run'}"]): (0, "pendulum per"),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "recipes.sac", *line.split()], cwd=ROOT, stderr=-1, stdout=-1, text=True
+        )
+        for line in words
+    ]
+    for process, (code, message) in zip(processes, words.values(), strict=True):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code and errors.lstrip("\r").startswith(message), errors
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").sac.hidden_sizes == [16, 16]
