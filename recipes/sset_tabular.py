@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import logging
 import math
 import statistics
 import sys
@@ -199,6 +200,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: must be at least 1")
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
     curves = {}
