@@ -7,8 +7,8 @@ the moment. Counted are the steps of the environment until the root mean squared
 and actions, is at most .7; it is looked at every 500 steps.
 
 - *uniform*: all of 20,000 transitions alike.
-- *history 60*, *200*: event tables at_gap (κ 4,000, η .2) and done (κ 6,000, η .3), next to the default table (κ 10,000,
-  η .5), each with the last 60 or 200 transitions before an event; transitions are kept as long as a table holds them.
+- *history 60*, *200*: event tables at_gap (κ 4,000, η .2) and done (κ 6,000, η .3), next to the default table
+  (κ 10,000, η .5), with the last 60 or 200 transitions before an event, which are kept as long as a table holds them.
 - *history 1*: the events alone, without what led to them. Histories are what makes event tables work: this one is no
   faster than uniform replay.
 - *history 60 + PER*: proportional priorities inside the tables (α .65), weights of exponent .4.
@@ -117,7 +117,7 @@ def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
     """Replay a batch, row by row; returns the TD errors."""
     columns = (batch["state"], batch["action"], batch["next", "reward"], batch["next", "state"])
     going_on = (~batch["next", "terminated"]).tolist()
-    weights = batch["priority_weight"].tolist() if "priority_weight" in batch.keys() else [1.0] * len(going_on)
+    weights = batch["priority_weight"].tolist() if "priority_weight" in batch else [1.0] * len(going_on)
     errors = []
     rows = zip(*(column.tolist() for column in columns), going_on, weights, strict=True)
     for state, action, reward, after, goes_on, weight in rows:
