@@ -1,7 +1,8 @@
 """The update step of a recipe: as a loop of eager operations, or as one compiled graph."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
-from torchrl_replay_ext import compile_step
+from torchrl_replay_ext import RankBasedSampler, compile_step
 
 # Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
 # begin with "loss" are to be minimised; the others are for the record.
@@ -81,10 +82,14 @@ class Learner:
         ]
 
     def _compile(self) -> "CompiledUpdate":
-        # With one call per batch, the batch is written in the same graph, but for the first write of all. On a GPU it
-        # has to come from the CPU first.
-        one_call = self._gradient_steps == self._updates_per_graph
-        self._extends = one_call and self._on_cpu and self._replay.write_count > 0
+        # With one call per batch, the batch is written in the same graph. But the first write of all has to be outside,
+        # on a GPU the batch has to come from the CPU first, and ranks are sorted at writes outside graphs only.
+        self._extends = (
+            self._gradient_steps == self._updates_per_graph
+            and self._replay.write_count > 0
+            and self._on_cpu
+            and not isinstance(self._replay.sampler, RankBasedSampler)
+        )
         return CompiledUpdate(
             *self._arguments,
             targets=self._targets,
@@ -173,8 +178,7 @@ class CompiledUpdate:
     def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> dict[str, Tensor]:
         """Make the updates and return what the loss function did, as tensors [num_updates]."""
         self._target_due.fill_(target_due)
-        # gradients inside the graph
-        with torch._dynamo.config.patch(trace_autograd_ops=True) if self._first else nullcontext():  # pyright: ignore
+        with _compiling() if self._first else nullcontext():
             losses = self._compiled(data)
         self._first = False
         # the next replay of a CUDA graph overwrites what this one returned
@@ -205,6 +209,15 @@ class CompiledUpdate:
                 self._target_step()
         self._replay.update_tensordict_priority(sample)
         return {name: value.detach() for name, value in losses.items()}
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Allows gradients inside the graph, and leaves out what tensordict says to whoever compiles it."""
+    with warnings.catch_warnings(), torch._dynamo.config.patch(trace_autograd_ops=True):  # pyright: ignore
+        warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
+        warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
+        yield
 
 
 class CompiledAdam:
@@ -247,11 +260,12 @@ def parameters_of(optimizer: torch.optim.Adam) -> list[Tensor]:
 
 def target_pairs(loss_module: LossModule) -> list[tuple[Tensor, Tensor]]:
     """Each parameter of the target networks with its source."""
-    pairs = []
-    for name, targets in loss_module.named_children():
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, _ in loss_module.named_children():
         if name.startswith("target_"):
+            targets = getattr(loss_module, name).flatten_keys()
             sources = getattr(loss_module, name.removeprefix("target_")).flatten_keys()
-            pairs += [(target.data, sources[key].data) for key, target in targets.flatten_keys().items()]
+            pairs += [(targets[key].data, sources[key].data) for key in list(targets.keys())]
     return pairs
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torchrl.envs import GymWrapper
-from torchrl.modules import RandomPolicy
+from torchrl.modules import QValueActor
 
 from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
 
@@ -94,7 +94,7 @@ def test_other_action_spaces_are_refused():
 def test_a_single_environment_goes_on_from_its_saved_generator():
     def make():
         env = GymWrapper(gymnasium.make("CartPole-v1"), categorical_action_encoding=True)
-        policy = RandomPolicy(env.action_spec)
+        policy = QValueActor(torch.nn.Linear(4, 2), in_keys=["observation"], action_space="categorical")
         return SingleCollector(env, policy, frames_per_batch=5, seed=0, device=torch.device("cpu"))
 
     def starts(source):

@@ -276,9 +276,15 @@ class TestCompiled:
         sorts = []
         sort = RankBasedSampler.sort
         monkeypatch.setattr(RankBasedSampler, "sort", lambda sampler: (sorts.append(sampler), sort(sampler)))
-        assert dqn.train(configuration("sampler=rank", "compile=true"), tmp_path) == DONE
+        assert dqn.train(configuration("sampler=rank", "compile=true", "dqn.gradient_steps=1"), tmp_path) == DONE
         assert len(sorts) >= 2
         assert all(math.isfinite(float(row["loss"])) for row in rows(tmp_path)[1:])
+
+    def test_the_first_batch_of_all_may_be_learned_from(self, tmp_path):
+        torch._dynamo.reset()
+        words = ("sampler=uniform", "compile=true", "updates_per_graph=2", "dqn.learning_starts=0")
+        assert dqn.train(configuration(*words), tmp_path) == DONE
+        assert [int(row["updates"]) for row in rows(tmp_path)] == [4, 8, 12]
 
     def test_several_environments_resume_compiled(self, tmp_path, monkeypatch):
         torch._dynamo.reset()

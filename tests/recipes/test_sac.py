@@ -12,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from torchrl.objectives import SoftUpdate
 
 from recipes import sac, training
 from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config
@@ -118,6 +119,7 @@ def test_weights_are_for_the_critics_and_td_errors_are_absolute():
     settings = sac.typed(configuration(), sac.Config).sac
     torch.manual_seed(0)
     _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
+    SoftUpdate(loss_module, tau=0.5)
     done = torch.ones(5, 1, dtype=torch.bool)  # then the targets are the rewards
     reward = torch.tensor([[0.0], [3.0], [-7.0], [20.0], [5.0]])
     following = {"observation": torch.randn(5, 3), "reward": reward, "done": done, "terminated": done}
@@ -251,7 +253,7 @@ def test_bad_values_are_config_errors(tmp_path, override, message):
 def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command."""
     words = {
-        "env=cartpole": (2, "bad configuration: Could not find 'sac/cartpole'"),
+        "env=cartpole": (2, "bad configuration: In 'sac': Could not find 'sac/cartpole'"),
         " ".join([*(word.replace(" ", "") for word in TINY), f"hydra.run.dir={tmp_path / 'run'}"]): (0, "pendulum per"),
     }
     processes = [
@@ -262,5 +264,5 @@ def test_command_line(tmp_path):
     ]
     for process, (code, message) in zip(processes, words.values(), strict=True):
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == code and errors.lstrip("\r").startswith(message), errors
+        assert process.returncode == code and errors.lstrip().startswith(message), errors
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").sac.hidden_sizes == [16, 16]

@@ -1,0 +1,109 @@
+"""The configuration that all recipes share; a recipe adds its own hyperparameters."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from omegaconf import MISSING
+
+
+@dataclass
+class EnvConfig:
+    """An environment of Gymnasium and the mean return at which it counts as solved (None: never)."""
+
+    name: str = MISSING
+    id: str = MISSING
+    reward_threshold: float | None = MISSING
+
+
+@dataclass
+class LoggerConfig:
+    """See recipes.progress.Progress."""
+
+    csv: bool = MISSING
+    backend: str | None = MISSING
+
+
+@dataclass
+class LearningConfig(ABC):
+    """Hyperparameters of every recipe; a step is one step of the environment."""
+
+    group: ClassVar[str]  # their place in the configuration
+
+    total_steps: int = MISSING
+    buffer_size: int = MISSING
+    batch_size: int = MISSING
+    learning_starts: int = MISSING
+    train_interval: int = MISSING
+    gradient_steps: int = MISSING
+    num_evaluations: int = MISSING
+    evaluation_episodes: int = MISSING
+    gamma: float = MISSING
+    hidden_sizes: list[int] = MISSING
+
+    def __post_init__(self) -> None:
+        self.check(
+            "total_steps buffer_size batch_size train_interval gradient_steps num_evaluations evaluation_episodes",
+            lambda value: value > 0,
+            "must be > 0",
+        )
+        self.check("gamma", lambda value: 0 <= value <= 1, "must be in [0, 1]")
+        self.check(
+            "learning_starts", lambda value: 0 <= value < self.total_steps, f"must be in [0, {self.group}.total_steps)"
+        )
+        self.check("hidden_sizes", lambda sizes: all(size > 0 for size in sizes), "must be > 0")
+
+    def check(self, keys: str, valid: Callable[[Any], bool], requirement: str) -> None:
+        """Raises ValueError where a value is not valid; `keys` are separated by spaces."""
+        for key in keys.split():
+            if not valid(getattr(self, key)):
+                raise ValueError(f"{self.group}.{key}={getattr(self, key)}: {requirement}")
+
+    def num_updates(self) -> int:
+        """Gradient updates of a whole run."""
+        rounds = math.ceil(self.total_steps / self.train_interval)
+        return (rounds - self.learning_starts // self.train_interval) * self.gradient_steps
+
+    def evaluations_due(self, step: int) -> int:
+        """Evaluations that belong to the first `step` steps: they are evenly spread, the last one at the end."""
+        return min(step, self.total_steps) * self.num_evaluations // self.total_steps
+
+
+@dataclass
+class RunConfig(ABC):
+    """What the top file of a recipe holds (conf/dqn.yaml, conf/sac.yaml) but for the recipe's hyperparameters."""
+
+    env: EnvConfig = MISSING
+    sampler: dict[str, Any] = MISSING
+    logger: LoggerConfig = MISSING
+    seed: int = MISSING
+    device: str = MISSING
+    num_threads: int = MISSING
+    num_envs: int = MISSING
+    compile: bool = MISSING
+    cudagraphs: bool = MISSING
+    updates_per_graph: int = MISSING
+    stop_at_threshold: bool = MISSING
+    checkpoint_interval: int = MISSING
+    resume: str | None = None
+
+    @property
+    @abstractmethod
+    def learning(self) -> LearningConfig:
+        """The recipe's hyperparameters."""
+
+    def __post_init__(self) -> None:
+        for key in ("num_threads", "num_envs", "updates_per_graph", "checkpoint_interval"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
+        learning = self.learning
+        for key, multiple in (("num_envs", "train_interval"), ("updates_per_graph", "gradient_steps")):
+            divisor, value = getattr(self, key), getattr(learning, multiple)
+            if value % divisor:
+                raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
+        if self.cudagraphs and not self.compile:
+            raise ValueError("cudagraphs=true: needs compile=true")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed={self.seed}: must be in [0, 2^31)")

@@ -1,0 +1,37 @@
+"""Grid worlds of the event-table paper (SSET), registered with Gymnasium.
+
+    gymnasium.make("recipes.envs:ThreeRooms-v0", rewards=(1.0, 0.0))
+
+========================  =========================================================================================
+``ThreeRooms-v0``         three rooms in a row: ``rewards``, ``shaping``, ``gamma``
+``TwoRooms-v0``           two rooms, for the comparison with shaping rewards: the same keywords
+``ObstacleCourse-v0``     spikes, lava, gaps, keys and doors in a fixed order: ``start``, ``step_reward``
+``RandomizedSkill-v0``    lava, a gap or a locked door, a new one each episode: ``scenario``, ``step_reward``
+``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
+``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)
+========================  =========================================================================================
+
+Every ``info`` holds a bool for each name in the class attribute ``EVENTS``: whether the step that led to this state
+triggered the event. It is always ``False`` after a reset.
+"""
+
+from gymnasium.envs.registration import register, registry
+
+from recipes.envs.minigrid_events import MiniGridEvents
+from recipes.envs.obstacle_course import ObstacleCourse
+from recipes.envs.randomized_skill import RandomizedSkill
+from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
+
+__all__ = ["Dynamics", "MiniGridEvents", "ObstacleCourse", "RandomizedSkill", "ThreeRooms", "TwoRooms"]
+
+# The time limit is Gymnasium's: it truncates, and can be changed by max_episode_steps=. MiniGrid brings its own.
+for _id, _entry_point, _limit in (
+    ("ThreeRooms-v0", "recipes.envs.rooms:ThreeRooms", 500),
+    ("TwoRooms-v0", "recipes.envs.rooms:TwoRooms", 500),
+    ("ObstacleCourse-v0", "recipes.envs.obstacle_course:ObstacleCourse", 1000),
+    ("RandomizedSkill-v0", "recipes.envs.randomized_skill:RandomizedSkill", 200),
+    ("DoorKey-v0", "recipes.envs.minigrid_events:door_key", None),
+    ("LavaGap-v0", "recipes.envs.minigrid_events:lava_gap", None),
+):
+    if _id not in registry:
+        register(id=_id, entry_point=_entry_point, max_episode_steps=_limit)

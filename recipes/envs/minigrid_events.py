@@ -1,0 +1,96 @@
+"""MiniGrid's DoorKey and LavaGap with event flags and flat observations. Needs ``pip install minigrid``."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+
+# The largest category, colour and door state of MiniGrid's encoding.
+_LARGEST = np.array([10, 5, 2], dtype=np.float32)
+
+
+class MiniGridEvents(gymnasium.Wrapper):
+    """Adds event flags to the info of a MiniGrid environment and flattens its observation.
+
+    The flags tell whether the agent has picked up a key (pickup_key), has opened a door (door_opened), stands in the
+    gap of LavaGap's column (at_gap), in lava (at_lava) or in the goal (done).
+
+    The observation has, each divided by its largest value, MiniGrid's image (category, colour and door state of the
+    agent's view), its direction, whether the agent carries something, and that thing's category and colour or (-1, -1).
+
+    Args:
+        env: an environment of MiniGrid with its own dictionary observations.
+    """
+
+    EVENTS = ("pickup_key", "door_opened", "at_gap", "at_lava", "done")
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        self._world: Any = env.unwrapped
+        if not all(hasattr(self._world, name) for name in ("agent_pos", "agent_dir", "carrying", "grid")):
+            raise TypeError(f"MiniGridEvents({env}): must be an environment of MiniGrid")
+        image_size = int(np.prod(self._world.observation_space["image"].shape))
+        low = np.concatenate([np.zeros(image_size), [-1.0, 0.0, -1.0, -1.0]]).astype(np.float32)
+        self.observation_space = Box(low, np.float32(1.0), dtype=np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        """Resets the environment; no event has happened."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._flatten(observation), info | dict.fromkeys(self.EVENTS, False)
+
+    def step(self, action: int):
+        """Steps and compares with the state before."""
+        world = self._world
+        had_key, open_doors = self._has_key(), self._open_doors()
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        position = tuple(int(i) for i in world.agent_pos)
+        cell = world.grid.get(*position)
+        here = None if cell is None else cell.type
+        gap = getattr(world, "gap_pos", None)
+        events = {
+            "pickup_key": self._has_key() and not had_key,
+            "door_opened": self._open_doors() > open_doors,
+            "at_gap": gap is not None and position == tuple(gap),
+            "at_lava": here == "lava",
+            "done": here == "goal",
+        }
+        return self._flatten(observation), float(reward), terminated, truncated, info | events
+
+    def _has_key(self) -> bool:
+        carried = self._world.carrying
+        return carried is not None and carried.type == "key"
+
+    def _open_doors(self) -> int:
+        return sum(cell is not None and cell.type == "door" and cell.is_open for cell in self._world.grid.grid)
+
+    def _flatten(self, observation: dict[str, Any]) -> np.ndarray:
+        carried = self._world.carrying
+        if carried is None:
+            carrying = [0.0, -1.0, -1.0]
+        else:
+            category, colour, _ = carried.encode()
+            carrying = [1.0, category / _LARGEST[0], colour / _LARGEST[1]]
+        direction = 2 * int(observation["direction"]) / 3 - 1
+        image = observation["image"] / _LARGEST
+        return np.concatenate([image.ravel(), [direction, *carrying]]).astype(np.float32)
+
+
+def door_key(size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
+    """DoorKey: fetch the key, open the door, reach the goal; `size` >= 5 cells wide and high, the walls included."""
+    return _make("DoorKeyEnv", size, render_mode)
+
+
+def lava_gap(size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
+    """LavaGap: reach the goal through the gap in a column of lava; `size` as in `door_key`."""
+    return _make("LavaGapEnv", size, render_mode)
+
+
+def _make(name: str, size: int, render_mode: str | None) -> MiniGridEvents:
+    if size < 5:
+        raise ValueError(f"{name}(size={size}): must be >= 5")
+    try:
+        from minigrid import envs
+    except ImportError as error:
+        raise ImportError(f"{name} is MiniGrid's: pip install minigrid") from error
+    return MiniGridEvents(getattr(envs, name)(size=size, render_mode=render_mode))

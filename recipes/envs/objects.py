@@ -1,0 +1,208 @@
+"""What the obstacle course and the skills share: objects, the agent's view of them, and what its actions do."""
+
+import math
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from recipes.envs.grid import (
+    DIRECTIONS,
+    DOOR,
+    DROP,
+    EMPTY,
+    FORWARD,
+    GOAL,
+    GREEN,
+    GREY,
+    KEY,
+    LAVA,
+    LEFT,
+    LOCKED,
+    METADATA,
+    OPEN,
+    PICKUP,
+    RED,
+    RIGHT,
+    SPIKE,
+    TOGGLE,
+    WALL,
+    YELLOW,
+    check_action,
+    check_choice,
+    draw,
+)
+
+# As in MiniGrid, what has no colour of its own gets that of its looks.
+_COLOURS = {EMPTY: RED, WALL: GREY, GOAL: GREEN, LAVA: RED, SPIKE: YELLOW}
+_VIEW = 5
+_PAD = _VIEW - 1
+_SIZE = 3 * _VIEW**2 + 6
+_LARGEST = np.array([DOOR, GREY, LOCKED], dtype=np.float32)
+
+
+def _view_offsets() -> list[tuple[np.ndarray, np.ndarray]]:
+    """θ -> the (dy, dx) [5, 5] of the cells in view: row 0 is the farthest, column 0 the leftmost."""
+    ahead, aside = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
+    return [(ahead * dy + aside * dx, ahead * dx - aside * dy) for dx, dy in DIRECTIONS]
+
+
+_OFFSETS = _view_offsets()
+
+
+class ObjectWorld(gymnasium.Env):
+    """A walled grid with spikes, lava, gaps, keys, doors and a goal; subclasses place them.
+
+    A step that ends on a spike pays -1, one that ends in lava pays -1 and ends the episode, the goal pays 1 and ends
+    it. A key, of any colour but grey, is not used up by opening a door of its colour, and the agent carries one at a
+    time; a door stays open. The agent sees through walls.
+
+    The observation has 81 numbers, each divided by its largest value: the category, colour and door state of 5x5 cells
+    with the agent in the middle of the nearest row (from the farthest row to the nearest, each from left to right),
+    whether it carries a key, the key's category and colour or (-1, -1), and the pose (x, y, θ) scaled to [-1, 1].
+
+    Events: the agent stands on a spike, in lava, in a gap of a wall or in the goal (at_spike, at_lava, at_gap, done);
+    it has picked up a key (pickup_key); it has opened a door or stands in one (at_door: the paper's text has
+    "opened-a-door" and its Table 1 "at-door").
+
+    Args:
+        start: cell (x, y) where the agent starts, facing right.
+        step_reward: reward of all other steps, which the paper does not give. A small negative one makes the agent
+            explore; at -0.01 and γ = 0.99 waiting forever is as bad as lava.
+        render_mode: ``"rgb_array"`` or None.
+    """
+
+    metadata = METADATA
+    EVENTS: ClassVar[tuple[str, ...]]
+    WIDTH: ClassVar[int]
+    HEIGHT: ClassVar[int]
+
+    def __init__(self, start: tuple[int, int] = (1, 1), step_reward: float = 0.0, render_mode: str | None = None):
+        if not math.isfinite(step_reward):
+            raise ValueError(f"{type(self).__name__}(step_reward={step_reward!r}): must be finite")
+        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
+        self.render_mode = render_mode
+        self._step_reward = float(step_reward)
+        self.action_space = Discrete(6)
+        low = np.concatenate([np.zeros(_SIZE - 5), -np.ones(5)]).astype(np.float32)
+        self.observation_space = Box(low, np.float32(1.0), dtype=np.float32)
+        self._start = start
+        # Walls all around, so that the view needs no bounds.
+        self._padded = np.zeros((self.HEIGHT + 2 * _PAD, self.WIDTH + 2 * _PAD, 3), dtype=np.int8)
+        self.cells = self._padded[_PAD:-_PAD, _PAD:-_PAD]
+        """(category, colour, door state) of each cell, [height, width, 3]."""
+        self.gaps: set[tuple[int, int]] = set()
+        """Gaps (x, y) in the walls."""
+        self.pose: tuple[int, int, int] | None = None
+        """(x, y, θ) of the agent."""
+        self.carried: int | None = None
+        """Colour of the key that the agent carries."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        """Places everything anew."""
+        super().reset(seed=seed)
+        self._padded[:] = WALL, GREY, 0
+        self.cells[1:-1, 1:-1] = EMPTY, RED, 0
+        self.gaps = set()
+        self.pose = (*self._start, 0)
+        self.carried = None
+        self._told = self._build()
+        return self._observe(), dict.fromkeys(self.EVENTS, False) | self._told
+
+    def step(self, action: int):
+        """Turns left (0) or right (1), walks (2), picks up (3) or drops (4) a key, or toggles a door (5)."""
+        check_action(action, 6)
+        x, y, theta = self._pose()
+        dx, dy = DIRECTIONS[theta]
+        x_ahead, y_ahead = x + dx, y + dy
+        category, colour, state = self.cells[y_ahead, x_ahead].tolist()
+        picked_up = opened = False
+        if action == LEFT:
+            theta = (theta - 1) % 4
+        elif action == RIGHT:
+            theta = (theta + 1) % 4
+        elif action == FORWARD:
+            if category in (EMPTY, GOAL, LAVA, SPIKE) or (category == DOOR and state == OPEN):
+                x, y = x_ahead, y_ahead
+        elif action == PICKUP:
+            if category == KEY and self.carried is None:
+                self.carried = colour
+                self._put(x_ahead, y_ahead, EMPTY)
+                picked_up = True
+        elif action == DROP:
+            if category == EMPTY and self.carried is not None:
+                self._put(x_ahead, y_ahead, KEY, self.carried)
+                self.carried = None
+        elif action == TOGGLE and category == DOOR and state == LOCKED and self.carried == colour:
+            self._put(x_ahead, y_ahead, DOOR, colour, OPEN)
+            opened = True
+        self.pose = (x, y, theta)
+
+        here = int(self.cells[y, x, 0])
+        happened = {
+            "at_spike": here == SPIKE,
+            "at_lava": here == LAVA,
+            "at_gap": (x, y) in self.gaps,
+            "pickup_key": picked_up,
+            "at_door": opened or here == DOOR,
+            "done": here == GOAL,
+        }
+        reward = 1.0 if here == GOAL else -1.0 if here in (LAVA, SPIKE) else self._step_reward
+        info = {name: happened[name] for name in self.EVENTS} | self._told
+        return self._observe(), reward, here in (GOAL, LAVA), False, info
+
+    def render(self) -> np.ndarray | None:
+        """The whole grid."""
+        if self.render_mode is None:
+            return None
+        return draw(self.cells, *self._pose())
+
+    def _build(self) -> dict[str, Any]:
+        """Places the objects of one episode by `np_random`; returns what info tells besides the events."""
+        raise NotImplementedError
+
+    def _pose(self) -> tuple[int, int, int]:
+        if self.pose is None:
+            raise gymnasium.error.ResetNeeded(f"{type(self).__name__}: call reset() first")
+        return self.pose
+
+    def _observe(self) -> np.ndarray:
+        x, y, theta = self._pose()
+        dy, dx = _OFFSETS[theta]
+        observation = np.empty(_SIZE, dtype=np.float32)
+        observation[:-6] = (self._padded[y + _PAD + dy, x + _PAD + dx] / _LARGEST).ravel()
+        if self.carried is None:
+            observation[-6:-3] = 0.0, -1.0, -1.0
+        else:
+            observation[-6:-3] = 1.0, KEY / DOOR, self.carried / GREY
+        observation[-3:] = 2 * x / (self.WIDTH - 1) - 1, 2 * y / (self.HEIGHT - 1) - 1, 2 * theta / 3 - 1
+        return observation
+
+    def _rows(self, count: int) -> list[int]:
+        """Different random rows."""
+        return (1 + self.np_random.permutation(self.HEIGHT - 2)[:count]).tolist()
+
+    def _random_colours(self, count: int) -> list[int]:
+        """Different random colours, but not that of the walls."""
+        return self.np_random.permutation(GREY)[:count].tolist()
+
+    def _put(self, x: int, y: int, category: int, colour: int | None = None, state: int = 0) -> None:
+        self.cells[y, x] = category, _COLOURS[category] if colour is None else colour, state
+
+    def _put_wall(self, x: int) -> None:
+        self.cells[1:-1, x] = WALL, GREY, 0
+
+    def _put_gap(self, x: int) -> int:
+        """A wall with a gap in a random row, which is returned."""
+        self._put_wall(x)
+        (y,) = self._rows(1)
+        self._put(x, y, EMPTY)
+        self.gaps.add((x, y))
+        return y
+
+    def _put_doors(self, x: int, colours: list[int]) -> None:
+        """A wall with a locked door of each colour, in random rows."""
+        self._put_wall(x)
+        for y, colour in zip(self._rows(len(colours)), colours, strict=True):
+            self._put(x, y, DOOR, colour, LOCKED)

@@ -1,0 +1,55 @@
+"""Obstacle Course of the SSET paper (section 5.3, A.2)."""
+
+from typing import Any
+
+from recipes.envs.grid import GOAL, KEY, LAVA, SPIKE
+from recipes.envs.objects import ObjectWorld
+
+_SPIKES = ((2, 3), (2, 4))
+
+
+class ObstacleCourse(ObjectWorld):
+    """Past spikes, through a gap, past lava, through a gap, and with a key through a door to the green square.
+
+    The order is fixed. Each episode draws the rows of lava and gaps, and the rows and colours of keys and doors.
+    The paper gives neither the layout nor the reward of the goal; chosen here, for its start (1, 1) in the
+    top-left corner and its shifted start (1, 4) beside the spikes, are 14 x 6 cells with the walls::
+
+        column   0          4        7          11          13
+                 |  spikes  |  lava  |  2 keys  |2 doors    |
+
+    Two spikes stand in the lower rows of column 2, lava fills two of the four rows of column 6 but not the one of the
+    gap behind it, and the keys are in column 9. Each key opens one of the doors. The goal is in the bottom-right corner.
+    The rooms are this small so that acting at random finds it at all, in roughly one of 200 episodes.
+
+    Args:
+        start: free cell (x, y) of the first room where the agent starts, facing right.
+        step_reward: see `ObjectWorld`.
+        render_mode: ``"rgb_array"`` or None.
+    """
+
+    WIDTH, HEIGHT = 14, 6
+    EVENTS = ("at_spike", "at_lava", "at_gap", "pickup_key", "at_door", "done")
+
+    def __init__(self, start: tuple[int, int] = (1, 1), step_reward: float = 0.0, render_mode: str | None = None):
+        start = (start[0], start[1])
+        free = [(x, y) for x in range(1, 4) for y in range(1, 5) if (x, y) not in _SPIKES]
+        if start not in free:
+            cells = ", ".join(map(str, free))
+            raise ValueError(f"ObstacleCourse(start={start}): must be a free cell of the first room, one of {cells}")
+        super().__init__(start, step_reward, render_mode)
+
+    def _build(self) -> dict[str, Any]:
+        for x, y in _SPIKES:
+            self._put(x, y, SPIKE)
+        self._put_gap(4)
+        gap = self._put_gap(7)
+        for y in [y for y in self._rows(4) if y != gap][:2]:
+            self._put(6, y, LAVA)
+        colours = self._random_colours(2)
+        # Not in the columns beside the walls, where keys could stand in the way.
+        for y, colour in zip(self._rows(2), colours, strict=True):
+            self._put(9, y, KEY, colour)
+        self._put_doors(11, colours)
+        self._put(12, 4, GOAL)
+        return {}

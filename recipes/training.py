@@ -1,0 +1,228 @@
+"""The loop of every recipe: collect, learn, evaluate, record, save."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Discrete
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.checkpoint import GlobalRNGState
+from torchrl.data import TensorDictReplayBuffer
+from tqdm import tqdm
+
+from recipes.checkpoint import load_checkpoint, save_checkpoint
+from recipes.collect import SingleCollector, VectorCollector
+from recipes.config import RunConfig
+from recipes.evaluation import evaluate
+from recipes.plot import plot_runs
+from recipes.progress import Progress
+from recipes.replay import PRIORITIZED, STORED_KEYS, end_last_episodes
+from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, find_device, interruption, seed_everything
+
+CURVE = "learning_curve.png"
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """What a recipe hands to the loop.
+
+    Args:
+        collector: yields batches of transitions.
+        replay: the buffer.
+        explore: told the number of steps so far, ahead of each batch.
+        learn: told a batch and the number of steps with it; writes the batch to the buffer and makes the updates.
+            Returns the numbers to record, in dicts of tensors [updates].
+        policy: maps observations [n, ...] to actions [n, ...]; it is what evaluations evaluate.
+        evaluation_epsilon: probability of a random action there, if actions are discrete.
+        losses: names of the numbers that `learn` returns.
+        columns: other numbers to record, at this number of steps.
+        shown: what the progress bar shows of all that.
+        state: networks and optimizers, for the checkpoint.
+    """
+
+    collector: SingleCollector | VectorCollector
+    replay: TensorDictReplayBuffer
+    explore: Callable[[int], None]
+    learn: Callable[[TensorDictBase, int], list[dict[str, Tensor]]]
+    policy: Callable[[np.ndarray], np.ndarray]
+    losses: tuple[str, ...]
+    shown: tuple[str, ...]
+    state: dict[str, Any]
+    evaluation_epsilon: float = 0.0
+    columns: Callable[[int], dict[str, float]] = lambda _steps: {}
+
+
+def prepare(cfg: RunConfig, run_dir: Path) -> torch.device:
+    """Checks what can be checked before anything is built, seeds everything, and finds the device."""
+    if cfg.resume is None and (run_dir / CONFIG).exists():
+        raise ConfigError(
+            f"{run_dir} holds a run already: go on with it (resume={run_dir}), or choose another directory"
+        )
+    device = find_device(cfg.device)
+    if cfg.cudagraphs and device.type != "cuda":
+        raise ConfigError(f"cudagraphs=true: needs a CUDA device, this is {device}")
+    torch.set_num_threads(cfg.num_threads)
+    seed_everything(cfg.seed)
+    return device
+
+
+def run(
+    agent: Agent,
+    evaluation_envs: list[gymnasium.Env],
+    cfg: RunConfig,
+    config: DictConfig,
+    run_dir: Path,
+    device: torch.device,
+) -> int:
+    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+
+    Args:
+        agent: the recipe's parts.
+        evaluation_envs: one per evaluation episode.
+        cfg: the configuration, checked.
+        config: the same as it was read, to be kept.
+        run_dir: directory of the run.
+        device: where the networks are.
+
+    Returns:
+        The exit code.
+    """
+    learning, collector, replay = cfg.learning, agent.collector, agent.replay
+
+    # Everything a resumed run needs. The environments themselves cannot be saved: a resumed run starts new episodes,
+    # drawn from the generators' saved states.
+    counters: dict[str, Any] = {
+        "env_steps": 0,
+        "updates": 0,
+        "evaluations": 0,
+        "last_return": None,
+        "best_return": None,
+        "reached_at": None,
+        "wall_time": 0.0,
+    }
+    rest = {"replay": replay, "collector": collector, "global_rng": GlobalRNGState(), "counters": counters}
+    state = agent.state | rest
+
+    def finished() -> bool:
+        solved = counters["reached_at"] is not None and cfg.stop_at_threshold
+        return solved or counters["env_steps"] >= learning.total_steps
+
+    if cfg.resume is not None:
+        load_checkpoint(run_dir, device, **state)
+        collector.reset()
+        if not finished():
+            end_last_episodes(replay, cfg.num_envs)
+    progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
+    OmegaConf.save(OmegaConf.merge(config, {"resume": None}), run_dir / CONFIG)
+
+    def save() -> None:
+        counters["wall_time"] = time.time() - started
+        save_checkpoint(run_dir, **state)
+
+    started = time.time() - counters["wall_time"]
+    losses: dict[str, list[Tensor]] = defaultdict(list)
+    bar = tqdm(
+        total=learning.total_steps,
+        initial=counters["env_steps"],
+        desc=f"{cfg.env.name} {cfg.sampler['name']} seed {cfg.seed}",
+        unit="step",
+        mininterval=0.5,
+    )
+    with interruption() as interrupted, bar:
+        batches = iter(collector)
+        while not finished() and not interrupted():
+            # Collect.
+            agent.explore(counters["env_steps"])
+            batch = next(batches)
+            previous_steps = counters["env_steps"]
+            counters["env_steps"] += batch.numel()
+            data = batch.select(*STORED_KEYS)
+
+            # Learn.
+            if counters["env_steps"] > learning.learning_starts:
+                for result in agent.learn(data, counters["env_steps"]):
+                    for name, values in result.items():
+                        losses[name].append(values)
+                counters["updates"] += learning.gradient_steps
+            else:
+                replay.extend(data)
+
+            # Evaluate.
+            if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
+                counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
+                returns = evaluate(
+                    agent.policy if isinstance(evaluation_envs[0].action_space, Discrete) else by_rows(agent.policy),
+                    evaluation_envs,
+                    epsilon=agent.evaluation_epsilon,
+                    seed=[cfg.seed, counters["evaluations"]],
+                )
+                mean_return = sum(returns) / len(returns)
+                row = {
+                    "env_steps": counters["env_steps"],
+                    "updates": counters["updates"],
+                    "return_mean": mean_return,
+                    **{f"return_{i}": value for i, value in enumerate(returns)},
+                    **agent.columns(counters["env_steps"]),
+                    **{name: torch.cat(losses[name]).mean().item() if losses else math.nan for name in agent.losses},
+                    "wall_time": time.time() - started,
+                }
+                if isinstance(replay.sampler, PRIORITIZED):
+                    row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
+                progress.write(row)
+                bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
+                losses.clear()
+                counters["last_return"] = mean_return
+                best = counters["best_return"]
+                counters["best_return"] = mean_return if best is None else max(best, mean_return)
+                threshold = cfg.env.reward_threshold
+                if counters["reached_at"] is None and threshold is not None and mean_return >= threshold:
+                    counters["reached_at"] = counters["env_steps"]
+            bar.update(counters["env_steps"] - previous_steps)
+
+            if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
+                save()
+        save()
+
+    collector.shutdown()
+    for environment in evaluation_envs:
+        environment.close()
+    if not finished():
+        print(f"interrupted at step {counters['env_steps']}; go on with resume={run_dir}")
+        return INTERRUPTED
+    if cfg.logger.csv:
+        plot_runs([run_dir], run_dir / CURVE)
+    print(summary(counters, cfg.env.reward_threshold, run_dir))
+    return DONE
+
+
+def by_rows(policy: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """The policy with its actions [n, size] as n objects: `evaluate` knows discrete actions [n]."""
+
+    def act(observations: np.ndarray) -> np.ndarray:
+        actions = policy(observations)
+        rows = np.empty(len(actions), dtype=object)
+        for i, action in enumerate(actions):
+            rows[i] = action
+        return rows
+
+    return act
+
+
+def summary(counters: dict[str, Any], threshold: float | None, run_dir: Path) -> str:
+    """The line a finished run ends with."""
+    if counters["reached_at"] is not None:
+        outcome = f"reached {threshold:g} at step {counters['reached_at']}"
+    elif threshold is not None:
+        outcome = f"did not reach {threshold:g} in {counters['env_steps']} steps"
+    else:
+        outcome = f"{counters['env_steps']} steps"
+    return f"{outcome} | best return {counters['best_return']:g}, last {counters['last_return']:g} | files in {run_dir}"

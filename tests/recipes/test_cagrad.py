@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from recipes.cagrad import cagrad
+
+COEFFICIENTS = (0.1, 0.5, 0.95)
+
+
+def random_gradients(k, p, dtype=torch.float64):
+    return torch.randn(k, p, dtype=dtype) * torch.logspace(-0.5, 0.5, k, dtype=dtype)[:, None]
+
+
+def dual_value(gradients, c):
+    """The minimum of the convex dual by SLSQP: also the largest worst-case improvement within the ball."""
+    g = gradients.numpy()
+    k = len(g)
+    gram = g @ g.T
+    slope = gram.mean(1)
+    radius = c * np.sqrt(gram.mean())
+
+    def value(w):
+        return w @ slope + radius * np.sqrt(w @ gram @ w)
+
+    def gradient(w):
+        return slope + radius * gram @ w / np.sqrt(w @ gram @ w)
+
+    simplex = {"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones(k)}
+    start = np.full(k, 1 / k)
+    options = {"ftol": 1e-14, "maxiter": 500}
+    return minimize(value, start, jac=gradient, bounds=[(0, 1)] * k, constraints=simplex, options=options).fun
+
+
+@pytest.mark.parametrize("c", COEFFICIENTS)
+@pytest.mark.parametrize("k", [2, 3, 7])
+def test_solves_the_problem_of_the_paper(k, c):
+    for _ in range(10):
+        gradients = random_gradients(k, 20)
+        mean = gradients.mean(0)
+        d = cagrad(gradients, c)
+        worst = (gradients @ d).min()
+        assert worst.item() == pytest.approx(dual_value(gradients, c), rel=1e-6, abs=1e-7)
+        assert ((d - mean).norm() / mean.norm()).item() == pytest.approx(c, rel=1e-9)
+        assert worst >= (gradients @ mean).min()
+
+
+def test_two_gradients_by_hand():
+    # By symmetry g_w is along g_0 = (0, 1) for w = (1/2, 1/2), which is the best w: d = (1 + c) g_0.
+    gradients = torch.tensor([[3.0, 1.0], [-3.0, 1.0]])
+    torch.testing.assert_close(cagrad(gradients, 0.5), torch.tensor([0.0, 1.5]))
+    # g_0 = (4, 0) improves the second by nothing. The first is not in the way: w = (0, 1), d = g_0 + c ||g_0|| (0, 1).
+    gradients = torch.tensor([[8.0, -1.0], [0.0, 1.0]])
+    torch.testing.assert_close(cagrad(gradients, 0.25), torch.tensor([4.0, 1.0]))
+
+
+def test_no_coefficient_gives_the_mean():
+    for gradients in (random_gradients(5, 30), torch.eye(3, dtype=torch.float64)):
+        torch.testing.assert_close(cagrad(gradients, 0.0), gradients.mean(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_gradients_that_agree_are_not_turned(k):
+    gradient = torch.randn(30, dtype=torch.float64)
+    torch.testing.assert_close(cagrad(gradient.expand(k, 30), 0.5), 1.5 * gradient)
+
+
+@pytest.mark.parametrize("c", [0.0, *COEFFICIENTS])
+def test_degenerate_gradients(c):
+    gradient = torch.randn(30, dtype=torch.float64)
+    zero = torch.zeros_like(gradient)
+    assert torch.equal(cagrad(torch.stack([zero, zero]), c), zero)
+    assert torch.equal(cagrad(torch.stack([gradient, -gradient]), c), zero)
+    for others in ([-gradient, torch.randn_like(gradient)], [zero, -torch.randn_like(gradient)], [gradient * 1e-9]):
+        gradients = torch.stack([gradient, *others])
+        mean = gradients.mean(0)
+        d = cagrad(gradients, c)
+        assert (d - mean).norm() <= c * mean.norm() + 1e-9
+        assert (gradients @ d).min() >= (gradients @ mean).min() - 1e-6
+
+
+def test_weights_are_those_of_the_mean_and_zero_is_absence():
+    gradients = random_gradients(4, 20)
+    rows = torch.tensor([6, 0, 1, 3])
+    mean = (rows[:, None] * gradients).sum(0) / 10
+    torch.testing.assert_close(cagrad(gradients, 0.0, rows), mean)
+    d = cagrad(gradients, 0.4, rows)
+    assert ((d - mean).norm() / mean.norm()).item() == pytest.approx(0.4)
+    gradients[1] = torch.nan
+    torch.testing.assert_close(cagrad(gradients, 0.4, rows), d, rtol=0, atol=0)
+    present = [0, 2, 3]
+    torch.testing.assert_close(cagrad(gradients[present], 0.4, rows[present]), d)
+    torch.testing.assert_close(cagrad(gradients[present], 0.4), cagrad(gradients, 0.4, (rows > 0).double()))
+    assert torch.equal(cagrad(gradients, 0.4, torch.zeros(4)), torch.zeros(20, dtype=torch.float64))
+
+
+def test_scale_and_dtype():
+    gradients = random_gradients(3, 20)
+    d = cagrad(gradients, 0.5)
+    for scale in (1e-6, 1e6):
+        torch.testing.assert_close(cagrad(scale * gradients, 0.5), scale * d)
+    single = cagrad(gradients.float().requires_grad_(), 0.5)
+    assert single.dtype == torch.float32 and not single.requires_grad
+    torch.testing.assert_close(single, d.float())
+
+
+def test_can_be_compiled():
+    compiled = torch.compile(cagrad, fullgraph=True, backend="aot_eager")
+    for present in ([1.0, 1.0, 1.0], [1.0, 0.0, 1.0]):
+        gradients, weights, c = random_gradients(3, 20), torch.tensor(present), torch.tensor(0.5)
+        torch.testing.assert_close(compiled(gradients, c, weights), cagrad(gradients, 0.5, weights))
+
+
+def test_errors():
+    gradients = torch.ones(2, 3)
+    for wrong in (torch.ones(3), torch.ones(0, 3), torch.ones(13, 3)):
+        with pytest.raises(ValueError, match="gradients"):
+            cagrad(wrong, 0.5)
+    for c in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=r"c=.*must be in \[0, 1\)"):
+            cagrad(gradients, c)
+    with pytest.raises(ValueError, match=r"weights must be \[2\]"):
+        cagrad(gradients, 0.5, torch.ones(3))

@@ -1,0 +1,508 @@
+import sys
+from collections import deque
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from recipes.envs import MiniGridEvents, ObstacleCourse, RandomizedSkill, ThreeRooms, TwoRooms
+from recipes.envs.grid import DOOR, DROP, FORWARD, GOAL, KEY, LAVA, LEFT, LOCKED, OPEN, PICKUP, RIGHT, SPIKE, TOGGLE
+from recipes.envs.objects import ObjectWorld
+from recipes.envs.rooms import SHAPING, Rooms
+
+IDS = ("ThreeRooms", "TwoRooms", "ObstacleCourse", "RandomizedSkill")
+MINIGRID_IDS = ("DoorKey", "LavaGap")
+ROOMS = (ThreeRooms, TwoRooms)
+
+
+def make(name, **kwargs):
+    if name in MINIGRID_IDS:
+        pytest.importorskip("minigrid")
+    return gymnasium.make(f"recipes.envs:{name}-v0", **kwargs)
+
+
+def rollout(env, steps, seed):
+    rng = np.random.default_rng(seed)
+    history = [env.reset(seed=seed)]
+    for action in rng.integers(env.action_space.n, size=steps).tolist():
+        history.append(env.step(action))
+        if history[-1][2] or history[-1][3]:
+            history.append(env.reset())
+    return history
+
+
+# All of them.
+
+
+# MiniGridEvents is a wrapper, and the checker prefers environments.
+@pytest.mark.filterwarnings("ignore:.*is different from the unwrapped version:UserWarning")
+@pytest.mark.parametrize("name", [*IDS, *MINIGRID_IDS])
+def test_follows_the_api_of_gymnasium(name):
+    env = make(name)
+    # ... and would open MiniGrid's window.
+    check_env(env.unwrapped if name in IDS else MiniGridEvents(env.unwrapped), skip_render_check=name in MINIGRID_IDS)
+    assert env.observation_space.dtype == np.float32 and len(env.observation_space.shape) == 1
+    assert isinstance(env.action_space, gymnasium.spaces.Discrete)
+
+
+@pytest.mark.parametrize("name", [*IDS, *MINIGRID_IDS])
+def test_info_holds_a_bool_for_each_event(name):
+    env = make(name)
+    events = env.get_wrapper_attr("EVENTS")
+    happened = set()
+    for observation, *result, info in rollout(env, 3000, 0):
+        assert observation in env.observation_space
+        assert all(type(info[event]) is bool for event in events)
+        if result:
+            reward, terminated, _ = result
+            assert type(reward) is float
+            assert terminated == (info["done"] or info.get("at_lava", False))
+        else:
+            assert not any(info[event] for event in events)
+        happened |= {event for event in events if info[event]}
+    assert happened
+
+
+@pytest.mark.parametrize("name", [*IDS, *MINIGRID_IDS])
+def test_is_reproducible_by_its_seed(name):
+    first, second = (rollout(make(name), 500, 7) for _ in range(2))
+    for (observation, *rest), (same_observation, *same_rest) in zip(first, second, strict=True):
+        assert np.array_equal(observation, same_observation)
+        assert rest == same_rest
+
+
+@pytest.mark.parametrize("name", [*IDS, *MINIGRID_IDS])
+def test_renders(name):
+    env = make(name, render_mode="rgb_array")
+    env.reset(seed=0)
+    frame = env.render()
+    assert frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3
+    env.step(RIGHT)
+    assert not np.array_equal(env.render(), frame)
+
+
+@pytest.mark.parametrize(("name", "limit"), [(IDS[0], 500), (IDS[1], 500), (IDS[2], 1000), (IDS[3], 200)])
+def test_the_time_limit_truncates(name, limit):
+    env = make(name)
+    env.reset(seed=0)
+    for step in range(1, limit + 1):
+        _, _, terminated, truncated, _ = env.step(LEFT)
+        assert not terminated
+        assert truncated == (step == limit)
+
+
+@pytest.mark.parametrize("world", [*ROOMS, ObstacleCourse, RandomizedSkill])
+def test_errors(world):
+    with pytest.raises(ValueError, match=rf"{world.__name__}\(render_mode='ansi'\): must be one of None, 'rgb_array'"):
+        world(render_mode="ansi")
+    env = world()
+    assert env.render() is None
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(0)
+    env.reset()
+    for action in (-1, env.action_space.n):
+        with pytest.raises(ValueError, match="action must be in"):
+            env.step(action)
+
+
+# Rooms.
+
+
+@pytest.mark.parametrize("world", ROOMS)
+def test_the_tables_are_what_step_does(world):
+    env = world(shaping="gap", gamma=0.9)
+    next_state, reward, terminal = env.dynamics()
+    env.reset()
+    rng = np.random.default_rng(0)
+    for action in rng.integers(3, size=2000).tolist():
+        state = env.state
+        observation, r, terminated, truncated, info = env.step(action)
+        assert env.state == next_state[state, action]
+        assert (r, terminated, truncated) == (reward[state, action], terminal[state, action], False)
+        x, y, theta = env.pose_of(env.state)
+        assert env.state_of(x, y, theta) == env.state
+        expected = [2 * x / (env.WIDTH - 1) - 1, 2 * y / (env.HEIGHT - 1) - 1, 2 * theta / 3 - 1]
+        assert observation == pytest.approx(expected)
+        assert info["at_gap"] == ((x, y) in env.GAPS) and info["done"] == ((x, y) == env.GOAL) == terminated
+        if terminated:
+            env.reset()
+    goal = slice(env.num_states - 4, None)
+    assert (next_state[goal] == np.arange(env.num_states)[goal, None]).all()
+    assert terminal[goal].all() and not reward[goal].any()
+    assert not next_state.flags.writeable
+
+
+@pytest.mark.parametrize(("world", "states", "length"), [(ThreeRooms, 304, 33), (TwoRooms, 4 * (2 * 49 + 1 - 1), 29)])
+def test_optimal_values_and_path(world, states, length):
+    env = world()
+    assert env.num_states == states + 4
+    q = env.optimal_q(0.99)
+    next_state, reward, terminal = env.dynamics()
+    np.testing.assert_allclose(q, reward + 0.99 * ~terminal * q.max(1)[next_state], atol=1e-10)
+    env.reset()
+    rewards, visited = [], []
+    terminated = False
+    while not terminated:
+        _, r, terminated, _, info = env.step(q[env.state].argmax())
+        rewards.append(r)
+        visited.append(info["at_gap"])
+    assert rewards == [-0.1] * (length - 1) + [1.0]
+    assert sum(visited) == len(env.GAPS)
+    value = sum(0.99**t * r for t, r in enumerate(rewards))
+    assert q[env.state_of(*env.START)].max() == pytest.approx(value)
+    # With rewards of 0 and 1, the value is the discount for the steps left.
+    q = world(rewards=(1.0, 0.0)).optimal_q(0.9)
+    assert q[env.state_of(*env.START)].max() == pytest.approx(0.9 ** (length - 1))
+
+
+def test_layout_of_the_three_rooms():
+    env = ThreeRooms()
+    assert (env.WIDTH, env.HEIGHT, env.START, env.GOAL) == (17, 5, (0, 0, 0), (16, 4))
+    assert env.GAPS == ((5, 4), (11, 0))
+    for wall in (5, 11):
+        free = [y for y in range(5) if (wall, y) in env.GAPS]
+        assert len(free) == 1
+        with pytest.raises(ValueError, match="no such pose"):
+            env.state_of(wall, 2, 0)
+    with pytest.raises(ValueError, match="pose_of"):
+        env.pose_of(env.num_states)
+    env.reset()
+    # Walls on the left and above the start; turning left from right looks up.
+    assert [env.pose_of(env.state), env.step(LEFT) and env.pose_of(env.state)] == [(0, 0, 0), (0, 0, 3)]
+    env.step(FORWARD)
+    assert env.pose_of(env.state) == (0, 0, 3)
+    env.step(RIGHT)
+    env.step(FORWARD)
+    assert env.pose_of(env.state) == (1, 0, 0)
+
+
+def test_less_ideal_events_of_the_two_rooms():
+    env = TwoRooms()
+    env.reset()
+    _, _, _, _, info = env.step(LEFT)
+    assert not any(info.values())
+    env.step(RIGHT)
+    near = []
+    for _ in range(3):
+        near.append(env.step(FORWARD)[4]["near_initial"])
+    assert near == [True, True, False]
+    env._state = env.state_of(10, 6, 0)
+    events = [env.step(FORWARD)[4] for _ in range(4)]
+    assert [event["near_goal"] for event in events] == [False, True, True, False]
+    assert [event["done"] for event in events] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("shaping", SHAPING)
+@pytest.mark.parametrize("world", ROOMS)
+def test_shaping_leaves_optimal_policies_as_they_are(world, shaping):
+    plain, shaped = world(), world(shaping=shaping, gamma=0.95)
+    phi = shaped.potential
+    assert phi.min() == 0 and 0.9 < phi.max() <= 1 and not phi[-4:].any()
+    q, shaped_q = plain.optimal_q(0.95), shaped.optimal_q(0.95)
+    # Ng et al.: Q*(s, a) becomes Q*(s, a) - φ(s), so that no action of a state gains on another.
+    np.testing.assert_allclose(shaped_q, q - phi[:, None], atol=1e-9)
+
+
+@pytest.mark.parametrize("shaping", SHAPING)
+@pytest.mark.parametrize("world", ROOMS)
+def test_shaping_telescopes(world, shaping):
+    plain, shaped = world(), world(shaping=shaping, gamma=0.95)
+    rng = np.random.default_rng(0)
+    q = plain.optimal_q(0.95)
+    for exploration in (0.2, 1.0):
+        plain.reset()
+        shaped.reset()
+        start = shaped.state
+        extra = 0.0
+        for t in range(300):
+            action = rng.integers(3) if rng.random() < exploration else q[plain.state].argmax()
+            _, r, _, _, _ = plain.step(action)
+            _, shaped_r, terminated, _, _ = shaped.step(action)
+            extra += 0.95**t * (shaped_r - r)
+            if terminated:
+                break
+        assert terminated == (exploration == 0.2)
+        end = 0.0 if terminated else shaped.potential[shaped.state]
+        assert extra == pytest.approx(0.95 ** (t + 1) * end - shaped.potential[start])
+
+
+def test_potentials():
+    def phi(shaping, x, y):
+        env = TwoRooms(shaping=shaping)
+        return env.potential[env.state_of(x, y, 0)]
+
+    assert [phi("gap", *cell) for cell in ((7, 0), (6, 0), (0, 6))] == [1, 0, 0]
+    # Farthest from the goal (14, 6) is (0, 0), 20 steps away; farthest from the gap (7, 0) are the other corners, 13.
+    assert [phi("manhattan_goal", *cell) for cell in ((0, 0), (13, 6))] == pytest.approx([0, 19 / 20])
+    assert [phi("manhattan_gap", *cell) for cell in ((7, 0), (0, 6), (6, 0))] == pytest.approx([1, 0, 12 / 13])
+    assert [phi("right_wall", *cell) for cell in ((14, 0), (0, 0), (7, 0))] == pytest.approx([1, 0, 0.5])
+    assert [phi("left_wall", *cell) for cell in ((14, 0), (0, 0), (7, 0))] == pytest.approx([0, 1, 0.5])
+
+
+@pytest.mark.parametrize("world", ROOMS)
+def test_errors_of_the_rooms(world):
+    name = world.__name__
+    with pytest.raises(ValueError, match=rf"{name}\(shaping='gaps'\): must be one of None, 'gap', 'manhattan_goal', "):
+        world(shaping="gaps")
+    for rewards in ((1.0,), (1.0, np.inf)):
+        with pytest.raises(ValueError, match=rf"{name}\(rewards=.*two finite numbers"):
+            world(rewards=rewards)
+    with pytest.raises(ValueError, match=rf"{name}\(gamma=1.5\): must be in \[0, 1\]"):
+        world(gamma=1.5)
+    with pytest.raises(ValueError, match=r"optimal_q\(gamma=1.0\)"):
+        world().optimal_q(1.0)
+    assert issubclass(world, Rooms)
+
+
+# Obstacle course and skills.
+
+
+def solve(env):
+    """The shortest sequence of actions without spikes and lava, by breadth-first search through `step`."""
+
+    def save():
+        return env.pose, env.carried, env.cells.tobytes()
+
+    def load(state):
+        env.pose, env.carried, cells = state
+        env.cells[:] = np.frombuffer(cells, env.cells.dtype).reshape(env.cells.shape)
+
+    start = save()
+    came_from = {start: None}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        for action in range(6):
+            load(state)
+            _, reward, terminated, _, _ = env.step(action)
+            if reward < 0 or save() in came_from:
+                continue
+            came_from[save()] = (state, action)
+            if terminated:
+                actions, at = [], save()
+                while came_from[at] is not None:
+                    at, action = came_from[at]
+                    actions.append(action)
+                load(start)
+                return actions[::-1]
+            queue.append(save())
+    return None
+
+
+def is_solvable(env):
+    """Whether a flood fill, which takes keys and opens their doors as it meets them, gets to the goal.
+
+    The agent can carry only one key at a time, but drop it and come back for the other.
+    """
+    height, width, _ = env.cells.shape
+    cells = env.cells.tolist()
+    reached, keys = {env.pose[:2]}, set()
+    while True:
+        before = len(reached), len(keys)
+        for y in range(1, height - 1):
+            for x in range(1, width - 1):
+                category, colour, _ = cells[y][x]
+                near = reached & {(x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)}
+                if not near:
+                    continue
+                if category == KEY:
+                    keys.add(colour)
+                if category in (0, KEY, GOAL) or (category == DOOR and colour in keys):
+                    reached.add((x, y))
+                    if category == GOAL:
+                        return True
+        if (len(reached), len(keys)) == before:
+            return False
+
+
+@pytest.mark.parametrize("start", [(1, 1), (1, 4)])
+def test_every_course_is_solvable(start):
+    env = ObstacleCourse(start=start)
+    for seed in range(300):
+        env.reset(seed=seed)
+        assert is_solvable(env)
+    # The control: without keys, no course is.
+    env.cells[env.cells[..., 0] == KEY] = 0
+    assert not is_solvable(env)
+
+
+@pytest.mark.parametrize("scenario", ["lava", "gap", "door"])
+def test_every_skill_is_solvable(scenario):
+    env = RandomizedSkill(scenario=scenario)
+    for seed in range(200):
+        env.reset(seed=seed)
+        assert is_solvable(env)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("start", [(1, 1), (1, 4)])
+def test_a_course_is_solved_by_playing_it(start, seed):
+    env = ObstacleCourse(start=start)
+    observation, _ = env.reset(seed=seed)
+    actions = solve(env)
+    assert np.array_equal(env.reset(seed=seed)[0], observation)
+    steps = [env.step(action) for action in actions]
+    assert [reward for _, reward, *_ in steps] == [0.0] * (len(actions) - 1) + [1.0]
+    assert [terminated for _, _, terminated, _, _ in steps] == [False] * (len(actions) - 1) + [True]
+    count = {event: sum(info[event] for *_, info in steps) for event in env.EVENTS}
+    # The door is opened, and then walked through.
+    assert count["done"] == 1 and count["at_door"] == 2 and count["pickup_key"] >= 1 and count["at_gap"] >= 2
+    assert not count["at_spike"] and not count["at_lava"]
+
+
+@pytest.mark.parametrize("scenario", ["lava", "gap", "door"])
+def test_a_skill_is_solved_by_playing_it(scenario):
+    env = RandomizedSkill(scenario=scenario)
+    for seed in range(20):
+        env.reset(seed=seed)
+        actions = solve(env)
+        env.reset(seed=seed)
+        *_, reward, terminated, _, info = [env.step(action) for action in actions][-1]
+        assert reward == 1 and terminated and info["done"] and info["scenario"] == scenario
+
+
+def test_scenarios_and_layouts_vary():
+    env = RandomizedSkill()
+    seen = [env.reset(seed=seed)[1]["scenario"] for seed in range(60)]
+    assert set(seen) == {"lava", "gap", "door"}
+    env = ObstacleCourse()
+    layouts = set()
+    for seed in range(20):
+        env.reset(seed=seed)
+        layouts.add(env.cells.tobytes())
+    assert len(layouts) == 20
+    # The spikes stay where they are.
+    assert [tuple(cell) for cell in np.argwhere(env.cells[..., 0] == SPIKE)[:, ::-1]] == [(2, 3), (2, 4)]
+
+
+class Bench(ObjectWorld):
+    """A row with one of everything, from left to right."""
+
+    WIDTH, HEIGHT = 9, 3
+    EVENTS = ObstacleCourse.EVENTS
+
+    def _build(self):
+        self._put(2, 1, SPIKE)
+        self._put(3, 1, KEY, 2)
+        self._put_wall(5)
+        self._put(5, 1, DOOR, 2, LOCKED)
+        self._put(7, 1, LAVA)
+        return {}
+
+
+def test_objects_step_by_step():
+    env = Bench(step_reward=-0.01)
+    env.reset()
+
+    def act(action):
+        observation, reward, terminated, _, info = env.step(action)
+        return observation, reward, terminated, [event for event in env.EVENTS if info[event]]
+
+    assert act(FORWARD)[1:] == (-1.0, False, ["at_spike"])
+    # Staying on it hurts as well; a key blocks the way.
+    assert act(FORWARD)[1:] == (-1.0, False, ["at_spike"])
+    assert act(TOGGLE)[1:] == (-1.0, False, ["at_spike"])
+    assert act(DROP)[1:] == (-1.0, False, ["at_spike"])
+    observation, *result = act(PICKUP)
+    assert result == [-1.0, False, ["at_spike", "pickup_key"]]
+    assert observation[-6:-3] == pytest.approx([1.0, 5 / 6, 2 / 5])
+    assert act(PICKUP)[3] == ["at_spike"]
+    assert act(DROP)[0][-6:-3] == pytest.approx([0.0, -1.0, -1.0])
+    assert env.cells[1, 3].tolist() == [KEY, 2, 0]
+    assert act(PICKUP)[3] == ["at_spike", "pickup_key"]
+    assert act(FORWARD)[1:] == (-0.01, False, [])
+    act(FORWARD)
+    act(FORWARD)
+    assert env.pose == (4, 1, 0)
+    # A key of another colour does not open the door.
+    env.carried = 3
+    assert act(TOGGLE)[3] == []
+    env.carried = 2
+    assert act(TOGGLE)[3] == ["at_door"]
+    assert env.cells[1, 5].tolist() == [DOOR, 2, OPEN]
+    assert act(TOGGLE)[3] == []
+    assert act(FORWARD)[1:] == (-0.01, False, ["at_door"])
+    act(FORWARD)
+    assert act(FORWARD)[1:] == (-1.0, True, ["at_lava"])
+
+
+@pytest.mark.parametrize(("theta", "ahead", "left"), [(0, (1, 0), (0, -1)), (1, (0, 1), (1, 0)), (3, (0, -1), (-1, 0))])
+def test_the_view_turns_with_the_agent(theta, ahead, left):
+    env = RandomizedSkill(scenario="gap")
+    env.reset(seed=0)
+    env.cells[:] = 0
+    env.pose = (4, 3, theta)
+    x, y = 4 + 2 * ahead[0] + left[0], 3 + 2 * ahead[1] + left[1]
+    env._put(x, y, DOOR, 4, LOCKED)
+    observation, *_ = env.step(DROP)
+    view = observation[:75].reshape(5, 5, 3)
+    assert np.argwhere((view == 1).any(2) & (view[..., 0] == 1)).tolist() == [[2, 1]]
+    assert view[2, 1] == pytest.approx([1.0, 4 / 5, 1.0])
+    assert observation[-3:] == pytest.approx([0.0, 0.0, 2 * theta / 3 - 1])
+
+
+def test_errors_of_the_object_worlds():
+    for start in ((0, 1), (2, 3), (9, 9)):
+        with pytest.raises(ValueError, match=r"ObstacleCourse\(start=.*free cell of the first room, one of \(1, 1\)"):
+            ObstacleCourse(start=start)
+    with pytest.raises(ValueError, match=r"scenario='doors'\): must be one of None, 'lava', 'gap', 'door'"):
+        RandomizedSkill(scenario="doors")
+    with pytest.raises(ValueError, match=r"step_reward=nan\): must be finite"):
+        RandomizedSkill(step_reward=float("nan"))
+
+
+# MiniGrid.
+
+
+def test_minigrid_door_key_events():
+    env = make("DoorKey", size=5)
+    env.reset(seed=0)
+    world = env.unwrapped
+    objects = {cell.type: cell for cell in world.grid.grid if cell is not None}
+    key, door = objects["key"], objects["door"]
+
+    def face(thing):
+        # from the left of it
+        world.agent_pos, world.agent_dir = (thing.cur_pos[0] - 1, thing.cur_pos[1]), 0
+
+    def act(action):
+        observation, _, terminated, _, info = env.step(action)
+        assert observation in env.observation_space
+        return observation, terminated, [event for event in MiniGridEvents.EVENTS if info[event]]
+
+    assert act(LEFT)[0][-3:] == pytest.approx([0.0, -1.0, -1.0])
+    face(key)
+    observation, *result = act(PICKUP)
+    assert result == [False, ["pickup_key"]]
+    assert observation[-3:] == pytest.approx([1.0, 0.5, 0.8])
+    face(door)
+    assert act(PICKUP)[2] == []
+    assert act(TOGGLE)[2] == ["door_opened"]
+    assert act(FORWARD)[2] == []
+    world.agent_pos, world.agent_dir = (3, 2), 1
+    assert act(FORWARD)[1:] == (True, ["done"])
+
+
+def test_minigrid_lava_gap_events():
+    env = make("LavaGap", size=7)
+    env.reset(seed=0)
+    world = env.unwrapped
+    x, y = (int(i) for i in world.gap_pos)
+    world.agent_pos, world.agent_dir = (x - 1, y), 0
+    _, _, terminated, _, info = env.step(FORWARD)
+    assert info["at_gap"] and not terminated
+    lava = next((x, i) for i in range(1, 6) if i != y)
+    world.agent_pos, world.agent_dir = (x - 1, lava[1]), 0
+    _, _, terminated, _, info = env.step(FORWARD)
+    assert info["at_lava"] and not info["at_gap"] and terminated
+
+
+def test_minigrid_errors(monkeypatch):
+    with pytest.raises(ValueError, match=r"LavaGap.*size=4\): must be >= 5"):
+        gymnasium.make("recipes.envs:LavaGap-v0", size=4)
+    with pytest.raises(TypeError, match="must be an environment of MiniGrid"):
+        MiniGridEvents(ThreeRooms())
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(ImportError, match="pip install minigrid"):
+        gymnasium.make("recipes.envs:DoorKey-v0")
