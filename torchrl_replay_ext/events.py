@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -68,7 +69,8 @@ class EventSpec:
             * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` 0 the rows are any
               transitions, and each must be judged by itself. With ``context`` > 0 they are successive transitions of
               one episode, led by up to ``context`` earlier ones, and a row may be judged by itself and the ``context``
-              rows before it, no more: where a write begins and ends must make no difference.
+              rows before it, no more: where a write begins and ends must make no difference. Earlier transitions are
+              those that the default table still holds when the write begins.
         history: τ, the number of transitions that enter the table when the event occurs: that of the event and those of
             the same episode before it, >= 1.
         table: the table they enter; by default one that has the event's name. Several events may share a table.
@@ -138,6 +140,12 @@ class EventSpec:
         elif result.dtype != torch.bool:
             raise TypeError(f"EventSpec({self.name!r}): {what} must be bool, got {result.dtype}.")
         return result.reshape(-1)
+
+    def __copy__(self) -> EventSpec:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> EventSpec:
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         if callable(self.condition):
@@ -252,7 +260,7 @@ class EventTables(Mapping[str, EventTable]):
             )
         self._max_capacity = [capacity.get(name, 0) for name in self.names]
         self.num_slots = 0
-        self.listener: Listener | None = None
+        self._listeners: list[weakref.ref[Listener]] = []
 
     # The tables that are lists: in a ring the default table is not.
     @property
@@ -307,6 +315,8 @@ class EventTables(Mapping[str, EventTable]):
         self._ordered = torch.ones(count, dtype=torch.bool, device=device)
         # transitions written so far
         self._written = torch.zeros((), dtype=torch.int64, device=device)
+        # in a ring, the slot to be written next
+        self._next = torch.zeros((), dtype=torch.int64, device=device)
         self._free = FreeList(num_slots, device=device) if self._pinned else None
         if not self._pinned:
             self.slot_at[:num_slots] = torch.arange(num_slots, device=device)
@@ -323,10 +333,31 @@ class EventTables(Mapping[str, EventTable]):
     def _rows(self) -> None:
         self._head, self._tail, self.counts = self._lists.unbind()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_listeners": self._heard()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._listeners = [weakref.ref(listener) for listener in state["_listeners"]]
         if self.num_slots:
             self._rows()
+
+    def attach(self, listener: Listener) -> None:
+        """Tell ``listener`` from now on what enters and leaves the lists."""
+        if all(other is not listener for other in self._heard()):
+            self._listeners.append(weakref.ref(listener))
+
+    def _heard(self) -> list[Listener]:
+        found = [reference() for reference in self._listeners]
+        return [listener for listener in found if listener is not None]
+
+    def _entered(self, positions: Tensor, slots: Tensor) -> None:
+        for listener in self._heard():
+            listener.entered(positions, slots)
+
+    def _left(self, positions: Tensor, slots: Tensor) -> None:
+        for listener in self._heard():
+            listener.left(positions, slots)
 
     def runs(self) -> list[tuple[int, int, int, int]] | None:
         """Of each table, where its positions begin, how many there are, the place of its oldest entry and its size.
@@ -353,7 +384,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, to be saved and restored in place."""
-        names = ["slot_at", "_place", "_lists", "_capacity", "_newest", "_ordered", "_written"]
+        names = ["slot_at", "_place", "_lists", "_capacity", "_newest", "_ordered", "_written", "_next"]
         state = {name.lstrip("_"): getattr(self, name) for name in names}
         return state if self._free is None else state | self._free.tensors("free")
 
@@ -364,6 +395,7 @@ class EventTables(Mapping[str, EventTable]):
         self._place.fill_(self.nowhere)
         self._lists.zero_()
         self._written.zero_()
+        self._next.zero_()
         self._newest.fill_(-1)
         self._ordered.fill_(True)
         if self._free is not None:
@@ -428,8 +460,8 @@ class EventTables(Mapping[str, EventTable]):
         if not self.num_slots:
             return torch.zeros(0, dtype=torch.int64)
         if number < self._first:
-            written, size = int(self._written), self.num_slots
-            return (torch.arange(min(written, size), device=self.device) + (written if written > size else 0)) % size
+            size, count = self.num_slots, self.size(0)
+            return (torch.arange(count, device=self.device) + (int(self._next) if count == size else 0)) % size
         positions = self._between(number, int(self._tail[number]), int(self._head[number]))
         slots = self.slot_at[positions].to(torch.int64)
         return slots[self._place[number - self._first, slots] == positions]
@@ -456,24 +488,40 @@ class EventTables(Mapping[str, EventTable]):
         begin, end = self._begins[number : number + 2]
         return begin + torch.arange(first, last, device=self.device) % (end - begin)
 
-    def written(self, count: int) -> None:
-        """Note that ``count`` more transitions were written."""
-        self._written.add_(count)
+    def written(self, slots: Tensor) -> None:
+        """Note that ``slots`` [n] were written, in turn."""
+        self._written.add_(len(slots))
         if not self._pinned:
-            self.counts[0] = self._written.clamp(max=self.num_slots)
+            self._next.copy_((slots[-1] + 1) % self.num_slots)
+            self.counts[0] = torch.maximum(self.counts[0], slots.max() + 1)
 
-    def overwrite(self, slots: Tensor) -> None:
-        """Entries of ``slots`` [n], each named once, die: their transitions were overwritten."""
+    def adopt(self, count: int, last: int | Tensor | None) -> None:
+        """Take in that a storage held ``count`` transitions before anything was written; no events are known of them.
+
+        Args:
+            count: the storage's length.
+            last: where it was written last; None if that is not known.
+        """
+        if self.num_written or not count:
+            return
+        if self._pinned:
+            raise ValueError("EventTables(retention='pinned'): the storage must be empty at first.")
+        self._written.fill_(self.num_slots)
+        self._next.fill_(0 if last is None else (int(last) + 1) % self.num_slots)
+        self.counts[0] = count
+
+    def overwrite(self, slots: Tensor, *, in_turn: bool = True) -> None:
+        """Entries of ``slots`` [n], each named once, die: their transitions were overwritten, in turn or out of it."""
         positions = self._place[:, slots]
         alive = positions != self.nowhere
         if bool(alive.any()):
             deaths = alive.sum(1)
             self.counts[self._first :] -= deaths
             # in lists in the order of time, what dies is what is oldest
-            self._tail[self._first :] += deaths * self._ordered[self._first :]
+            if in_turn:
+                self._tail[self._first :] += deaths * self._ordered[self._first :]
             self._place[:, slots] = self.nowhere
-            if self.listener is not None:
-                self.listener.left(positions[alive].to(torch.int64), slots.expand_as(positions)[alive])
+            self._left(positions[alive].to(torch.int64), slots.expand_as(positions)[alive])
 
     def dying(self, slots: Tensor) -> list[bool]:
         """Whether a table holds any of ``slots``, for each table that is a list."""
@@ -493,8 +541,7 @@ class EventTables(Mapping[str, EventTable]):
         place[slots] = self.nowhere
         self._tail[number] = tail + int(alive[-1]) + 1
         self.counts[number] -= count
-        if self.listener is not None:
-            self.listener.left(positions, slots)
+        self._left(positions, slots)
         return slots
 
     def room(self, number: int, count: int) -> Tensor:
@@ -529,8 +576,7 @@ class EventTables(Mapping[str, EventTable]):
         in_order = self.follows(number, numbers)
         self._ordered[number] &= in_order
         self._newest[number] = torch.maximum(self._newest[number], numbers.max())
-        if self.listener is not None:
-            self.listener.entered(positions, slots)
+        self._entered(positions, slots)
 
     def follows(self, number: int, numbers: Tensor) -> bool:
         """Whether a table is in the order of its transitions, and will be when ``numbers`` are added."""
@@ -542,13 +588,11 @@ class EventTables(Mapping[str, EventTable]):
         slots = self.index(number)
         old = self._place[number - self._first, slots].to(torch.int64)
         new = self._between(number, 0, len(slots))
-        if self.listener is not None:
-            self.listener.left(old, slots)
+        self._left(old, slots)
         self.slot_at[new] = slots.to(self.slot_at.dtype)
         self._place[number - self._first, slots] = new.to(self._place.dtype)
         self._tail[number], self._head[number] = 0, len(slots)
-        if self.listener is not None:
-            self.listener.entered(new, slots)
+        self._entered(new, slots)
 
     def _release(self, slots: Tensor, but: Tensor | None = None) -> None:
         """Give back those of ``slots`` that no table holds any more, and that are not among ``but``."""
@@ -572,12 +616,17 @@ class EventTables(Mapping[str, EventTable]):
         self._release(torch.cat(gone), torch.cat([*entering.values(), gone[0][:0]]))
         return self._free.pop(torch.ones(count, dtype=torch.bool, device=self.device))
 
+    def give_back(self, slots: Tensor) -> None:
+        """Free ``slots`` [n], which were taken and could not be written; no table holds them."""
+        assert self._free is not None
+        self._free.push(slots, torch.ones(len(slots), dtype=torch.bool, device=self.device))
+
     @property
     def num_written(self) -> int:
         """Transitions written so far."""
         return int(self._written) if self.num_slots else 0
 
     @property
-    def reach(self) -> int:
-        """How many of the newest transitions are still in the default table."""
-        return self.capacity_of(0)
+    def oldest(self) -> int:
+        """The number of the oldest transition that the default table may hold."""
+        return self.num_written - (self.size(0) if self._pinned else self.num_slots)

@@ -1,11 +1,12 @@
 import math
+import pickle
 
 import pytest
 import torch
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler
+from torchrl.data.replay_buffers import ImmutableDatasetWriter, RandomSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.events import scripted
@@ -40,6 +41,8 @@ def make(retention="ring", size=60, batch_size=50, generator=None, **sampler):
 
 def filled(count=150, **options):
     rb = make(**options)
+    if not count:
+        return rb
     rb.extend(scripted(count, seed=3, p_event=0.15, streams=options.get("streams", 1)))
     return rb
 
@@ -180,6 +183,9 @@ def test_eta_can_be_assigned_annealed_and_scheduled():
     for _ in range(5):
         scheduler.step()
     assert rb.sampler.eta == pytest.approx({"default": 0.1, "a": 0.9, "b": 0.0})
+    rb.sampler.eta = {"default": 0.69, "a": 0.05, "b": 0.26}
+    rb.sampler.event_share = 1.0
+    assert rb.sampler.eta["default"] == pytest.approx(0)
     eta = {"default": Anneal(1.0, 0.0, 10), "a": Anneal(0.0, 1.0, 10), "b": 0.0}
     rb = filled(eta=eta, batch_size=10)
     assert [rb.sample()["table"].sum().item() for _ in range(12)] == [*range(11), 10]
@@ -283,9 +289,10 @@ def pair_counts(rb):
     return torch.stack(counts)
 
 
-def test_pairs_are_counted_through_everything_that_happens_to_tables():
+@pytest.mark.parametrize(("streams", "p_event"), [(1, 0.2), (5, 0.2), (5, 0.04)])
+def test_pairs_are_counted_through_everything_that_happens_to_tables(streams, p_event):
     rb = make(size=40, correction="conditional", batch_size=20)
-    data = scripted(400, seed=8, p_event=0.2)
+    data = scripted(400, seed=8, p_event=p_event, streams=streams)
     generator = torch.Generator().manual_seed(0)
     data["observation"] = torch.randint(3, (400, 1), generator=generator).float()
     data["action"] = torch.randint(2, (400,), generator=generator)
@@ -294,8 +301,14 @@ def test_pairs_are_counted_through_everything_that_happens_to_tables():
         step = int(torch.randint(1, 30, (), generator=generator))
         rb.extend(data[first : first + step].clone())
         first += step
+        if step % 3 == 0:
+            rb.mark_update(torch.arange(3, min(9, len(rb))))
         counts = rb.sampler._pairs.of(torch.arange(len(rb)))
         assert torch.equal(counts, pair_counts(rb))
+    # one that comes later
+    rb.set_sampler(EventTableSampler(rb.sampler.tables, eta=ETA, min_size=1, correction="conditional"))
+    rb.sample()
+    assert torch.equal(rb.sampler._pairs.of(torch.arange(40)), pair_counts(rb))
     # m is the mean of p over the copies
     p = expected_mixture(rb)
     pair = rb.storage._storage["observation"][:, 0] * 10 + rb.storage._storage["action"]
@@ -304,6 +317,18 @@ def test_pairs_are_counted_through_everything_that_happens_to_tables():
     batch = rb.sample()
     weight = weight[batch["index"]]
     torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+
+
+def test_priority_correction_where_only_events_are_drawn():
+    rb = filled(correction="priority", eta={"default": 0.0, "a": 0.5, "b": 0.5})
+    assert (rb.sample()["priority_weight"] == 1).all()
+
+
+def test_schedules_of_beta_count_batches_without_priorities():
+    rb = filled(correction="mixture", beta=Anneal(0.2, 1.0, 4))
+    for expected in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0):
+        assert rb.sampler.beta == pytest.approx(expected)
+        rb.sample()
 
 
 def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
@@ -450,6 +475,14 @@ def test_reliabilities_inside_tables(omega):
         assert (counts - expected).abs().max() < 0.01
 
 
+def test_omega_can_be_scheduled():
+    rb = filled(priority={"kind": "reaper", "omega": 0.2})
+    LinearScheduler(rb, "omega", final_value=0.9, num_steps=1).step()
+    assert rb.sampler.omega == pytest.approx(0.9) and float(rb.sampler.stats()["omega"]) == pytest.approx(0.9)
+    with pytest.raises(AttributeError, match="kind='reaper'"):
+        _ = filled().sampler.omega
+
+
 def test_omega_0_is_proportional():
     rb = filled(priority={"kind": "reaper", "alpha": 0.5, "omega": 0.0})
     other = filled(priority={"kind": "proportional", "alpha": 0.5})
@@ -514,6 +547,60 @@ def test_stats_count_the_tables():
     assert all(math.isfinite(value) for value in stats_.values())
     stats_ = filled(retention="pinned").sampler.stats()
     assert 28 <= stats_["num_items"] <= 60
+
+
+@pytest.mark.parametrize("kind", [None, "proportional", "rank", "reaper"])
+def test_stats_before_the_first_write(kind):
+    stats_ = make(priority=kind and {"kind": kind}).sampler.stats()
+    assert stats_["num_items"] == 0 and stats_["size_a"] == 0
+
+
+@pytest.mark.parametrize("kind", [None, "proportional", "rank"])
+def test_a_storage_that_was_filled_before(kind):
+    source = TensorDictReplayBuffer(storage=LazyTensorStorage(60), batch_size=4)
+    source.extend(scripted(40, seed=1))
+    tables = EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 12})
+    rb = TensorDictReplayBuffer(
+        storage=source.storage,
+        writer=EventTableWriter(tables),
+        sampler=EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1, priority=kind and {"kind": kind}),
+        batch_size=400,
+    )
+    assert len(rb.sample()["index"].unique()) > 30 and len(tables["default"]) == 40
+    rb.extend(scripted(10, seed=2, p_event=0))
+    batch = rb.sample()
+    assert batch["index"].max() < 40 and batch["priority_weight"].isfinite().all()
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage).sum(), torch.tensor(1.0).double())
+
+
+def test_two_buffers_may_draw_from_the_same_tables():
+    rb = filled(priority={"kind": "proportional"})
+    other = TensorDictReplayBuffer(
+        storage=rb.storage,
+        writer=ImmutableDatasetWriter(),
+        sampler=EventTableSampler(rb.sampler.tables, eta=ETA, min_size=1),
+        batch_size=500,
+    )
+    other.sample()
+    rb.extend(scripted(50, seed=9, p_event=0.2))
+    for each in (rb, other, pickle.loads(pickle.dumps(rb))):
+        each.sampler._tree.check_valid()
+        index, info = each.sampler.sample(each.storage, 500)
+        for number, name in enumerate(ETA):
+            members = set(rb.sampler.tables[name].index().tolist())
+            assert set(index[info["table"] == number].tolist()) <= members
+
+
+@pytest.mark.parametrize("kind", [None, "proportional", "rank", "reaper"])
+def test_loading_the_state_of_a_buffer_that_was_never_written_to(kind):
+    rb = filled(priority=kind and {"kind": kind})
+    rb.load_state_dict(make(priority=kind and {"kind": kind}).state_dict())
+    assert len(rb) == 0 and rb.sampler.tables.sizes() == {"default": 0, "a": 0, "b": 0}
+    rb.extend(scripted(100, seed=1))
+    expected = filled(count=0, priority=kind and {"kind": kind})
+    expected.extend(scripted(100, seed=1))
+    probabilities = [each.sampler.probabilities(each.storage) for each in (rb, expected)]
+    torch.testing.assert_close(*probabilities)
 
 
 def test_priorities_of_its_own_are_needed_for_updates_to_matter():

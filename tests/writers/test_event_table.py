@@ -1,3 +1,4 @@
+import copy
 import itertools
 import pickle
 from functools import partial
@@ -246,6 +247,109 @@ def test_capacity_can_be_lowered_and_raised_again():
         tables["a"].capacity = 31
 
 
+def test_a_default_table_that_was_smaller_for_a_while():
+    """What had left it cannot be sent any more, though it would be in it by now."""
+    rb, tables = make([("a", 10, "a")], {"a": 30, "default": 20})
+    data = scripted(60, p_event=0, p_done=0)
+    data["next", "a"][20] = True
+    rb.extend(data[:20].clone())
+    tables["default"].capacity = 2
+    tables["default"].capacity = 20
+    rb.extend(data[20:21].clone())
+    assert contents(rb, tables, "a") == contents(rb, tables, "default") == [18, 19, 20]
+    rb.extend(data[21:].clone())
+    assert contents(rb, tables, "a") == [18, 19, 20]
+    assert contents(rb, tables, "default") == list(range(40, 60))
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_data_that_cannot_be_stored_changes_nothing(retention):
+    specs, capacity, size = LAYOUTS["each"]
+    if retention == "pinned":
+        capacity, size = {**capacity, "default": 30}, None
+    rb, tables = make(specs, capacity, size)
+    naive = NaiveTables(specs, capacity, size)
+    data = scripted(300, seed=6)
+    for first in range(0, 300, 20):
+        bad = data[first : first + 20].clone()
+        bad["observation"] = torch.zeros(20, 5)
+        if first:
+            with pytest.raises(ValueError, match=r"the entry 'observation' has shape \(20, 5\); what is stored needs"):
+                rb.extend(bad)
+        rb.extend(data[first : first + 20].clone())
+        write_naive(naive, data[first : first + 20])
+        check(rb, tables, naive)
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_a_write_that_fails_in_the_storage_leaves_the_tables_whole(retention, monkeypatch):
+    specs, capacity, size = LAYOUTS["each"]
+    if retention == "pinned":
+        capacity, size = {**capacity, "default": 30}, None
+    rb, tables = make(specs, capacity, size)
+    data = scripted(300, seed=6)
+    rb.extend(data[:100].clone())
+
+    def fail(*_arguments, **_keywords):
+        raise RuntimeError("no space left")
+
+    for _ in range(20):
+        with monkeypatch.context() as patch:
+            patch.setattr(rb.storage, "set", fail)
+            with pytest.raises(RuntimeError, match="no space left"):
+                rb.extend(data[100:110].clone())
+    rb.extend(data[110:].clone())
+    live = torch.cat([tables[name].index() for name in tables])
+    stored = rb.storage._storage["number"]
+    for name in tables:
+        index = tables[name].index()
+        assert len(index) == len(tables[name]) == len(index.unique())
+        assert stored[index].tolist() == sorted(stored[index].tolist())
+    assert len(stored[live.unique()].unique()) == len(live.unique())
+
+
+def test_a_storage_that_was_filled_before():
+    source = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
+    data = scripted(100, seed=6, p_event=0, p_done=0)
+    data["next", "a"][[70, 95]] = True
+    source.extend(data[:30].clone())
+    tables = EventTables([SPEC], {"a": 12})
+    rb = buffer(tables, 40, storage=source.storage)
+    # its first slots are written first
+    for first, last, size in ((30, 33, 30), (33, 60, 30), (60, 100, 40)):
+        rb.extend(data[first:last].clone())
+        assert len(tables["default"]) == size
+    assert contents(rb, tables, "a") == [66, 67, 68, 69, 70, 91, 92, 93, 94, 95]
+    pinned = EventTables([SPEC], {"a": 12, "default": 20}, retention="pinned")
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
+    other.extend(data[:30].clone())
+    with pytest.raises(ValueError, match="the storage must be empty at first"):
+        buffer(pinned, 40, storage=other.storage, sampled=True).sample()
+
+
+def test_writing_at_given_slots_takes_them_out_of_the_event_tables():
+    rb, tables = make([("a", 5, "a")], {"a": 10}, 40)
+    data = scripted(30, p_event=0, p_done=0)
+    data["next", "a"][10] = True
+    rb.extend(data.clone())
+    rb.writer.write_at(torch.tensor([7, 9, 20]), data[:3].clone())
+    assert tables["a"].index().tolist() == [6, 8, 10]
+    rb, _ = make([("a", 5, "a")], {"a": 10, "default": 20})
+    with pytest.raises(RuntimeError, match="the tables choose the slots"):
+        rb.writer.write_at(3, data[0])
+
+
+def test_a_copy_may_hold_any_function():
+    tables = EventTables([EventSpec("low", lambda td: td["next", "reward"] < 0.5, 2)], {"low": 9})
+    rb = buffer(tables, 30)
+    rb.extend(scripted(20))
+    other = copy.deepcopy(rb)
+    for each in (rb, other):
+        each.extend(scripted(20, seed=1))
+    assert torch.equal(tables["low"].index(), other.writer.tables["low"].index())
+    assert other.writer.tables is not tables
+
+
 SPEC = EventSpec("a", ("next", "a"), 5)
 
 
@@ -326,9 +430,12 @@ def test_a_function_that_cannot_be_sent_is_named():
         pickle.dumps(tables)
 
 
-def buffer(tables, size, ndim=1):
-    storage = LazyTensorStorage(size, ndim=ndim)
-    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4)
+def buffer(tables, size, ndim=1, storage=None, sampled=False):
+    storage = LazyTensorStorage(size, ndim=ndim) if storage is None else storage
+    arguments = {}
+    if sampled:
+        arguments["sampler"] = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1)
+    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4, **arguments)
 
 
 def test_storages_that_do_not_fit():
@@ -350,8 +457,12 @@ def test_a_state_of_other_tables_is_refused():
     other, _ = make([("a", 3, "a")], {"a": 11}, 40)
     with pytest.raises(ValueError, match="tables of other capacities"):
         other.writer.load_state_dict(state)
+    swapped = [make([("a", 3, "a"), ("b", 3, "b")], {"a": a, "b": 30 - a}, 40)[0] for a in (10, 20)]
+    swapped[0].extend(scripted(20))
+    with pytest.raises(ValueError, match="tables of other capacities"):
+        swapped[1].writer.load_state_dict(swapped[0].writer.state_dict())
     other, _ = make([("a", 3, "a"), ("b", 3, "b")], {"a": 10, "b": 10}, 40)
-    with pytest.raises(ValueError, match="the state has 2 tables, this writer has 3"):
+    with pytest.raises(ValueError, match=r"the tables \['ring', 'default', 'a'\], this writer has"):
         other.writer.load_state_dict(state)
 
 

@@ -16,7 +16,7 @@ from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.functional.allocation import METHODS, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
-from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.samplers.base import PrioritySampler, _length
 from torchrl_replay_ext.samplers.pairs import PairCounts
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
 from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
@@ -91,8 +91,8 @@ class EventTableSampler(PrioritySampler):
             event tables, or one for each.
         allocation: how rows are divided among tables, see :func:`~torchrl_replay_ext.functional.allocate`.
         correction: see above.
-        beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`; without effect if there is
-            none.
+        beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`, which counts priority
+            updates, or batches drawn if there are no priorities; without effect if there is no correction.
         priority: see above; None: all transitions of a table are drawn with the same probability.
         pair_keys: where state and action are stored, for ``"conditional"`` and ``"lemma2"``; entries of any dtype that
             repeat exactly. They are counted by hash: for D different pairs in a buffer of N, two share a count with a
@@ -188,6 +188,19 @@ class EventTableSampler(PrioritySampler):
             self._reweight()
 
     @property
+    def omega(self) -> float:
+        """Exponent of the reliability, with ``priority=dict(kind="reaper")``."""
+        if self._source is None:
+            raise AttributeError("EventTableSampler.omega: only with priority=dict(kind='reaper').")
+        return self._source.omega
+
+    @omega.setter
+    def omega(self, value: float | Tensor | Anneal) -> None:
+        if self._source is None:
+            raise AttributeError("EventTableSampler.omega: only with priority=dict(kind='reaper').")
+        self._source.omega = value
+
+    @property
     def event_share(self) -> float:
         """Σ_{k>0} η_k. Assigning it scales the η of the event tables; TorchRL's ParameterScheduler can."""
         return float(1 - self._eta[0, 0])
@@ -199,7 +212,7 @@ class EventTableSampler(PrioritySampler):
         if not 0 <= value <= 1 or (share == 0 and value > 0):
             raise ValueError(f"EventTableSampler.event_share={value}: must be in [0, 1], and 0 if all η of events are.")
         scaled = (events * (value / share if share else 0.0)).tolist()
-        self.eta = dict(zip(self._tables.names, [1 - sum(scaled), *scaled], strict=True))
+        self.eta = dict(zip(self._tables.names, [max(0.0, 1 - sum(scaled)), *scaled], strict=True))
 
     def _set_eta(self, eta: Mapping[str, float | Anneal]) -> None:
         names = self._tables.names
@@ -226,8 +239,11 @@ class EventTableSampler(PrioritySampler):
         steps[-1] = float(duration)
         self._eta.copy_(torch.tensor([*rows, steps], dtype=torch.float64))
 
-    def _step_eta(self) -> None:
-        """Count a batch; the last row of ``_eta`` holds batches counted, ..., batches of the schedule."""
+    def _count_batch(self) -> None:
+        """Move along the schedules that count batches."""
+        if self._kind is None:
+            self._hyperparameters["beta"].step()
+        # the last row holds the batches so far, ..., the batches of the schedule
         if self._annealed:
             current, start, end, steps = self._eta.unbind()
             steps[:1].add_(1)
@@ -262,8 +278,8 @@ class EventTableSampler(PrioritySampler):
         self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
         self._changes = torch.zeros((), dtype=torch.int64, device=device)
         self._pairs = PairCounts(size, len(self._tables), device=device) if self._correction in _COUNTING else None
-        # running mean of R^ω of the proposals for each table
-        self._acceptance = torch.ones(len(self._tables), dtype=torch.float64, device=device)
+        # running mean of R^ω of the proposals for each table, and the sum of its weights
+        self._acceptance = torch.zeros(2, len(self._tables), dtype=torch.float64, device=device)
         self._repeated = torch.zeros((), dtype=torch.int64, device=device)
         self._shape_changed()
 
@@ -280,7 +296,7 @@ class EventTableSampler(PrioritySampler):
             self._share(self._source)
         if self._shape is not None and self._num_slots == self._size:
             self._tables.allocate(self._num_slots, self._device)
-            self._tables.listener = self
+            self._tables.attach(self)
         super()._shape_changed()
 
     def _clear(self) -> None:
@@ -291,8 +307,18 @@ class EventTableSampler(PrioritySampler):
             self._pairs.clear_()
         if self._source is not None:
             self._source._clear()
-            self._acceptance.fill_(1.0)
+            self._acceptance.zero_()
             self._repeated.zero_()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
+        clock, stamp = state_dict.get("clock"), state_dict.get("stamp")
+        if clock is not None and stamp is not None and not int(clock) and len(stamp) < self._size:
+            # that of a sampler that had no storage yet
+            kept = {key: state_dict[key] for key in ("eta", *self._hyperparameters) if key in state_dict}
+            self._empty()
+            state_dict = self.state_dict() | kept
+        super().load_state_dict(state_dict)
 
     def _tensors(self) -> dict[str, Tensor]:
         state = {"masses": self._tree.leaves, "keys": self._keys, "changes": self._changes, "eta": self._eta}
@@ -339,8 +365,7 @@ class EventTableSampler(PrioritySampler):
             self._set(slots, slots)
             return
         self._set(positions, slots)
-        if self._pairs is not None:
-            self._pairs.enter(slots, self._table_of(positions))
+        self._count_pairs(slots)
 
     def left(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
@@ -349,8 +374,12 @@ class EventTableSampler(PrioritySampler):
             self._set(slots, slots)
             return
         self._tree.write(positions, torch.zeros_like(positions))
+        self._count_pairs(slots)
+
+    def _count_pairs(self, slots: Tensor) -> None:
         if self._pairs is not None:
-            self._pairs.leave(slots, self._table_of(positions))
+            slots = slots.unique()
+            self._pairs.list(slots, self._tables.positions(slots)[1:] != self._nowhere)
 
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
@@ -362,12 +391,20 @@ class EventTableSampler(PrioritySampler):
             positions = positions[:1]
         return positions.reshape(-1), slots.expand(positions.shape).reshape(-1)
 
+    def _adopt(self, storage: Storage) -> None:
+        last = getattr(storage, "_last_cursor_index", None)
+        lanes = math.prod(self._dims[1:])
+        self._tables.adopt(_length(storage), None if last is None else (int(last) + 1) * lanes - 1)
+        super()._adopt(storage)
+
     def _write(self, slots: Tensor, storage: Storage | None) -> None:
         if is_traced():
             raise RuntimeError("EventTableSampler: events are not part of a graph; call extend outside of it.")
         if self._pairs is not None:
             columns = [self._column(storage, key, slots) for key in self._pair_keys]
-            self._pairs.write(slots, columns, (self._tables.positions(slots) != self._nowhere)[1:])
+            self._pairs.write(slots, columns)
+            # marked again, they are where they were; otherwise they leave the tables next
+            self._count_pairs(slots)
         if self._source is not None:
             self._source._write(slots, storage)
             self._just_written = slots
@@ -393,8 +430,6 @@ class EventTableSampler(PrioritySampler):
         """Set priorities from TD errors, see :class:`~torchrl_replay_ext.ProportionalSampler`; without, do nothing."""
         if self._kind is not None:
             super().update_priority(index, priority, storage=storage, stamp=stamp)
-        else:
-            self._step()
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
         if self._source is not None:
@@ -529,7 +564,7 @@ class EventTableSampler(PrioritySampler):
                 else:
                     weight = probability ** -self._hyperparameters["beta"].current()
                     weight = weight / weight.amax()
-                self._step_eta()
+                self._count_batch()
                 return slots, {"priority_weight": weight, "table": table, "sample_probability": probability}
             self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
@@ -539,7 +574,7 @@ class EventTableSampler(PrioritySampler):
         table = self._tables_of_rows(eta, batch_size, u)
         if self._source is not None:
             position, mass = self._accepted(table, low, total, batch_size)
-            total = total * self._acceptance
+            total = total * self._accepted_share()
         else:
             position, mass = self._proposed(u[1:], take(low, table), take(total, table))
         slots = take(self._tables.slot_at, position).to(torch.int64)
@@ -547,7 +582,7 @@ class EventTableSampler(PrioritySampler):
         weight = self._weight(slots, probability, eta, mass, take(total, table), take(self._tables.counts, table))
         if is_traced():
             weight = torch.where(mass > 0, weight, 0.0)
-        self._step_eta()
+        self._count_batch()
         return slots, {
             "priority_weight": weight.to(torch.float32),
             "table": table,
@@ -588,9 +623,10 @@ class EventTableSampler(PrioritySampler):
             tries *= 2
         else:
             return self._exactly(table, rows.shape[0])
-        sums = torch.zeros_like(self._acceptance).index_add_(0, of_proposal, factor.to(torch.float64))
+        sums = torch.zeros_like(self._acceptance[0]).index_add_(0, of_proposal, factor.to(torch.float64))
         mean = sums / (tries * rows_of_table).clamp_min(1)
-        self._acceptance.copy_(torch.where(rows_of_table > 0, 0.9 * self._acceptance + 0.1 * mean, self._acceptance))
+        latest = torch.stack([mean, torch.ones_like(mean)])
+        self._acceptance.copy_(torch.where(rows_of_table > 0, 0.9 * self._acceptance + 0.1 * latest, self._acceptance))
         self._repeated.add_(missing)
         in_table = rows - take(first_row, table)
         wanted = in_table % take(found, table).clamp_min(1)
@@ -598,6 +634,11 @@ class EventTableSampler(PrioritySampler):
         # where none is accepted, proposals are taken as they are
         place = pick(take(found, table) > 0, place, tries * rows)
         return take(position, place), take(mass * factor, place)
+
+    def _accepted_share(self) -> Tensor:
+        """The mean of R^ω over each table's proposals; 1 before the first."""
+        mean, weight = self._acceptance.unbind()
+        return torch.where(weight > 0, mean / torch.where(weight > 0, weight, 1.0), 1.0)
 
     def _exactly(self, table: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """:meth:`_accepted` from all Ψ, where hardly a proposal is accepted."""
@@ -638,9 +679,8 @@ class EventTableSampler(PrioritySampler):
         elif self._correction == "mixture":
             weight = 1 / probability
         elif self._correction == "priority":
-            # of the whole buffer, the largest is that of a transition outside
             share = 1 - self._eta[0, 0]
-            return torch.where(inside, (1 - share) / (1 + share), 1.0) ** self._hyperparameters["beta"].current()
+            weight = 1 / torch.where(inside, 1 + share, 1 - share)
         else:
             assert self._pairs is not None
             of_pair = self._pairs.of(slots)
@@ -655,6 +695,8 @@ class EventTableSampler(PrioritySampler):
         return weight / weight.amax()
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
+        if not slots.numel():
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
         self._sort_if_due()
         eta, _, total = self._proportions(self._batch_size)
         if self._source is not None:
@@ -677,7 +719,8 @@ class EventTableSampler(PrioritySampler):
         sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
         stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
         if self._source is not None:
-            stats |= {"acceptance_rate": (self._acceptance * self._eta[0]).sum(), "repeated_draws": self._repeated}
+            rate = (self._accepted_share() * self._eta[0]).sum()
+            stats |= {"acceptance_rate": rate, "repeated_draws": self._repeated}
         return stats | {f"eta_{name}": eta for name, eta in zip(names, self._eta[0], strict=True)}
 
 

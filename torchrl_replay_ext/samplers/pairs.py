@@ -20,15 +20,16 @@ def _mixed(number: Tensor) -> Tensor:
 
 def hash_rows(columns: list[Tensor]) -> Tensor:
     """A hash of each row of ``columns``, [n, ...] each, by the bits they hold; int64 [n]."""
-    result = torch.zeros(columns[0].shape[0], dtype=torch.int64, device=columns[0].device)
+    parts = []
     for column in columns:
         column = column.reshape(column.shape[0], -1)
         if column.dtype.is_floating_point:
             # -0.0 is 0.0
             column = (column.to(torch.float64) + 0.0).view(torch.int64)
-        for entry in column.to(torch.int64).unbind(1):
-            result = _mixed(result * 31 + entry + _MIX[0])
-    return result
+        parts.append(column.to(torch.int64))
+    entries = torch.cat(parts, 1)
+    salt = _mixed(torch.arange(1, entries.shape[1] + 1, device=entries.device) * _MIX[0])
+    return _mixed(_mixed(entries + salt).sum(1))
 
 
 class PairCounts:
@@ -44,58 +45,42 @@ class PairCounts:
         buckets = 1 << (4 * size - 1).bit_length()
         self._tables = tables
         self._bucket = torch.full((size,), -1, dtype=torch.int64, device=device)
-        self._inside = torch.zeros(size, dtype=torch.int64, device=device)
+        # what is counted: each slot in each event table
+        self._listed = torch.zeros((tables - 1, size), dtype=torch.bool, device=device)
         self._counts = torch.zeros((tables + 1, buckets), dtype=torch.int32, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state."""
-        return {"pair_bucket": self._bucket, "pair_inside": self._inside, "pair_counts": self._counts}
+        return {"pair_bucket": self._bucket, "pair_listed": self._listed, "pair_counts": self._counts}
 
     def clear_(self) -> None:
         """Nothing is stored."""
         self._bucket.fill_(-1)
-        self._inside.zero_()
+        self._listed.zero_()
         self._counts.zero_()
 
-    def _add(self, row: Tensor | int, buckets: Tensor, change: Tensor | int) -> None:
-        row = torch.as_tensor(row, device=buckets.device).expand_as(buckets)
-        change = torch.as_tensor(change, dtype=torch.int32, device=buckets.device).expand_as(buckets)
-        self._counts.index_put_((row, buckets), change, accumulate=True)
+    def _add(self, first: int, buckets: Tensor, change: Tensor) -> None:
+        """Add ``change`` [rows, n] to the counts of ``buckets`` [n], in the rows from ``first`` on."""
+        row = first + torch.arange(len(change), device=buckets.device).unsqueeze(1).expand_as(change)
+        self._counts.index_put_((row, buckets.expand_as(change)), change.to(torch.int32), accumulate=True)
 
-    def write(self, slots: Tensor, columns: list[Tensor], listed: Tensor) -> None:
-        """``slots`` [n], all different, hold new transitions.
-
-        Args:
-            slots: int64 [n].
-            columns: states and actions, [n, ...].
-            listed: in which event tables what was there before is, bool [tables - 1, n]; it has left them now.
-        """
+    def write(self, slots: Tensor, columns: list[Tensor]) -> None:
+        """``slots`` [n], all different, hold new transitions with these states and actions, [n, ...]; in no table."""
         before = self._bucket[slots]
-        known = before >= 0
-        self._add(0, before[known], -1)
-        for table, member in enumerate(listed, start=1):
-            self._add(table, before[member], -1)
-        self._add(self._tables, before[self._inside[slots] > 0], -1)
-        self._inside[slots] = 0
+        known = slots[before >= 0]
+        self.list(known, torch.zeros_like(self._listed[:, known]))
+        self._add(0, before[before >= 0], -torch.ones((1, len(known)), device=slots.device))
         buckets = hash_rows(columns) & (self._counts.shape[1] - 1)
         self._bucket[slots] = buckets
-        self._add(0, buckets, 1)
+        self._add(0, buckets, torch.ones((1, len(slots)), device=slots.device))
 
-    def enter(self, slots: Tensor, tables: Tensor) -> None:
-        """``slots`` [n] have entered ``tables`` [n]."""
-        buckets = self._bucket[slots]
-        self._add(tables, buckets, 1)
-        self._add(self._tables, buckets, (self._inside[slots] == 0).to(torch.int32))
-        self._inside.index_add_(0, slots, torch.ones_like(slots))
-
-    def leave(self, slots: Tensor, tables: Tensor) -> None:
-        """``slots`` [n] have left ``tables`` [n]."""
-        known = self._inside[slots] > 0
-        slots, tables = slots[known], tables[known]
-        buckets = self._bucket[slots]
-        self._add(tables, buckets, -1)
-        self._inside.index_add_(0, slots, -torch.ones_like(slots))
-        self._add(self._tables, buckets, -(self._inside[slots] == 0).to(torch.int32))
+    def list(self, slots: Tensor, listed: Tensor) -> None:
+        """``slots`` [n], all different, are in these event tables now, bool [tables - 1, n]."""
+        before = self._listed[:, slots]
+        self._listed[:, slots] = listed
+        change = listed.to(torch.int32) - before.to(torch.int32)
+        of_any = listed.any(0, keepdim=True).to(torch.int32) - before.any(0, keepdim=True).to(torch.int32)
+        self._add(1, self._bucket[slots], torch.cat([change, of_any]))
 
     def of(self, slots: Tensor) -> Tensor:
         """Counts of the pairs of ``slots`` [n]: of all, in each event table, in any; int64 [tables + 1, n]."""

@@ -148,6 +148,8 @@ class EventTableWriter(CompilableWriter):
         # how many transitions of an episode may still be needed
         self._memory = max(max(spec.history - 1, spec.context) for spec in tables.specs)
         self._tails: dict[int, _Tail] = {}
+        # so many that it is worth while to look for those that have come to nothing
+        self._many_tails = 64
 
     @property
     def tables(self) -> EventTables:
@@ -188,6 +190,7 @@ class EventTableWriter(CompilableWriter):
         if not data.shape[0]:
             raise RuntimeError("EventTableWriter.extend: there is nothing to write.")
         flat = data.reshape(-1) if data.ndim > 1 else data
+        self._check(data)
         rows = self._read(flat, data.shape[1:].numel())
         occurred = self._occurred(flat, rows)
         if self._tables.retention == "pinned":
@@ -206,6 +209,29 @@ class EventTableWriter(CompilableWriter):
                 data.set("index", expand_as_right(index.to(data.device or index.device), data))
             return index
         return written[0]
+
+    def write_at(self, index: int | Tensor, data: Any) -> Any:
+        """Write at given slots, whose entries leave the event tables; no events are looked for."""
+        if self._tables.retention == "pinned":
+            raise RuntimeError("EventTableWriter.write_at: with retention='pinned' the tables choose the slots.")
+        result = super().write_at(index, data)
+        if self._tables.num_slots:
+            slots = self._flat(torch.as_tensor(result).reshape(-1) if _is_flat(result) else result)
+            self._tables.overwrite(slots.unique().to(self._tables.device), in_turn=False)
+        return result
+
+    def _check(self, data: TensorDictBase) -> None:
+        """ValueError if ``data`` cannot be stored beside what is."""
+        stored: Any = getattr(self._storage, "_storage", None)
+        if stored is None:
+            return
+        for key, column in data.items(True, True):
+            known = stored.get(key, None)
+            if known is not None and known.shape[stored.ndim :] != column.shape[data.ndim :]:
+                raise ValueError(
+                    f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)}; what is stored needs "
+                    f"{(*data.shape, *known.shape[stored.ndim :])}."
+                )
 
     def _numbers_of(self, data: TensorDictBase, key: NestedKey, *, required: bool) -> np.ndarray | None:
         """The entries of a column, one per row."""
@@ -259,14 +285,15 @@ class EventTableWriter(CompilableWriter):
                 segment = data[torch.as_tensor(timeline.row[episode[new]], device=data.device)]
                 if earlier is not None:
                     keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
-                    segment = torch.cat([earlier.select(*keys).to(segment.device), segment.select(*keys)])
+                    device = next(iter(segment.values(True, True))).device
+                    segment = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
                 result = spec.occurs(segment).detach().cpu().numpy()
                 occurred[timeline.row[episode[new]], number] = result[len(result) - new.sum() :]
         return occurred
 
     def _stored(self, timeline: _Timeline, places: np.ndarray) -> TensorDictBase | None:
         """The transitions at ``places`` of the timeline, as far back as they are stored without a gap; None if none."""
-        alive = timeline.number[places] >= self._tables.num_written - self._tables.reach
+        alive = timeline.number[places] >= self._tables.oldest
         gap = np.flatnonzero(~alive)
         places = places[gap[-1] + 1 :] if len(gap) else places
         if not len(places):
@@ -322,7 +349,8 @@ class EventTableWriter(CompilableWriter):
                 reached = (following < size) & (following - here < spec.history)
                 reached &= timeline.episode[found] == timeline.episode
                 # an overwritten transition cannot be sent
-                reached &= timeline.number[found] - timeline.number < self._tables.reach
+                reached &= timeline.number[found] - timeline.number < self._tables.capacity_of(0)
+                reached &= timeline.number >= self._tables.oldest
                 trigger = np.minimum(trigger, np.where(reached, following, _NEVER))
             chosen = np.flatnonzero((trigger < _NEVER) & ~timeline.sent[:, table])
             if len(chosen):
@@ -347,7 +375,7 @@ class EventTableWriter(CompilableWriter):
             slots = self._flat(index).to(tables.device)
             timeline, entering = self._plan(rows, occurred)
         timeline.slot[timeline.row >= 0] = slots.cpu().numpy()[timeline.row[timeline.row >= 0]]
-        tables.written(len(rows))
+        tables.written(slots)
         if tables.retention == "pinned":
             for table, (places, _) in entering.items():
                 self._insert(table, timeline, places)
@@ -366,7 +394,7 @@ class EventTableWriter(CompilableWriter):
     ) -> None:
         """Drop what was overwritten and add what enters, as if row after row had been written."""
         tables = self._tables
-        alive = timeline.number >= tables.num_written - tables.reach
+        alive = timeline.number >= tables.oldest
         dying = tables.dying(slots)
         in_turn = False
         for table, (places, _) in entering.items():
@@ -392,6 +420,10 @@ class EventTableWriter(CompilableWriter):
 
     def _write_ring(self, data: TensorDictBase) -> Tensor:
         first = int(self._cursor)
+        storage: Any = self._storage
+        if not self._tables.num_written and len(storage):
+            self._allocate()
+            self._tables.adopt(len(storage), first * data.shape[1:].numel() - 1)
         try:
             index = super().extend(data)
         except BaseException:
@@ -399,8 +431,9 @@ class EventTableWriter(CompilableWriter):
             if self._tables.num_slots:
                 width = data.shape[1:].numel()
                 slots = first * width + torch.arange(data.numel(), device=self._tables.device)
-                self._tables.overwrite(slots % self._tables.num_slots)
-                self._tables.written(data.numel())
+                slots = slots % self._tables.num_slots
+                self._tables.overwrite(slots)
+                self._tables.written(slots)
                 self._tails.clear()
             raise
         self._allocate()
@@ -417,9 +450,14 @@ class EventTableWriter(CompilableWriter):
         slots = tables.take(data.shape[0], slots_of)
         index = slots.to(data.device or slots.device)
         data.set("index", expand_as_right(index, data))
+        try:
+            self._storage.set(slots, data)
+            self._mark_update_entities(slots)
+        except BaseException:
+            tables.give_back(slots)
+            self._tails.clear()
+            raise
         self._write_count += data.shape[0]
-        self._storage.set(slots, data)
-        self._mark_update_entities(slots)
         return index
 
     def _remember(self, rows: _Rows, timeline: _Timeline) -> None:
@@ -439,9 +477,11 @@ class EventTableWriter(CompilableWriter):
                 timeline.slot[kept], timeline.number[kept], timeline.sent[kept], int(rows.trajectory[row])
             )
         # episodes that broke off are forgotten with their transitions
-        oldest = self._tables.num_written - self._tables.reach
-        for name in [name for name, tail in self._tails.items() if tail.number[-1] < oldest]:
-            del self._tails[name]
+        if len(self._tails) > self._many_tails:
+            oldest = self._tables.oldest
+            for name in [name for name, tail in self._tails.items() if tail.number[-1] < oldest]:
+                del self._tails[name]
+            self._many_tails = 2 * len(self._tails) + 64
 
     def _device(self, data: TensorDictBase) -> torch.device:
         device = getattr(self._storage, "device", "auto")
@@ -486,11 +526,16 @@ class EventTableWriter(CompilableWriter):
             "sent": joined([tail.sent for tail in tails], np.zeros((0, count), bool)),
             "num_slots": torch.tensor(self._tables.num_slots),
         }
-        tables = self._tables.tensors() if self._tables.num_slots else {}
+        described = [self._tables.retention, *self._tables.names]
+        tables: dict[str, Tensor] = {}
+        if self._tables.num_slots:
+            begins = torch.tensor(self._tables.regions(self._tables.num_slots))
+            tables = {**self._tables.tensors(), "begins": begins}
         return {
             **super().state_dict(),
             "tables": {key: tensor.clone() for key, tensor in tables.items()},
             "episodes": state,
+            "described": described,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -501,14 +546,15 @@ class EventTableWriter(CompilableWriter):
         device = saved["slot_at"].device if saved else torch.device("cpu")
         if tables.num_slots:
             device = tables.device
-        if episodes["sent"].shape[1] != len(tables):
+        described = [tables.retention, *tables.names]
+        if state_dict["described"] != described:
             raise ValueError(
-                f"EventTableWriter.load_state_dict: the state has {episodes['sent'].shape[1]} tables, this writer has "
-                f"{len(tables)}."
+                f"EventTableWriter.load_state_dict: the state is for the tables {state_dict['described']}, this writer "
+                f"has {described} (retention first)."
             )
         if num_slots:
-            expected = tables.regions(num_slots)[-1] + 1
-            if saved["slot_at"].numel() != expected or (tables.num_slots and tables.num_slots != num_slots):
+            same = torch.equal(saved["begins"].cpu(), torch.tensor(tables.regions(num_slots)))
+            if not same or (tables.num_slots and tables.num_slots != num_slots):
                 raise ValueError(
                     "EventTableWriter.load_state_dict: the state is for tables of other capacities, or for a storage "
                     f"of {num_slots} slots."
@@ -519,6 +565,7 @@ class EventTableWriter(CompilableWriter):
             tables.allocate(num_slots, device)
             for key, tensor in tables.tensors().items():
                 tensor.copy_(saved[key])
+            self._many_tails = 64
         else:
             tables.clear()
         super().load_state_dict(state_dict)
@@ -535,15 +582,18 @@ class EventTableWriter(CompilableWriter):
         """Save the state under the directory ``path``."""
         super().dumps(path)
         state = self.state_dict()
-        data = {"tables": state["tables"], "episodes": {k: v for k, v in state["episodes"].items()}}
-        torch.save(data, Path(path) / "event_tables.pt")
+        torch.save({key: state[key] for key in ("tables", "episodes", "described")}, Path(path) / "event_tables.pt")
 
     def loads(self, path: str | Path) -> None:
         """Restore what :meth:`dumps` saved."""
-        saved = torch.load(Path(path) / "event_tables.pt", weights_only=True)
+        saved = torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu")
         current = {key: value for key, value in super().state_dict().items()}
         self.load_state_dict({**current, **saved})
         super().loads(path)
+
+
+def _is_flat(index: Any) -> bool:
+    return not isinstance(index, Tensor) or index.ndim <= 1
 
 
 def _part(rows: _Rows, part: slice) -> _Rows:
