@@ -29,8 +29,8 @@ class ProportionalSampler(PrioritySampler):
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`.
         eps: added to \|δ\|, so that every transition can be drawn; with 0, transitions without TD error cannot.
         stratified: draw one transition from each of B segments of equal mass instead of B independent ones.
-        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN, TD3 and SAC losses write it (the
-            sampler takes the root); ``"absolute"`` if it is handed \|δ\|. Getting it wrong is silent.
+        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN and TD3 losses write it (the sampler takes
+            the root); ``"absolute"`` if it is handed \|δ\|, as by its SAC loss. Getting it wrong is silent.
         weight_norm: ``"buffer"``: weights are divided by the largest weight of any stored transition; ``"batch"``: by
             the largest of the batch.
 

@@ -61,8 +61,8 @@ class RankBasedSampler(PrioritySampler):
             1 / B, a segment that would be empty holds the rank it falls on.
         stale_fraction: share of the transitions in [0, 1] that may be written or updated before the next sort; 0 sorts
             before each draw that follows a change.
-        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN, TD3 and SAC losses write it;
-            ``"absolute"`` if it is handed \|δ\|. Only the order counts, so that both draw alike.
+        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN and TD3 losses write it; ``"absolute"``
+            if it is handed \|δ\|, as by its SAC loss. Only the order counts, so that both draw alike.
         weight_norm: ``"buffer"``: weights are divided by the largest weight of any stored transition, that of the last
             rank, so that w = (rank / N)^(αβ); ``"batch"``: by the largest of the batch.
 

@@ -66,8 +66,8 @@ class ReaPERSampler(PrioritySampler):
         omega: exponent of the reliability, >= 0, or :class:`~torchrl_replay_ext.Anneal`.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`.
         eps: added to \|δ\|, so that every transition can be drawn.
-        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN, TD3 and SAC losses write it (the
-            sampler takes the root); ``"absolute"`` if it is handed \|δ\|. Getting it wrong is silent.
+        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN and TD3 losses write it (the sampler takes
+            the root); ``"absolute"`` if it is handed \|δ\|, as by its SAC loss. Getting it wrong is silent.
         num_streams: number of environments whose transitions are interleaved in flat storage.
         truncated: ``"finished"`` or ``"ongoing"``.
         done_key: where the end of an episode is stored, bool.
