@@ -39,7 +39,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 from torchrl.collectors import Collector
@@ -49,8 +49,8 @@ from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 from tqdm import tqdm
 
-from recipes.collect import VectorCollector
-from recipes.update import CompiledUpdate, eager_update, value_targets
+from recipes.collect import EpsilonRandom, VectorCollector
+from recipes.update import CompiledUpdate, eager_update, target_pairs
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -490,24 +490,17 @@ def our_training_loop(sampler: Callable[[], Any], *, compiled: bool) -> Training
     def greedy(observation: np.ndarray) -> np.ndarray:
         return network(torch.from_numpy(observation)).argmax(-1).numpy()
 
+    behaviour = EpsilonRandom(greedy, gymnasium.make(ENV).action_space, seed=0)
     collector = VectorCollector(
-        [lambda: gymnasium.make(ENV)] * STEPS_PER_UPDATE, greedy, frames_per_batch=STEPS_PER_UPDATE, seed=0
+        [lambda: gymnasium.make(ENV)] * STEPS_PER_UPDATE, behaviour, frames_per_batch=STEPS_PER_UPDATE, seed=0
     )
     replay.extend(collector.collect())
-    collector.epsilon = EPSILON
-
-    def loss_function(sample: TensorDictBase) -> Tensor:
-        return loss_module(sample)["loss"]
+    behaviour.epsilon = EPSILON
 
     compiled_update = CompiledUpdate(
-        replay,
-        loss_function,
-        optimizer,
-        MAX_GRAD_NORM,
-        targets=value_targets(loss_module),
-        extends=True,
+        replay, loss_module, [optimizer], MAX_GRAD_NORM, targets=target_pairs(loss_module), extends=True
     )
-    update = eager_update(replay, loss_function, optimizer, MAX_GRAD_NORM)
+    update = eager_update(replay, loss_module, [optimizer], MAX_GRAD_NORM)
     target_update = HardUpdate(loss_module, value_network_update_interval=UPDATES_PER_COPY)
     updates = 0
 

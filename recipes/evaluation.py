@@ -8,14 +8,14 @@ from gymnasium.spaces import flatdim
 
 
 def evaluate(
-    policy: Callable[[np.ndarray], np.ndarray], envs: list[gymnasium.Env], *, epsilon: float, seed: list[int]
+    policy: Callable[[np.ndarray], np.ndarray], envs: list[gymnasium.Env], *, epsilon: float = 0.0, seed: list[int]
 ) -> list[float]:
     """Plays one episode in each environment, side by side.
 
     Args:
-        policy: maps observations [n, ...] to discrete actions [n].
-        envs: one environment per episode; discrete actions counted from 0.
-        epsilon: probability of a uniformly random action.
+        policy: maps observations [n, ...] to actions [n, ...].
+        envs: one environment per episode.
+        epsilon: probability of a uniformly random action, if actions are discrete and counted from 0.
         seed: seeds environments and random actions; training draws nothing from here.
 
     Returns:
@@ -28,8 +28,9 @@ def evaluate(
     running = list(range(len(envs)))
     while running:
         actions = policy(np.stack([observations[i] for i in running]))
-        random = rng.random(len(running)) < epsilon
-        actions = np.where(random, rng.integers(num_actions, size=len(running)), actions)
+        if epsilon:
+            random = rng.random(len(running)) < epsilon
+            actions = np.where(random, rng.integers(num_actions, size=len(running)), actions)
         for i, action in zip(tuple(running), actions, strict=True):
             observations[i], reward, terminated, truncated, _ = envs[i].step(action)
             returns[i] += float(reward)
