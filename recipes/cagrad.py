@@ -3,11 +3,13 @@
 The SSET paper explores it in its appendix A.2 (Figure 13).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _RIDGE = 1e-12
-_MOST = 12
+MOST_GRADIENTS = 12
 
 
 def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) -> Tensor:
@@ -36,8 +38,10 @@ def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) 
     """
     if gradients.ndim != 2 or len(gradients) == 0:
         raise ValueError(f"cagrad: gradients must be [K, P] with K >= 1, found {list(gradients.shape)}")
-    if len(gradients) > _MOST:
-        raise ValueError(f"cagrad: at most {_MOST} gradients (the cost doubles with each), found {len(gradients)}")
+    if len(gradients) > MOST_GRADIENTS:
+        raise ValueError(
+            f"cagrad: at most {MOST_GRADIENTS} gradients (the cost doubles with each), found {len(gradients)}"
+        )
     if weights is not None and weights.shape != gradients.shape[:1]:
         raise ValueError(f"cagrad: weights must be [{len(gradients)}], found {list(weights.shape)}")
     if not isinstance(c, Tensor) and not 0 <= c < 1:
@@ -57,6 +61,31 @@ def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) 
     gram = mixing @ (double @ double.mT) @ mixing.mT
     w = mixing.mT @ _dual(gram, share, c)
     return (share + w).to(gradients.dtype) @ gradients
+
+
+def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
+    """The weighted mean loss of each table's rows; the mean of these, by their weights, is that of all rows.
+
+    Args:
+        rows: loss of each row times its weight, [B].
+        weights: of the rows, [B].
+        tables: number of each row's table, int64 [B].
+        num_tables: K.
+
+    Returns:
+        Losses [K], with gradients, 0 for a table without rows; sums of the weights [K], without.
+    """
+    member = (tables == torch.arange(num_tables, device=tables.device)[:, None]).to(rows.dtype)
+    total = member @ weights.to(rows.dtype)
+    return (member @ rows) / torch.where(total > 0, total, 1.0), total.detach()
+
+
+def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
+    """Gradients of `parameters` as `cagrad` combines those of `losses` [K] by `weights` [K]."""
+    rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses.unbind()]
+    flat = torch.stack([torch.cat([gradient.reshape(-1) for gradient in row]) for row in rows])
+    parts = cagrad(flat, c, weights).split([parameter.numel() for parameter in parameters])
+    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:

@@ -3,19 +3,43 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
+from recipes.events import EventConfig
+
 
 @dataclass
 class EnvConfig:
-    """An environment of Gymnasium and the mean return at which it counts as solved (None: never)."""
+    """An environment of Gymnasium.
+
+    Args:
+        name: in the names of directories and presets.
+        id: Gymnasium's; "module:id" imports the module first.
+        reward_threshold: the mean return at which it counts as solved; None: never.
+        options: keywords for gymnasium.make.
+        events: by name; see recipes.events.
+    """
 
     name: str = MISSING
     id: str = MISSING
     reward_threshold: float | None = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+    events: dict[str, EventConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, event in self.events.items():
+            event.check(f"env.events.{name}")
+        share = sum(event.eta for event in self.events.values())
+        if share > 1 + 1e-9:
+            raise ValueError(f"env.events: their eta sum to {share:g}, must be <= 1")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The events that the environment has to report in its `info`."""
+        return tuple(name for name, event in self.events.items() if event.is_flag)
 
 
 @dataclass

@@ -1,36 +1,43 @@
-"""Double DQN with uniform, proportional (PER) or reliability-adjusted (ReaPER) replay.
+"""Double DQN with uniform, prioritized (PER), reliability-adjusted (ReaPER) replay, or event tables (SSET).
 
     python -m recipes.dqn env=cartpole sampler=reaper seed=1
     python -m recipes.dqn -m seed=1,2,3 sampler=uniform,per,reaper
     python -m recipes.dqn compile=true num_envs=8
+    python -m recipes.dqn env=threerooms sampler=sset stop_at_threshold=false
     python -m recipes.dqn resume=runs/dqn/cartpole/reaper/seed1-...
 
-The settings are those of the ReaPER paper's appendix D (conf/dqn/<env>.yaml).
+The settings are those of the ReaPER paper's appendix D, or, in the grid worlds, of the event-table paper's table 1
+(conf/dqn/<env>.yaml).
 
 progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score, and return_0 ..., the
 episodes it is the mean of; epsilon of the behaviour policy; loss, the mean over the updates since the row before;
-wall_time in seconds, that before a resume included; sampler/..., the scalars of the sampler's stats().
+wall_time in seconds, that before a resume included; sampler/..., the scalars of the sampler's stats(). In the rooms
+also q_sum, the target network's Q-values summed over all actions in all states but the goal, and q_error, the root mean
+square of their errors.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from omegaconf import MISSING, DictConfig
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 from torchrl.envs import GymWrapper
 from torchrl.modules import MLP, EGreedyModule, QValueActor
-from torchrl.objectives import DQNLoss, HardUpdate
+from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
+from recipes.cagrad import MOST_GRADIENTS, cagrad_gradients, losses_by_table
 from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
 from recipes.config import LearningConfig, RunConfig
 from recipes.environment import make_discrete_env
-from recipes.replay import make_replay
+from recipes.replay import EVENT_TABLES, make_replay
 from recipes.run import run_recipe, typed
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner, target_pairs
@@ -38,21 +45,42 @@ from recipes.update import Learner, target_pairs
 
 @dataclass
 class DQNConfig(LearningConfig):
-    """Hyperparameters; a step is one step of the environment."""
+    """Hyperparameters; a step is one step of the environment.
+
+    Args:
+        loss_function: "l2", the squared TD error, or "smooth_l1".
+        target_update_interval: steps from one copy to the target network to the next; None: see tau.
+        tau: share of the network that the target network takes over at each update; None: copies.
+        cagrad: c of CAGrad, which combines the gradients of the event tables; None: the gradient of the whole batch.
+        max_grad_norm: None: gradients are not clipped.
+    """
 
     group = "dqn"
 
     learning_rate: float = MISSING
-    target_update_interval: int = MISSING
+    loss_function: str = MISSING
+    target_update_interval: int | None = MISSING
+    tau: float | None = MISSING
+    cagrad: float | None = MISSING
     exploration_fraction: float = MISSING
     initial_epsilon: float = MISSING
     final_epsilon: float = MISSING
     evaluation_epsilon: float = MISSING
-    max_grad_norm: float = MISSING
+    max_grad_norm: float | None = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("learning_rate target_update_interval max_grad_norm", lambda value: value > 0, "must be > 0")
+        self.check("learning_rate", lambda value: value > 0, "must be > 0")
+        self.check("target_update_interval max_grad_norm", lambda value: value is None or value > 0, "must be > 0")
+        self.check("tau", lambda value: value is None or 0 < value <= 0.5, "must be in (0, 0.5]")
+        self.check("cagrad", lambda value: value is None or 0 <= value < 1, "must be in [0, 1)")
+        self.check("loss_function", lambda value: value in ("smooth_l1", "l2"), "choose smooth_l1, l2")
+        interval = self.target_update_interval
+        self.check(
+            "tau",
+            lambda value: (value is None) != (interval is None),
+            f"one of it and dqn.target_update_interval={interval} must be null, the other a number",
+        )
         shares = "exploration_fraction initial_epsilon final_epsilon evaluation_epsilon"
         self.check(shares, lambda value: 0 <= value <= 1, "must be in [0, 1]")
         self.check("final_epsilon", lambda value: value <= self.initial_epsilon, "must be <= dqn.initial_epsilon")
@@ -72,10 +100,58 @@ class Config(RunConfig):
 
     dqn: DQNConfig = MISSING
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dqn.cagrad is not None:
+            if self.sampler["name"] not in EVENT_TABLES:
+                raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: needs event tables, sampler=sset or sset_per")
+            if len(self.env.events) >= MOST_GRADIENTS:
+                raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: at most {MOST_GRADIENTS - 1} events")
+
     @property
     def learning(self) -> DQNConfig:
         """The hyperparameters."""
         return self.dqn
+
+
+def table_losses(loss_module: DQNLoss, num_tables: int, sample: TensorDictBase) -> dict[str, Tensor]:
+    """The loss of the batch, and apart from it the loss of each table's rows, with their weight in that of the batch.
+
+    Args:
+        loss_module: with reduction="none".
+        num_tables: number of tables, the default one included.
+        sample: from event tables; gets the TD errors.
+    """
+    rows = loss_module(sample)["loss"]
+    losses, weights = losses_by_table(rows, sample["priority_weight"], sample["table"], num_tables)
+    return {"loss": rows.sum() / sample["priority_weight"].sum(), "table_loss": losses, "table_weight": weights}
+
+
+def conflict_averse(c: float, losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients of what table_losses returns."""
+    return cagrad_gradients(losses["table_loss"], losses["table_weight"], parameters, c)
+
+
+def q_columns(
+    env: gymnasium.Env, loss_module: DQNLoss, gamma: float, device: torch.device
+) -> Callable[[], dict[str, float]]:
+    """q_sum and q_error of the target network, if the environment knows its optimal Q-values; else nothing."""
+    world = env.unwrapped
+    if not hasattr(world, "optimal_q") or gamma == 1:
+        return dict
+    # the goal leads to itself: nothing is ever learned there
+    states = (world.dynamics().next_state != np.arange(world.num_states)[:, None]).any(1)  # pyright: ignore
+    observations = torch.as_tensor(world.observations[states], device=device)  # pyright: ignore
+    optimal = torch.as_tensor(world.optimal_q(gamma)[states], device=device)  # pyright: ignore
+
+    @torch.no_grad()
+    def columns() -> dict[str, float]:
+        network = loss_module.value_network
+        with loss_module.target_value_network_params.to_module(network):
+            q = network(TensorDict(observation=observations))["action_value"]
+        return {"q_sum": q.sum().item(), "q_error": (q - optimal).square().mean().sqrt().item()}
+
+    return columns
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
@@ -89,7 +165,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     device = prepare(cfg, run_dir)
 
     # One environment per evaluation episode; those to learn in are made further down.
-    evaluation_envs = [make_discrete_env(cfg.env.id) for _ in range(dqn.evaluation_episodes)]
+    evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
     action_space = evaluation_envs[0].action_space
 
     # Networks and loss.
@@ -102,22 +178,34 @@ def train(config: DictConfig, run_dir: Path) -> int:
     )
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     loss_module = DQNLoss(
-        actor, loss_function="smooth_l1", delay_value=True, double_dqn=True, action_space="categorical"
+        actor,
+        loss_function=dqn.loss_function,
+        delay_value=True,
+        double_dqn=True,
+        action_space="categorical",
+        reduction="mean" if dqn.cagrad is None else "none",
     )
     loss_module.make_value_estimator(gamma=dqn.gamma)
-    # Makes the target network a copy; when it is due again is up to the learner.
-    HardUpdate(loss_module, value_network_update_interval=0)
+    if dqn.tau is None:
+        # Makes the target network a copy; when it is due again is up to the learner.
+        HardUpdate(loss_module, value_network_update_interval=0)
+        targets, target_step = target_pairs(loss_module), None
+    else:
+        targets, target_step = (), SoftUpdate(loss_module, tau=dqn.tau).step
+    columns = q_columns(evaluation_envs[0], loss_module, dqn.gamma, device)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
 
     # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
     replay = make_replay(cfg, device, td_error="squared")
     learner = Learner(
         replay,
-        loss_module,
+        loss_module if dqn.cagrad is None else partial(table_losses, loss_module, len(cfg.env.events) + 1),
         [optimizer],
         gradient_steps=dqn.gradient_steps,
         max_grad_norm=dqn.max_grad_norm,
-        targets=target_pairs(loss_module),
+        target_step=target_step,
+        gradients=None if dqn.cagrad is None else partial(conflict_averse, dqn.cagrad),
+        targets=targets,
         compiled=cfg.compile,
         updates_per_graph=cfg.updates_per_graph,
         cudagraphs=cfg.cudagraphs,
@@ -125,7 +213,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     def learn(data: TensorDictBase, steps: int) -> list[dict[str, torch.Tensor]]:
         interval = dqn.target_update_interval
-        return learner(data, copy_targets=steps // interval > (steps - data.numel()) // interval)
+        due = interval is not None and steps // interval > (steps - data.numel()) // interval
+        return learner(data, copy_targets=due)
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
@@ -135,17 +224,18 @@ def train(config: DictConfig, run_dir: Path) -> int:
     if cfg.num_envs > 1:
         behaviour = EpsilonRandom(greedy, action_space, seed=cfg.seed)
         collector = VectorCollector(
-            [partial(make_discrete_env, cfg.env.id)] * cfg.num_envs,
+            [partial(make_discrete_env, cfg.env)] * cfg.num_envs,
             behaviour,
             frames_per_batch=dqn.train_interval,
             seed=cfg.seed,
+            flags=cfg.env.flags,
         )
 
         def explore(steps: int) -> None:
             behaviour.epsilon = dqn.epsilon(steps)
 
     else:
-        env = GymWrapper(make_discrete_env(cfg.env.id), categorical_action_encoding=True, device=None)
+        env = GymWrapper(make_discrete_env(cfg.env), categorical_action_encoding=True, device=None)
         exploration = EGreedyModule(env.action_spec, eps_init=1.0, eps_end=0.0, device=device)
         collector = SingleCollector(
             env,
@@ -153,6 +243,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
             frames_per_batch=dqn.train_interval,
             seed=cfg.seed,
             device=device,
+            flags=cfg.env.flags,
         )
 
         def explore(steps: int) -> None:
@@ -166,7 +257,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         policy=greedy,
         evaluation_epsilon=dqn.evaluation_epsilon,
         losses=("loss",),
-        columns=lambda steps: {"epsilon": dqn.epsilon(steps)},
+        columns=lambda steps: {"epsilon": dqn.epsilon(steps), **columns()},
         shown=("return_mean", "epsilon", "loss"),
         state={"loss": loss_module, "optimizer": optimizer},
     )

@@ -5,42 +5,53 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import RescaleAction
 
+from recipes.config import EnvConfig
 from recipes.run import ConfigError
 
 
-def make_discrete_env(env_id: str) -> gymnasium.Env:
+def make_discrete_env(config: EnvConfig) -> gymnasium.Env:
     """Makes an environment with discrete actions and vector observations.
 
     Raises:
-        ConfigError: there is none of that id, or it is of another kind.
+        ConfigError: there is none of that id and with these options, it is of another kind, or lacks an event.
     """
-    env = _make(env_id)
+    env = _make(config)
     if not isinstance(env.action_space, Discrete) or not _observes_vectors(env):
-        raise ConfigError(f"env.id={env_id}: this DQN needs discrete actions and vector observations")
+        raise ConfigError(f"env.id={config.id}: this DQN needs discrete actions and vector observations")
     return env
 
 
-def make_continuous_env(env_id: str) -> gymnasium.Env:
+def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
     """Makes an environment with vector observations whose actions are vectors in [-1, 1].
 
     Actions of another range are rescaled, so that a policy's entropy means the same everywhere.
 
     Raises:
-        ConfigError: there is none of that id, or it is of another kind.
+        ConfigError: as make_discrete_env.
     """
-    env = _make(env_id)
+    env = _make(config)
     actions = env.action_space
     if not (isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded() and _observes_vectors(env)):
-        raise ConfigError(f"env.id={env_id}: this recipe needs bounded continuous actions and vector observations")
+        raise ConfigError(f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations")
     one = np.ones(actions.shape, dtype=np.float32)
     return RescaleAction(env, -one, one)
 
 
-def _make(env_id: str) -> gymnasium.Env:
+def _make(config: EnvConfig) -> gymnasium.Env:
     try:
-        return gymnasium.make(env_id)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ConfigError(f"env.id={env_id}: {error}") from error
+        env = gymnasium.make(config.id, **config.options)
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"env.id={config.id}: {error}") from error
+    if config.flags:
+        env.reset()
+        info = env.step(env.action_space.sample())[4]
+        found = [name for name, value in info.items() if isinstance(value, (bool, np.bool_))]
+        missing = [name for name in config.flags if name not in found]
+        if missing:
+            raise ConfigError(
+                f"env.events: {config.id} reports no {', '.join(missing)} in its info, but {', '.join(found) or 'none'}"
+            )
+    return env
 
 
 def _observes_vectors(env: gymnasium.Env) -> bool:

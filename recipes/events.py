@@ -30,11 +30,16 @@ class EventConfig:
     above: float | None = None
     function: str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self, where: str) -> None:
+        """Raises ValueError if a value is not valid; `where` is the event's place in the configuration."""
+        if self.history < 1:
+            raise ValueError(f"{where}.history={self.history}: must be >= 1")
+        if not 0 <= self.eta <= 1:
+            raise ValueError(f"{where}.eta={self.eta}: must be in [0, 1]")
         if self.function is not None and self.function not in FUNCTIONS:
-            raise ValueError(f"function={self.function}: choose {', '.join(FUNCTIONS)}")
+            raise ValueError(f"{where}.function={self.function}: choose {', '.join(FUNCTIONS)}")
         if self.function is not None and self.above is not None:
-            raise ValueError("an event has either above= or function=")
+            raise ValueError(f"{where}: has above= and function=, one of them must be null")
 
     @property
     def is_flag(self) -> bool:

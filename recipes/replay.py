@@ -3,21 +3,27 @@
 from typing import Any
 
 import torch
+from tensordict import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.config import RunConfig
+from recipes.config import EnvConfig, RunConfig
+from recipes.events import FLAGS, make_tables
 from recipes.run import ConfigError
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
 )
 
-PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler)
+PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler)
+EVENT_TABLES = ("sset", "sset_per")
 
 # What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
 STORED_KEYS = (
@@ -32,8 +38,13 @@ STORED_KEYS = (
 )
 
 
+def stored_keys(env: EnvConfig) -> tuple[NestedKey, ...]:
+    """What is stored of each transition: STORED_KEYS and the events that the environment reports."""
+    return *STORED_KEYS, *((*FLAGS, name) for name in env.flags)
+
+
 def make_replay(config: RunConfig, device: torch.device, *, td_error: str) -> CompilableReplayBuffer:
-    """Builds the buffer of a run, with the sampler that was chosen.
+    """Builds the buffer of a run, with the sampler that was chosen and the writer that it needs.
 
     Args:
         config: the run's configuration.
@@ -41,12 +52,19 @@ def make_replay(config: RunConfig, device: torch.device, *, td_error: str) -> Co
         td_error: what the recipe's loss writes to the entry "td_error": "squared" or "absolute" TD errors.
 
     Raises:
-        ConfigError: as make_sampler.
+        ConfigError: as make_sampler and make_event_tables.
     """
     learning = config.learning
+    arguments = config.sampler, learning.buffer_size, learning.num_updates(), config.num_envs, td_error
+    if config.sampler["name"] in EVENT_TABLES:
+        tables, sampler = make_event_tables(config.env, *arguments)
+        writer = EventTableWriter(tables)
+    else:
+        sampler, writer = make_sampler(*arguments), None
     return CompilableReplayBuffer(
         storage=CompilableTensorStorage(learning.buffer_size, device=device),
-        sampler=make_sampler(config.sampler, learning.buffer_size, learning.num_updates(), config.num_envs, td_error),
+        sampler=sampler,
+        writer=writer,
         batch_size=learning.batch_size,
         priority_key="td_error",
     )
@@ -68,13 +86,9 @@ def make_sampler(
     Raises:
         ConfigError: unknown name or keyword, or a value the sampler refuses.
     """
-    keywords: dict[str, Any] = {
-        key: Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key != "name"
-    }
-    prioritized = {"td_error": td_error, **keywords}
     try:
+        keywords = _keywords(config, num_updates)
+        prioritized = {"td_error": td_error, **keywords}
         if config["name"] == "uniform":
             return RandomSampler(**keywords)
         if config["name"] == "per":
@@ -85,16 +99,68 @@ def make_sampler(
             return ReaPERSampler(capacity, **{"num_streams": num_envs, **prioritized})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={config['name']}: {error}") from error
-    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper")
+    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper, {', '.join(EVENT_TABLES)}")
+
+
+def make_event_tables(
+    env: EnvConfig, config: dict[str, Any], capacity: int, num_updates: int, num_envs: int, td_error: str
+) -> tuple[EventTables, EventTableSampler]:
+    """Builds the tables of the environment's events and the sampler that draws from them.
+
+    Args:
+        env: the environment; what its events leave of a batch comes from the table of everything.
+        config: the sampler group; beyond `name` and `retention`, its keys are the sampler's keywords, see make_sampler.
+        capacity: see make_sampler.
+        num_updates: see make_sampler.
+        num_envs: see make_sampler.
+        td_error: see make_sampler.
+
+    Raises:
+        ConfigError: the environment has no events, or a value is refused.
+    """
+    name = config["name"]
+    if not env.events:
+        raise ConfigError(
+            f"sampler={name}: env={env.name} has no events; define some, as in recipes/conf/env/threerooms.yaml"
+        )
+    try:
+        keywords = _keywords({key: value for key, value in config.items() if key != "priority"}, num_updates)
+        tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
+        if (priority := config.get("priority")) is not None:
+            if not isinstance(priority, dict):
+                raise TypeError(f"priority={priority}: must be a group, as {{kind: {priority}}}")
+            streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
+            keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
+        shares = {event_name: event.eta for event_name, event in env.events.items()}
+        eta = {"default": max(0.0, 1 - sum(shares.values())), **shares}
+        return tables, EventTableSampler(tables, eta=eta, **keywords)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampler={name}: {error}") from error
+
+
+def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
+    """The values but for `name`, with {start, end} as schedules."""
+    return {
+        key: Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "name"
+    }
 
 
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int = 1) -> None:
     """Marks each environment's newest transition as truncated where its episode goes on: a resumed run begins new ones.
 
     What is stored cannot be changed behind the sampler's back, so it is the newest transition once more that ends it.
+    It reports no event once more; but one that is a condition on rewards or observations holds for the copy too, which
+    then joins the original in the event's table.
     """
-    newest = (replay.write_count - num_envs + torch.arange(num_envs)) % replay.storage.max_size
-    transitions = replay[newest].select(*STORED_KEYS).clone()
+    if isinstance(replay.writer, EventTableWriter):
+        newest = replay.writer.tables["default"].index()[-num_envs:]
+    else:
+        newest = (replay.write_count - num_envs + torch.arange(num_envs)) % replay.storage.max_size
+    transitions = replay[newest].select(*STORED_KEYS, FLAGS, strict=False).clone()
+    if FLAGS in transitions.keys(include_nested=True):
+        transitions[FLAGS].zero_()
     transitions = transitions[~transitions["next", "done"].squeeze(1)]
     if len(transitions):
         transitions["next", "truncated"] = torch.ones_like(transitions["next", "truncated"])

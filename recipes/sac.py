@@ -1,8 +1,9 @@
-"""Soft actor-critic with automatic entropy tuning and uniform, proportional (PER), rank-based or ReaPER replay.
+"""Soft actor-critic with automatic entropy tuning and uniform, PER, rank-based or ReaPER replay, or event tables.
 
     python -m recipes.sac env=pendulum sampler=per seed=1
     python -m recipes.sac -m seed=1,2,3 sampler=uniform,per
     python -m recipes.sac env=lunarlander_continuous compile=true num_envs=8
+    python -m recipes.sac env=lunarlander_continuous sampler=sset
     python -m recipes.sac resume=runs/sac/pendulum/per/seed1-...
 
 The settings are those of the event-table paper's table 2 (conf/sac/<env>.yaml), but for pendulum.
@@ -132,7 +133,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     device = prepare(cfg, run_dir)
 
     # One environment per evaluation episode; those to learn in are made further down.
-    evaluation_envs = [make_continuous_env(cfg.env.id) for _ in range(sac.evaluation_episodes)]
+    evaluation_envs = [make_continuous_env(cfg.env) for _ in range(sac.evaluation_episodes)]
     action_space = evaluation_envs[0].action_space
     num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
 
@@ -181,10 +182,11 @@ def train(config: DictConfig, run_dir: Path) -> int:
     # The environments run on the CPU, and their batches stay there until the buffer takes them.
     behaviour = EpsilonRandom(stochastic, action_space, seed=cfg.seed)
     collector = VectorCollector(
-        [partial(make_continuous_env, cfg.env.id)] * cfg.num_envs,
+        [partial(make_continuous_env, cfg.env)] * cfg.num_envs,
         behaviour,
         frames_per_batch=sac.train_interval,
         seed=cfg.seed,
+        flags=cfg.env.flags,
     )
 
     def explore(steps: int) -> None:

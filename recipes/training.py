@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Discrete
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -25,7 +24,7 @@ from recipes.config import RunConfig
 from recipes.evaluation import evaluate
 from recipes.plot import plot_runs
 from recipes.progress import Progress
-from recipes.replay import PRIORITIZED, STORED_KEYS, end_last_episodes
+from recipes.replay import PRIORITIZED, end_last_episodes, stored_keys
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, find_device, interruption, seed_everything
 
 CURVE = "learning_curve.png"
@@ -145,7 +144,7 @@ def run(
             batch = next(batches)
             previous_steps = counters["env_steps"]
             counters["env_steps"] += batch.numel()
-            data = batch.select(*STORED_KEYS)
+            data = batch.select(*stored_keys(cfg.env))
 
             # Learn.
             if counters["env_steps"] > learning.learning_starts:
@@ -160,7 +159,7 @@ def run(
             if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
                 counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
                 returns = evaluate(
-                    agent.policy if isinstance(evaluation_envs[0].action_space, Discrete) else by_rows(agent.policy),
+                    agent.policy,
                     evaluation_envs,
                     epsilon=agent.evaluation_epsilon,
                     seed=[cfg.seed, counters["evaluations"]],
@@ -202,19 +201,6 @@ def run(
         plot_runs([run_dir], run_dir / CURVE)
     print(summary(counters, cfg.env.reward_threshold, run_dir))
     return DONE
-
-
-def by_rows(policy: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy with its actions [n, size] as n objects: `evaluate` knows discrete actions [n]."""
-
-    def act(observations: np.ndarray) -> np.ndarray:
-        actions = policy(observations)
-        rows = np.empty(len(actions), dtype=object)
-        for i, action in enumerate(actions):
-            rows[i] = action
-        return rows
-
-    return act
 
 
 def summary(counters: dict[str, Any], threshold: float | None, run_dir: Path) -> str:

@@ -12,11 +12,19 @@ from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
-from torchrl_replay_ext import RankBasedSampler, compile_step
+from torchrl_replay_ext import EventTableSampler, RankBasedSampler, compile_step
 
 # Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
 # begin with "loss" are to be minimised; the others are for the record.
 LossFunction = Callable[[TensorDictBase], Mapping[str, Tensor] | TensorDictBase]
+
+# Maps what a loss function returned, and parameters, to gradients of the parameters, contiguous as these are.
+Gradients = Callable[[Mapping[str, Tensor], Sequence[Tensor]], Sequence[Tensor]]
+
+
+def total(losses: Mapping[str, Tensor]) -> Tensor:
+    """The sum of the entries that are losses."""
+    return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
 
 
 class Learner:
@@ -30,6 +38,7 @@ class Learner:
         gradient_steps: updates per call.
         max_grad_norm: gradients of an optimizer's parameters of a larger norm are scaled down to it; None: as they are.
         target_step: moves the target networks after each update (``SoftUpdate(...).step``).
+        gradients: see :data:`Gradients`; None: those of the sum of the losses.
         targets: pairs of a target parameter and its source, for calls that ask for a copy ahead of their updates.
         compiled: as one compiled graph.
         updates_per_graph: updates in one graph; divides ``gradient_steps``.
@@ -45,13 +54,14 @@ class Learner:
         gradient_steps: int,
         max_grad_norm: float | None = None,
         target_step: Callable[[], None] | None = None,
+        gradients: Gradients | None = None,
         targets: Iterable[tuple[Tensor, Tensor]] = (),
         compiled: bool = False,
         updates_per_graph: int = 1,
         cudagraphs: bool = False,
     ):
         self._replay = replay
-        self._arguments = (replay, loss_function, optimizers, max_grad_norm, target_step)
+        self._arguments = (replay, loss_function, optimizers, max_grad_norm, target_step, gradients)
         self._gradient_steps = gradient_steps
         self._targets = list(targets)
         self._on_cpu = optimizers[0].param_groups[0]["params"][0].device.type == "cpu"
@@ -83,12 +93,13 @@ class Learner:
 
     def _compile(self) -> "CompiledUpdate":
         # With one call per batch, the batch is written in the same graph. But the first write of all has to be outside,
-        # on a GPU the batch has to come from the CPU first, and ranks are sorted at writes outside graphs only.
+        # on a GPU the batch has to come from the CPU first, ranks are sorted at writes outside graphs only, and events
+        # are not part of a graph.
         self._extends = (
             self._gradient_steps == self._updates_per_graph
             and self._replay.write_count > 0
             and self._on_cpu
-            and not isinstance(self._replay.sampler, RankBasedSampler)
+            and not isinstance(self._replay.sampler, (RankBasedSampler, EventTableSampler))
         )
         return CompiledUpdate(
             *self._arguments,
@@ -105,19 +116,25 @@ def eager_update(
     optimizers: Sequence[torch.optim.Adam],
     max_grad_norm: float | None = None,
     target_step: Callable[[], None] | None = None,
+    gradients: Gradients | None = None,
 ) -> Callable[[], dict[str, Tensor]]:
     """Sample, losses, gradients, optimizer steps, targets, priorities: see :class:`Learner`.
 
     Returns:
-        A function that makes one update and returns what the loss function did, as tensors [1].
+        A function that makes one update and returns what the loss function did, as tensors [1, ...].
     """
+    parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
 
     def update() -> dict[str, Tensor]:
         sample = replay.sample()
         losses = dict(loss_function(sample).items())
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        total(losses).backward()
+        if gradients is None:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            total(losses).backward()
+        else:
+            for parameter, gradient in zip(parameters, gradients(losses, parameters), strict=True):
+                parameter.grad = gradient
         for optimizer in optimizers:
             if max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(parameters_of(optimizer), max_grad_norm)
@@ -125,7 +142,7 @@ def eager_update(
         if target_step is not None:
             target_step()
         replay.update_tensordict_priority(sample)
-        return {name: value.detach().reshape(1) for name, value in losses.items()}
+        return {name: value.detach().unsqueeze(0) for name, value in losses.items()}
 
     return update
 
@@ -143,6 +160,7 @@ class CompiledUpdate:
         optimizers: see :class:`Learner`.
         max_grad_norm: see :class:`Learner`.
         target_step: see :class:`Learner`.
+        gradients: see :class:`Learner`.
         targets: pairs of a target parameter and its source.
         num_updates: updates per call.
         extends: each call brings new data, always of the same number of rows, which is written first.
@@ -156,6 +174,7 @@ class CompiledUpdate:
         optimizers: Sequence[torch.optim.Adam],
         max_grad_norm: float | None = None,
         target_step: Callable[[], None] | None = None,
+        gradients: Gradients | None = None,
         *,
         targets: Iterable[tuple[Tensor, Tensor]] = (),
         num_updates: int = 1,
@@ -163,7 +182,7 @@ class CompiledUpdate:
         cudagraphs: bool = False,
     ):
         self._replay, self._loss_function, self._max_grad_norm = replay, loss_function, max_grad_norm
-        self._target_step, self._targets = target_step, list(targets)
+        self._target_step, self._gradients, self._targets = target_step, gradients, list(targets)
         self._num_updates, self._extends, self._cudagraphs = num_updates, extends, cudagraphs
         self._steps = [CompiledAdam(optimizer) for optimizer in optimizers]
         self._parameters = [parameter for step in self._steps for parameter in step.parameters]
@@ -196,7 +215,10 @@ class CompiledUpdate:
     def _update(self) -> dict[str, Tensor]:
         sample = self._replay.sample()
         losses = dict(self._loss_function(sample).items())
-        gradients = list(torch.autograd.grad(total(losses), self._parameters))
+        if self._gradients is None:
+            gradients = list(torch.autograd.grad(total(losses), self._parameters))
+        else:
+            gradients = list(self._gradients(losses, self._parameters))
         with torch.no_grad():
             for step in self._steps:
                 own, gradients = gradients[: len(step.parameters)], gradients[len(step.parameters) :]
@@ -247,11 +269,6 @@ class CompiledAdam:
         )
 
 
-def total(losses: Mapping[str, Tensor]) -> Tensor:
-    """The sum of the entries that are losses."""
-    return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
-
-
 def parameters_of(optimizer: torch.optim.Adam) -> list[Tensor]:
     """The parameters of its only group."""
     (group,) = optimizer.param_groups
@@ -281,6 +298,3 @@ def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor]
             optimizer.state[parameter]["step"].zero_()
     states = [optimizer.state[parameter] for parameter in parameters]
     return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states]
-
-
-value_targets = target_pairs  # the name in recipes.benchmark

@@ -15,12 +15,13 @@ class ObstacleCourse(ObjectWorld):
     The paper gives neither the layout nor the reward of the goal; chosen here, for its start (1, 1) in the
     top-left corner and its shifted start (1, 4) beside the spikes, are 14 x 6 cells with the walls::
 
-        column   0          4        7          11          13
-                 |  spikes  |  lava  |  2 keys  |2 doors    |
+        column   0          4        7          11         13
+                 |  spikes  |  lava  |  2 keys  |  2 doors  |
 
     Two spikes stand in the lower rows of column 2, lava fills two of the four rows of column 6 but not the one of the
-    gap behind it, and the keys are in column 9. Each key opens one of the doors. The goal is in the bottom-right corner.
-    The rooms are this small so that acting at random finds it at all, in roughly one of 200 episodes.
+    gap behind it, and the keys are in column 9. Each key opens one of the doors, which are in column 11. The goal is in
+    the bottom-right corner. The rooms are this small so that acting at random finds it at all, in roughly one of 160
+    episodes.
 
     Args:
         start: free cell (x, y) of the first room where the agent starts, facing right.

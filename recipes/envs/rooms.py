@@ -115,6 +115,11 @@ class Rooms(gymnasium.Env):
         self._state: int | None = None
 
     @property
+    def observations(self) -> np.ndarray:
+        """The observation of each state, float32 [states, 3]."""
+        return self._observations
+
+    @property
     def num_states(self) -> int:
         """Number of states; the last four are the goal."""
         return 4 * len(self._cells)

@@ -1,0 +1,404 @@
+"""Event tables in the recipes: from the environment's info to what batches are made of."""
+
+import csv
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from torchrl.envs import GymWrapper
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss, SoftUpdate
+
+from recipes import dqn, sac, training
+from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
+from recipes.config import EnvConfig
+from recipes.environment import make_discrete_env
+from recipes.events import EventConfig, land_between_flags, land_near_middle, make_tables
+from recipes.replay import end_last_episodes, make_replay
+from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config, typed
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
+
+ROOT = Path(__file__).parents[2]
+# near_initial happens within the first steps
+TINY = [
+    "env=tworooms",
+    "+env.events.near_initial={history: 5, eta: 0.1}",
+    "sampler=sset",
+    "dqn.total_steps=96",
+    "dqn.learning_starts=32",
+    "dqn.train_interval=16",
+    "dqn.gradient_steps=2",
+    "dqn.batch_size=8",
+    "dqn.buffer_size=64",
+    "dqn.num_evaluations=3",
+    "env.reward_threshold=null",
+    "+env.options.max_episode_steps=30",
+]
+
+
+def composed(recipe, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose(recipe, overrides=list(overrides))
+
+
+def configuration(*overrides):
+    return composed("dqn", *TINY, *overrides)
+
+
+def rows(run_dir):
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Countdown(gymnasium.Env):
+    """Observes how many steps are left; flags: the second step, the last, and one that is there on the last only."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 100.0, (1,))
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, length=4):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = self.length
+        return np.array([self.left], np.float32), {"second": False, "last": False}
+
+    def step(self, action):
+        self.left -= 1
+        over = self.left == 0
+        info = {"second": self.left == self.length - 2, "last": np.bool_(over)} | ({"late": True} if over else {})
+        return np.array([self.left], np.float32), 0.0, over and self.length % 2 == 0, over, info
+
+
+def single(flags):
+    env = GymWrapper(Countdown(), categorical_action_encoding=True)
+    policy = QValueActor(torch.nn.Linear(1, 3), in_keys=["observation"], action_space="categorical")
+    return SingleCollector(env, policy, frames_per_batch=12, seed=0, device=torch.device("cpu"), flags=flags)
+
+
+def vector(flags):
+    behaviour = EpsilonRandom(lambda observations: np.zeros(len(observations)), Countdown.action_space, seed=0)
+    return VectorCollector(
+        [Countdown, lambda: Countdown(3), lambda: Countdown(1)], behaviour, frames_per_batch=36, seed=0, flags=flags
+    )
+
+
+@pytest.mark.parametrize("make", [single, vector])
+def test_flags_arrive_on_the_last_step_of_an_episode_too(make):
+    source = make(("second", "last", "late"))
+    data = next(iter(source))
+    events = data["next", "events"]
+    left = data["next", "observation"]
+    length = torch.tensor([4.0, 4.0, 4.0] if make is single else [4.0, 3.0, 1.0]).repeat(len(data) // 3)[:, None]
+    assert all(flag.dtype == torch.bool and flag.shape == (len(data), 1) for flag in events.values())
+    assert torch.equal(events["second"], left == length - 2)
+    assert torch.equal(events["last"], data["next", "done"]) and torch.equal(events["late"], data["next", "done"])
+    assert events["last"].any() and events["second"].any()
+    source.shutdown()
+
+
+def test_without_flags_nothing_is_added():
+    assert "events" not in next(iter(vector(())))["next"]
+
+
+@pytest.mark.parametrize("sampler", ["sset", "sset_per"])
+def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_path, sampler):
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        run_dir = tmp_path / str(compiled)
+        run_dir.mkdir()
+        with torch._inductor.config.patch(fallback_random=True):
+            words = (f"sampler={sampler}", f"compile={compiled}", "sampler.min_size=1")
+            assert dqn.train(configuration(*words), run_dir) == DONE
+        table = rows(run_dir)
+        assert int(float(table[-1]["sampler/size_near_initial"])) == 6  # .1 of 64, its capacity
+        assert int(float(table[-1]["sampler/size_default"])) == 38
+        results.append([float(row[name]) for row in table[1:] for name in ("loss", "q_sum", "q_error")])
+    assert np.isfinite(results).all()
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("num_envs", "retention"), [(1, "pinned"), (4, "pinned"), (4, "ring")])
+def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, num_envs, retention):
+    evaluate = training.evaluate
+
+    def interrupt(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments, **options)
+
+    ended = []
+    end = training.end_last_episodes
+    monkeypatch.setattr(training, "end_last_episodes", lambda replay, n: (ended.append(replay), end(replay, n)))
+    monkeypatch.setattr(training, "evaluate", interrupt)
+    config = configuration(f"num_envs={num_envs}", f"sampler.retention={retention}")
+    assert dqn.train(config, tmp_path) == INTERRUPTED
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    overrides = [f"resume={tmp_path}"]
+    assert dqn.train(resumed_config(configuration(*overrides), tmp_path, overrides), tmp_path) == DONE
+    assert [int(row["updates"]) for row in rows(tmp_path)] == [0, 4, 8]
+    assert len(ended) == 1 and ended[0].write_count == 96 + num_envs
+
+
+def buffer(retention, length=5, events=None):
+    """Two environments side by side that have taken `length` steps each, the last one with an event."""
+    events = events or {"flag": EventConfig(history=3, eta=0.25), "high": EventConfig(3, 0.25, above=0.5)}
+    tables = make_tables(events, 64, retention)
+    replay = CompilableReplayBuffer(storage=CompilableTensorStorage(64), writer=EventTableWriter(tables), batch_size=1)
+    count = 2 * length
+    no = torch.zeros(count, 1, dtype=torch.bool)
+    flag = no.clone()
+    flag[-2:] = True
+    step = torch.arange(float(length)).repeat_interleave(2)[:, None]
+    following = {"observation": step + 1, "reward": flag.float(), "events": {"flag": flag}}
+    replay.extend(
+        TensorDict(
+            observation=step,
+            action=torch.zeros(count, dtype=torch.int64),
+            collector={"traj_ids": torch.arange(2).repeat(length)},
+            next={**following, "done": no, "terminated": no.clone(), "truncated": no.clone()},
+            batch_size=[count],
+        )
+    )
+    return replay, tables
+
+
+@pytest.mark.parametrize("retention", ["pinned", "ring"])
+def test_the_copies_that_end_episodes_report_no_event(retention):
+    replay, tables = buffer(retention)
+    assert tables.sizes() == {"default": 10, "flag": 6, "high": 6}
+    end_last_episodes(replay, 2)
+    assert tables.sizes() == {"default": 12, "flag": 6, "high": 8}
+    newest = replay[tables["default"].index()[-2:]]
+    assert newest["observation"].flatten().tolist() == [4.0, 4.0]
+    assert newest["collector", "traj_ids"].tolist() == [0, 1]
+    assert newest["next", "truncated"].all() and newest["next", "done"].all()
+    assert not newest["next", "events", "flag"].any() and not newest["next", "terminated"].any()
+    assert not replay.writer._tails
+    end_last_episodes(replay, 2)  # they have ended: nothing more to write
+    assert replay.write_count == 12
+
+
+def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
+    cfg = typed(configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}"), dqn.Config)
+    sampler = make_replay(cfg, torch.device("cpu"), td_error="absolute").sampler
+    assert sampler.tables.names == ["default", "at_gap", "done", "near_initial"]
+    assert sampler.eta == pytest.approx({"default": 0.6, "at_gap": 0.15, "done": 0.15, "near_initial": 0.1})
+    assert sampler._td_error == "absolute"
+    assert sampler.alpha == pytest.approx(0.65) and sampler.beta == pytest.approx(0.4)
+    for _ in range(cfg.dqn.num_updates()):
+        sampler._step()
+    assert sampler.beta == pytest.approx(1.0)
+
+
+def test_priorities_by_reliability_know_the_environments():
+    words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
+    cfg = typed(configuration(*words), dqn.Config)
+    sampler = make_replay(cfg, torch.device("cpu"), td_error="squared").sampler
+    assert sampler._source._num_streams == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("env=cartpole", "sampler=sset: env=cartpole has no events; "),
+        ("env.events.done.eta=0.9", "env.events: their eta sum to 1.15, must be <= 1"),
+        ("env.events.done.eta=-1", "env.events.done.eta=-1.0: must be in [0, 1]"),
+        ("env.events.done.history=0", "env.events.done.history=0: must be >= 1"),
+        (
+            "+env.events.done.function=land",
+            "env.events.done.function=land: choose land_between_flags, land_near_middle",
+        ),
+        ("+env.events.done.table=x", "Key 'table' not in 'EventConfig'"),
+        ("env.events.done.history=50", "history=50, more than the 38 transitions"),
+        (
+            "+env.events.at_lava={history: 1, eta: 0.1}",
+            "env.events: recipes.envs:TwoRooms-v0 reports no at_lava in its info, but at_gap, done, near_goal",
+        ),
+        ("+env.options.size=9", "env.id=recipes.envs:TwoRooms-v0: "),
+        ("env.options.shaping=none", "must be one of None, 'gap'"),
+        ("env.id=recipes.worlds:TwoRooms-v0", "env.id=recipes.worlds:TwoRooms-v0: "),
+        ("sampler.retention=forever", "retention must be 'ring' or 'pinned'"),
+        ("sampler.allocation=fair", "sampler=sset: "),
+        ("+sampler.alpha=1", "sampler=sset: "),
+        ("+sampler.priority={kind: best}", "kind must be one of"),
+        ("+sampler.priority=rank", "sampler=sset: priority=rank: must be a group, as {kind: rank}"),
+        ("dqn.tau=0", "dqn.tau=0.0: must be in (0, 0.5]"),
+        ("dqn.tau=null", "dqn.tau=None: one of it and dqn.target_update_interval=None must be null"),
+        ("dqn.target_update_interval=9", "dqn.tau=0.01: one of it and dqn.target_update_interval=9 must be null"),
+        ("dqn.loss_function=l3", "dqn.loss_function=l3: choose smooth_l1, l2"),
+        ("dqn.cagrad=1", "dqn.cagrad=1.0: must be in [0, 1)"),
+        ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables, sampler=sset or sset_per"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, words, message):
+    overrides = [words] if "{" in words else words.split()
+    changed = {word.split("=")[0] for word in overrides}
+    base = [word for word in TINY if word.split("=")[0] not in changed]
+    if words == "env=cartpole":
+        base = [word for word in base if "env." not in word]
+    with pytest.raises(ConfigError) as error:
+        dqn.train(composed("dqn", *base, *overrides), tmp_path)
+    assert message in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_minigrid_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "minigrid", None)
+    config = EnvConfig("doorkey", "recipes.envs:DoorKey-v0", None, {"size": 5})
+    with pytest.raises(ConfigError, match="pip install minigrid"):
+        make_discrete_env(config)
+
+
+class TestCAGrad:
+    def test_c_0_is_the_gradient_of_the_batch(self, tmp_path):
+        losses = []
+        for c in ("null", 0.0, 0.5):
+            run_dir = tmp_path / str(c)
+            run_dir.mkdir()
+            words = (f"dqn.cagrad={c}", "sampler=sset_per", "sampler.min_size=1", "dqn.learning_rate=1e-2")
+            assert dqn.train(configuration(*words), run_dir) == DONE
+            losses.append([float(row[name]) for row in rows(run_dir)[1:] for name in ("loss", "q_sum")])
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        assert losses[2] != pytest.approx(losses[0], rel=1e-3)
+
+    def test_compiled(self, tmp_path):
+        torch._dynamo.reset()
+        results = []
+        for compiled in (False, True):
+            run_dir = tmp_path / str(compiled)
+            run_dir.mkdir()
+            with torch._inductor.config.patch(fallback_random=True):
+                words = ("dqn.cagrad=0.5", "sampler.min_size=1", f"compile={compiled}")
+                assert dqn.train(configuration(*words), run_dir) == DONE
+            results.append([float(row[name]) for row in rows(run_dir)[1:] for name in ("loss", "q_sum")])
+        assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_q_columns_are_those_of_the_target_network():
+    torch.manual_seed(0)
+    env = make_discrete_env(EnvConfig("threerooms", "recipes.envs:ThreeRooms-v0", None))
+    actor = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], action_space="categorical")
+    loss_module = DQNLoss(actor, delay_value=True, action_space="categorical")
+    SoftUpdate(loss_module, tau=0.5)
+    columns = dqn.q_columns(env, loss_module, 0.9, torch.device("cpu"))
+    world = env.unwrapped
+    q = actor(observation=torch.from_numpy(world.observations[:-4]))[1].detach().numpy()
+    for parameter in loss_module.parameters():
+        parameter.data.zero_()  # the network itself has nothing to do with it
+    values = columns()
+    assert values["q_sum"] == pytest.approx(q.sum(), rel=1e-5)
+    error = q - world.optimal_q(0.9)[:-4]
+    assert values["q_error"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
+    assert dqn.q_columns(gymnasium.make("CartPole-v1"), loss_module, 0.9, torch.device("cpu"))() == {}
+
+
+SHARES = {  # table 1
+    "threerooms": {"at_gap": 0.2, "done": 0.3},
+    "obstacles": {
+        "at_spike": 0.1,
+        "at_lava": 0.0625,
+        "at_gap": 0.0625,
+        "pickup_key": 0.0625,
+        "at_door": 0.1125,
+        "done": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("env", SHARES)
+def test_presets_are_those_of_table_1(env):
+    cfg = typed(composed("dqn", f"env={env}", "sampler=sset_per"), dqn.Config)
+    assert {name: event.eta for name, event in cfg.env.events.items()} == SHARES[env]
+    assert {event.history for event in cfg.env.events.values()} == {200 if env == "threerooms" else 50}
+    expected = (20_000, [256], 1e-3) if env == "threerooms" else (100_000, [256, 256], 5e-4)
+    assert (cfg.dqn.buffer_size, cfg.dqn.hidden_sizes, cfg.dqn.learning_rate) == expected
+    assert (cfg.dqn.batch_size, cfg.dqn.tau, cfg.dqn.gamma, cfg.dqn.epsilon(50_000)) == (32, 0.01, 0.99, 0.3)
+    assert cfg.sampler["priority"]["alpha"] == 0.65
+
+
+def needs(module):
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        *("threerooms", "obstacles", "skills"),
+        *(pytest.param(env, marks=needs("minigrid")) for env in ("doorkey", "lavagap")),
+    ],
+)
+def test_every_grid_world_trains(tmp_path, env):
+    words = [word for word in TINY if not word.startswith(("env=", "+env."))]
+    words += [f"env={env}", "sampler.min_size=1", "dqn.buffer_size=600", "dqn.num_evaluations=1"]
+    assert dqn.train(composed("dqn", *words, "dqn.evaluation_episodes=1"), tmp_path) == DONE
+    assert ("q_sum" in rows(tmp_path)[0]) == (env == "threerooms")
+
+
+def test_lunar_lander_conditions():
+    lf, lm = "land_between_flags", "land_near_middle"
+    #       x     y    vx vy θ ω left right
+    hand = [
+        ((0.2, 0.0, 0, 0, 0, 0, 1, 1), {lf}),
+        ((-0.15, 0.3, 0, 0, 0, 0, 1, 1), {lf}),
+        ((0.21, 0.0, 0, 0, 0, 0, 1, 1), set()),
+        ((0.0, 0.0, 0, 0, 0, 0, 1, 0), {lm}),
+        ((0.0, 0.0, 0, 0, 0, 0, 0, 1), {lm}),
+        ((-0.1, 0.1, 0, 0, 0, 0, 0, 0), {lm}),
+        ((0.0, -0.11, 0, 0, 0, 0, 1, 1), {lf}),
+        ((0.05, 0.05, 0, 0, 0, 0, 1, 1), {lf, lm}),
+    ]
+    data = TensorDict(next={"observation": torch.tensor([state for state, _ in hand])}, batch_size=[len(hand)])
+    assert land_between_flags(data).tolist() == [lf in events for _, events in hand]
+    assert land_near_middle(data).tolist() == [lm in events for _, events in hand]
+
+
+TABLE_2 = {
+    "halfcheetah": ((8, 12, 16), (0.2, 0.1, 0.1)),
+    "hopper": ((2.5, 3, 3.5), (0.2, 0.1, 0.1)),
+    "walker2d": ((4, 5, 6, 7), (0.2, 0.1, 0.05, 0.05)),
+    "humanoid": ((5, 7, 10), (0.2, 0.1, 0.1)),
+}
+
+
+@pytest.mark.parametrize("env", TABLE_2)
+def test_mujoco_rewards_fill_the_tables_of_their_thresholds(env):
+    thresholds, shares = TABLE_2[env]
+    events = typed(composed("sac", f"env={env}"), sac.Config).env.events
+    assert tuple(event.above for event in events.values()) == thresholds
+    assert tuple(event.eta for event in events.values()) == shares
+    assert {event.history for event in events.values()} == {200}
+    tables = make_tables(events, 40_000, "pinned")
+    replay = CompilableReplayBuffer(
+        storage=CompilableTensorStorage(40_000), writer=EventTableWriter(tables), batch_size=1
+    )
+    # an episode per threshold of 300 steps whose last reward is just above it, and one that only reaches the first
+    for episode, top in enumerate([thresholds[0], *(threshold + 0.01 for threshold in thresholds)]):
+        reward = torch.zeros(300, 1)
+        reward[-1] = top
+        done = reward == top
+        data = TensorDict(next={"reward": reward, "done": done}, batch_size=[300])
+        data["collector", "traj_ids"] = torch.full((300,), episode)
+        replay.extend(data)
+    count = len(thresholds)
+    assert list(tables.sizes().values()) == [300 * (count + 1), *(200 * (count - i) for i in range(count))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sac_learns_from_event_tables(tmp_path, compiled):
+    torch._dynamo.reset()
+    words = ["env=pendulum", "sampler=sset_per", "+env.events.upright={above: -4.0, history: 5, eta: 0.25}"]
+    words += ["sac.total_steps=96", "sac.learning_starts=32", "sac.buffer_size=64", "sac.batch_size=8"]
+    words += ["sac.num_evaluations=3", "sac.evaluation_episodes=1", "sac.hidden_sizes=[16]", "num_envs=2"]
+    words += ["sampler.min_size=1", f"compile={compiled}", "sac.train_interval=16", "sac.gradient_steps=2"]
+    assert sac.train(composed("sac", *words), tmp_path) == DONE
+    last = rows(tmp_path)[-1]
+    assert np.isfinite([float(last[name]) for name in ("loss_qvalue", "sampler/size_upright")]).all()
