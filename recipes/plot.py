@@ -1,14 +1,17 @@
 """Learning curves of runs: the interquartile mean over seeds, with a 95 % bootstrap band.
 
     python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole.png
+    python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --out threerooms.png
 
-Runs are grouped by environment (a panel each) and sampler (a line each). A run that stopped because it had reached the
-reward threshold keeps its last return from there on; one that is unfinished leaves the average where it ends.
+Runs are grouped by environment (a panel each for every column of progress.csv) and sampler (a line each). A run that
+stopped because it had reached the reward threshold keeps its last return from there on; one that is unfinished leaves
+the average where it ends.
 """
 
 import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,8 @@ from recipes.progress import PROGRESS, read_progress
 from recipes.run import BAD_CONFIG, CONFIG, ConfigError
 
 RESAMPLES = 1000
+RETURN = "return_mean"
+LABELS = {RETURN: "return (mean of an evaluation)", "q_sum": "Q-values, summed", "q_error": "error of Q (RMS)"}
 
 
 @dataclass
@@ -33,25 +38,25 @@ class Run:
     seed: int
     threshold: float | None
     steps: np.ndarray
-    returns: np.ndarray
+    values: dict[str, np.ndarray]
 
     @property
     def solved(self) -> bool:
         """Whether its last evaluation reached the threshold."""
-        return self.threshold is not None and bool(self.returns[-1] >= self.threshold)
+        return self.threshold is not None and bool(self.values[RETURN][-1] >= self.threshold)
 
-    def at(self, steps: np.ndarray) -> np.ndarray:
-        """The latest return at each of `steps`; NaN before the first evaluation and after the end of the run."""
+    def at(self, steps: np.ndarray, column: str) -> np.ndarray:
+        """The latest value at each of `steps`; NaN before the first evaluation and after the end of the run."""
         latest = np.searchsorted(self.steps, steps, side="right") - 1
-        values = np.where(latest >= 0, self.returns[latest], np.nan)
+        values = np.where(latest >= 0, self.values[column][latest], np.nan)
         return values if self.solved else np.where(steps > self.steps[-1], np.nan, values)
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,)) -> Run:
     """Reads a run's directory.
 
     Raises:
-        ConfigError: it holds no evaluations.
+        ConfigError: it holds no evaluations, or not these columns.
     """
     for name in (CONFIG, PROGRESS):
         if not (run_dir / name).is_file():
@@ -60,51 +65,55 @@ def read_run(run_dir: Path) -> Run:
     rows = read_progress(run_dir / PROGRESS)
     if not rows:
         raise ConfigError(f"{run_dir}: {PROGRESS} has no rows yet")
+    for column in columns:
+        if column not in rows[0]:
+            raise ConfigError(f"{run_dir}: {PROGRESS} has no column {column}, only {', '.join(rows[0])}")
     return Run(
         env=config.env.name,
         sampler=config.sampler.name,
         seed=config.seed,
         threshold=config.env.reward_threshold,
         steps=np.array([int(row["env_steps"]) for row in rows]),
-        returns=np.array([float(row["return_mean"]) for row in rows]),
+        values={column: np.array([float(row[column]) for row in rows]) for column in {RETURN, *columns}},
     )
 
 
-def interquartile_mean(returns: np.ndarray) -> np.ndarray:
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
     """Mean of the middle half over axis 0; with fewer than 4 runs, the mean."""
-    return trim_mean(returns, 0.25, axis=0)
+    return trim_mean(values, 0.25, axis=0)
 
 
-def bootstrap_band(returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bootstrap_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """95 % percentile bootstrap interval of the interquartile mean; runs [n, T] are resampled whole."""
     rng = np.random.default_rng(0)
-    means = [interquartile_mean(returns[rng.integers(len(returns), size=len(returns))]) for _ in range(RESAMPLES)]
+    means = [interquartile_mean(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [0.025, 0.975], axis=0)
     return low, high
 
 
-def plot_runs(run_dirs: list[Path], out: Path) -> None:
+def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,)) -> None:
     """Draws the runs' learning curves into a PNG."""
-    panels: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    by_env: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run_dir in run_dirs:
-        run = read_run(run_dir)
-        panels[run.env][run.sampler].append(run)
+        run = read_run(run_dir, columns)
+        by_env[run.env][run.sampler].append(run)
+    panels = [(env, column) for env in by_env for column in columns]
     figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (env, samplers) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for sampler, runs in samplers.items():
+    for axes, (env, column) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for sampler, runs in by_env[env].items():
             steps = np.unique(np.concatenate([run.steps for run in runs]))
-            returns = np.stack([run.at(steps) for run in runs])
+            values = np.stack([run.at(steps, column) for run in runs])
             # Where only some runs have a value, the line would jump from one set of runs to another: leave it out.
-            steps, returns = steps[~np.isnan(returns).any(0)], returns[:, ~np.isnan(returns).any(0)]
+            steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
             label = f"{sampler} (seed {runs[0].seed})" if len(runs) == 1 else f"{sampler} (IQM of {len(runs)} seeds)"
-            (line,) = axes.plot(steps, interquartile_mean(returns), label=label, marker="." if len(steps) < 3 else "")
+            (line,) = axes.plot(steps, interquartile_mean(values), label=label, marker="." if len(steps) < 3 else "")
             if len(runs) > 1:
-                axes.fill_between(steps, *bootstrap_band(returns), color=line.get_color(), alpha=0.2, linewidth=0)
-        threshold = next(iter(samplers.values()))[0].threshold
-        if threshold is not None:
+                axes.fill_between(steps, *bootstrap_band(values), color=line.get_color(), alpha=0.2, linewidth=0)
+        threshold = next(iter(by_env[env].values()))[0].threshold
+        if threshold is not None and column == RETURN:
             axes.axhline(threshold, color="grey", linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
-        axes.set(title=env, xlabel="environment steps", ylabel="return (mean of an evaluation)")
+        axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(column, column))
         axes.legend()
     figure.savefig(out, dpi=120)
 
@@ -114,9 +123,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
+    parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
     arguments = parser.parse_args()
     try:
-        plot_runs(arguments.runs, arguments.out)
+        plot_runs(arguments.runs, arguments.out, arguments.columns)
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(BAD_CONFIG)

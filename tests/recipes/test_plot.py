@@ -24,7 +24,9 @@ def test_two_runs_make_a_png(tmp_path, monkeypatch, capsys):
     runs = [write_run(tmp_path / f"{seed}", [1.0, 2.0, seed], seed=seed) for seed in (1, 2)]
     runs.append(write_run(tmp_path / "other", [5.0], env="acrobot", sampler="reaper", threshold=3))
     out = tmp_path / "figure.png"
-    monkeypatch.setattr(sys, "argv", ["plot", *map(str, runs), "--out", str(out)])
+    monkeypatch.setattr(
+        sys, "argv", ["plot", *map(str, runs), "--out", str(out), "--columns", "env_steps", "return_mean"]
+    )
     plot.main()
     assert out.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{out}\n"
@@ -40,14 +42,16 @@ def test_directory_without_progress_is_a_clear_error(tmp_path, monkeypatch, caps
     empty = write_run(tmp_path / "empty", [])
     with pytest.raises(ConfigError, match="no rows"):
         plot.read_run(empty)
+    with pytest.raises(ConfigError, match="no column q_sum, only env_steps, return_mean"):
+        plot.read_run(write_run(tmp_path / "other", [1.0]), ["q_sum"])
 
 
 def test_values_between_and_beyond_evaluations(tmp_path):
     steps = np.array([5, 10, 15, 30, 31])
     unfinished = plot.read_run(write_run(tmp_path / "a", [1, 2, 3]))
-    np.testing.assert_array_equal(unfinished.at(steps), [np.nan, 1, 1, 3, np.nan])
+    np.testing.assert_array_equal(unfinished.at(steps, "return_mean"), [np.nan, 1, 1, 3, np.nan])
     solved = plot.read_run(write_run(tmp_path / "b", [1, 2, 3], threshold=3))
-    np.testing.assert_array_equal(solved.at(steps), [np.nan, 1, 1, 3, 3])
+    np.testing.assert_array_equal(solved.at(steps, "return_mean"), [np.nan, 1, 1, 3, 3])
 
 
 def test_interquartile_mean_and_its_band():
