@@ -3,7 +3,13 @@
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
 from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
-from torchrl_replay_ext.samplers import EventTableSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler
+from torchrl_replay_ext.samplers import (
+    DecoupledSampler,
+    EventTableSampler,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+)
 from torchrl_replay_ext.tracing import compile_step
 from torchrl_replay_ext.tree import SumTree
 from torchrl_replay_ext.writers import EventTableWriter
@@ -14,6 +20,7 @@ __all__ = [
     "Anneal",
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
+    "DecoupledSampler",
     "EventSpec",
     "EventTableSampler",
     "EventTableWriter",

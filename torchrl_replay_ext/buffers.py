@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictRoundRobinWriter
 
-from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler
+from torchrl_replay_ext.samplers.base import STAMP_KEY
 from torchrl_replay_ext.tracing import is_traced, mark_static, scalar, take, uniform
 
 
@@ -117,6 +117,11 @@ class CompilableTensorStorage(LazyTensorStorage):
         """:meth:`get` for an index [n] within bounds, in a storage of one dimension that holds TensorDicts."""
         stored: Any = self._storage
         return stored._fast_apply(lambda column: take(column, index), batch_size=index.shape)
+
+    def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
+        """:meth:`take` of some entries."""
+        stored: Any = self._storage
+        return stored.select(*keys)._fast_apply(lambda column: take(column, index), batch_size=index.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
@@ -314,7 +319,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             return
         if traced and data.get(self.priority_key, None) is None:
             raise KeyError(f"CompilableReplayBuffer: the sample has no entry {self.priority_key!r} with TD errors.")
-        stamp = data.get(STAMP_KEY, None) if isinstance(self._sampler, PrioritySampler) and data.ndim == 1 else None
+        takes_stamps = getattr(self._sampler, "takes_stamps", False)
+        stamp = data.get(STAMP_KEY, None) if takes_stamps and data.ndim == 1 else None
         if stamp is None:
             super().update_tensordict_priority(data)
             return

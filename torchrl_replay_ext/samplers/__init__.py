@@ -1,8 +1,9 @@
 """Samplers for TorchRL's replay buffers."""
 
+from torchrl_replay_ext.samplers.decoupled import DecoupledSampler
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
 from torchrl_replay_ext.samplers.rank import RankBasedSampler
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
 
-__all__ = ["EventTableSampler", "ProportionalSampler", "RankBasedSampler", "ReaPERSampler"]
+__all__ = ["DecoupledSampler", "EventTableSampler", "ProportionalSampler", "RankBasedSampler", "ReaPERSampler"]

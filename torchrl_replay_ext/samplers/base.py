@@ -53,6 +53,8 @@ class PrioritySampler(Sampler):
 
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
     reduction = "max"
+    # read by CompilableReplayBuffer: samples carry the number of the write of each row
+    takes_stamps = True
 
     def __init__(
         self,

@@ -1,0 +1,480 @@
+import math
+import pickle
+
+import pytest
+import torch
+from scipy import stats
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch.distributions import MultivariateNormal, Normal, kl_divergence
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from torchrl.envs import ObservationNorm
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
+
+from tests.events import scripted
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    ReaPERSampler,
+)
+from torchrl_replay_ext.functional import gaussian_policy_kl, ornstein_uhlenbeck_scale
+
+# --- the divergence
+
+
+def moments(difference):
+    mean = difference.mean(0)
+    centred = difference - mean
+    return mean, centred.T @ centred / len(difference)
+
+
+def test_the_full_divergence_is_that_of_torch():
+    torch.manual_seed(0)
+    difference = torch.randn(5, 40, 3, dtype=torch.float64)
+    noise = torch.tensor([[0.5, 0.1, 0.0], [0.1, 0.4, 0.05], [0.0, 0.05, 0.3]], dtype=torch.float64)
+    for eps in (0.0, 1e-2):
+        result = gaussian_policy_kl(difference, noise, covariance="full", eps=eps)
+        for k in range(5):
+            mean, covariance = moments(difference[k])
+            ours = MultivariateNormal(mean, covariance + eps * torch.eye(3))
+            expected = kl_divergence(ours, MultivariateNormal(torch.zeros(3, dtype=torch.float64), noise))
+            torch.testing.assert_close(result[k], expected)
+    scale = torch.tensor([0.5, 0.2, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        gaussian_policy_kl(difference, scale, covariance="full"),
+        gaussian_policy_kl(difference, scale.square().diag(), covariance="full"),
+    )
+
+
+def test_the_diagonal_divergence_is_that_of_torch():
+    torch.manual_seed(0)
+    difference = torch.randn(40, 3, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])
+    for scale in (0.3, torch.tensor([0.5, 0.2, 1.0], dtype=torch.float64)):
+        mean, covariance = moments(difference)
+        ours = Normal(mean, covariance.diagonal().sqrt())
+        expected = kl_divergence(ours, Normal(torch.zeros(3, dtype=torch.float64), scale)).sum()
+        torch.testing.assert_close(gaussian_policy_kl(difference, scale, eps=0.0), expected)
+    # MSE / 2s - 1/2 (1 + ln(v / s))
+    mean, covariance = moments(difference)
+    mse, v, s = difference.square().mean(0), covariance.diagonal(), 0.09
+    torch.testing.assert_close(
+        gaussian_policy_kl(difference, 0.3, eps=0.0), (mse / (2 * s) - 0.5 * (1 + (v / s).log())).sum()
+    )
+
+
+def test_singular_covariances_are_infinitely_far_and_never_nan():
+    assert gaussian_policy_kl(torch.zeros(10, 2), 0.1, eps=0.0) == math.inf
+    assert gaussian_policy_kl(torch.zeros(10, 2), 0.1, covariance="full", eps=0.0) == math.inf
+    assert gaussian_policy_kl(torch.zeros(10, 2), 0.1).isfinite()
+    few = torch.randn(7, 3, 3)
+    assert gaussian_policy_kl(few, 0.1, covariance="full").tolist() == [math.inf] * 7
+    assert gaussian_policy_kl(few, 0.1).isfinite().all()
+    copies = torch.tensor([[1.0], [-1.0], [3.0]]).expand(3, 2)
+    assert gaussian_policy_kl(copies, 0.1, covariance="full", eps=0.0) == math.inf
+
+
+def test_a_batch_without_noise_is_penalised():
+    torch.manual_seed(0)
+    noisy, exact = 0.1 * torch.randn(256, 2), torch.zeros(256, 2)
+    assert gaussian_policy_kl(noisy, 0.1) < gaussian_policy_kl(exact, 0.1)
+
+
+def test_ornstein_uhlenbeck_noise():
+    torch.manual_seed(0)
+    x, values = torch.zeros(2000), []
+    for step in range(400):
+        x = x - 0.15 * x * 0.5 + 0.3 * math.sqrt(0.5) * torch.randn(2000)
+        if step > 200 and step % 20 == 0:
+            values.append(x)
+    assert ornstein_uhlenbeck_scale(0.3, 0.15, 0.5) == pytest.approx(float(torch.cat(values).std()), rel=0.03)
+    with pytest.raises(ValueError, match="0 < theta"):
+        ornstein_uhlenbeck_scale(0.3, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"noise_scale": torch.ones(3)}, r"noise_scale has shape \(3,\); actions of 2 dimensions"),
+        ({"noise_scale": 0.1, "covariance": "block"}, "covariance must be 'diag' or 'full'"),
+    ],
+)
+def test_bad_arguments_of_the_divergence(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gaussian_policy_kl(torch.randn(5, 2), **arguments)
+
+
+# --- the sampler
+
+
+class Linear(torch.nn.Module):
+    """A policy that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 2, generator=torch.Generator().manual_seed(1)))
+        self.calls = 0
+
+    def forward(self, observation):
+        self.calls += 1
+        return observation @ self.weight
+
+
+def make_policy():
+    return TensorDictModule(Linear(), in_keys=["observation"], out_keys=["action"])
+
+
+def experience(count, policy=None, seed=0):
+    """Rows of which the later ones are nearer to the policy."""
+    generator = torch.Generator().manual_seed(seed)
+    observation = torch.randn(count, 3, generator=generator)
+    spread = torch.linspace(2.0, 0.1, count).unsqueeze(1)
+    weight = (policy or make_policy()).module.weight.detach()
+    action = observation @ weight + spread * torch.randn(count, 2, generator=generator)
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    return TensorDict(
+        {"observation": observation, "action": action, "number": torch.arange(count), "next": {"done": done}}, [count]
+    )
+
+
+def make(critic=None, policy=None, batch_size=32, count=500, **arguments):
+    policy = make_policy() if policy is None else policy
+    sampler = DecoupledSampler(ProportionalSampler(1000) if critic is None else critic, policy, **arguments)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000), sampler=sampler, batch_size=batch_size, priority_key="td_error"
+    )
+    actor_rb = sampler.actor_buffer(rb)
+    if count:
+        rb.extend(experience(count))
+    return rb, actor_rb
+
+
+def score_of(batch, policy, **arguments):
+    with torch.no_grad():
+        difference = batch["action"] - policy.module(batch["observation"])
+    return gaussian_policy_kl(difference, arguments.pop("noise_scale", 0.1), **arguments)
+
+
+@pytest.mark.parametrize("covariance", ["diag", "full"])
+def test_the_best_candidate_is_chosen(covariance):
+    torch.manual_seed(0)
+    policy = make_policy()
+    rb, actor_rb = make(policy=policy, num_candidates=4, covariance=covariance)
+    places = set()
+    for _ in range(50):
+        before = policy.module.calls
+        batch = actor_rb.sample()
+        assert policy.module.calls == before + 1
+        assert batch.shape == (32,) and batch["candidate_scores"].shape == (32, 4)
+        torch.testing.assert_close(batch["score"], batch["candidate_scores"].amin(1))
+        torch.testing.assert_close(batch["score"][0], score_of(batch, policy, covariance=covariance))
+        assert torch.equal(batch["observation"], rb.storage._storage["observation"][batch["index"]])
+        places.add(int(batch["candidate_scores"][0].argmin()))
+    assert places == {0, 1, 2, 3}
+    assert rb.sampler.stats()["actor_score"] < rb.sampler.stats()["actor_candidate_score"]
+
+
+def test_the_policy_is_always_the_current_one():
+    policy = make_policy()
+    _, actor_rb = make(policy=policy)
+    with torch.no_grad():
+        policy.module.weight.mul_(-2)
+    batch = actor_rb.sample()
+    torch.testing.assert_close(batch["score"][0], score_of(batch, policy))
+    assert not batch["score"].requires_grad
+
+
+def test_one_candidate_is_uniform():
+    torch.manual_seed(0)
+    _, actor_rb = make(num_candidates=1, count=64, batch_size=500)
+    drawn = torch.cat([actor_rb.sample()["index"] for _ in range(100)])
+    assert stats.chisquare(drawn.bincount(minlength=64).numpy()).pvalue > 1e-4
+    _, actor_rb = make(num_candidates=5, count=64, batch_size=10)
+    drawn = torch.cat([actor_rb.sample()["index"] for _ in range(1000)])
+    assert stats.chisquare(drawn.bincount(minlength=64).numpy()).pvalue < 1e-4
+
+
+def test_groups_and_transitions_choose_more():
+    torch.manual_seed(0)
+    means = {}
+    for granularity in ("batch", "group", "transition"):
+        policy = make_policy()
+        _, actor_rb = make(policy=policy, num_candidates=4, granularity=granularity, batch_size=64)
+        distance = []
+        for _ in range(20):
+            batch = actor_rb.sample()
+            assert batch["candidate_scores"].shape == (64, 4)
+            with torch.no_grad():
+                each = (batch["action"] - policy.module(batch["observation"])).square().sum(-1)
+            distance.append(each.mean())
+            if granularity == "group":
+                for group in range(4):
+                    rows = batch[16 * group : 16 * group + 16]
+                    torch.testing.assert_close(rows["score"][0], score_of(rows, policy))
+                    torch.testing.assert_close(rows["score"], rows["candidate_scores"].amin(1))
+            if granularity == "transition":
+                torch.testing.assert_close(batch["score"], each / 0.1**2)
+                assert batch["score"].max() <= batch["candidate_scores"].reshape(-1).sort().values[64]
+        means[granularity] = float(torch.stack(distance).mean())
+    assert means["transition"] < 0.6 * means["group"] < 0.6 * means["batch"]
+
+
+def test_mean_squared_errors_and_log_probabilities():
+    torch.manual_seed(0)
+    policy = make_policy()
+    scale = torch.tensor([0.1, 0.4])
+    _, actor_rb = make(policy=policy, score="mse", noise_scale=scale)
+    batch = actor_rb.sample()
+    with torch.no_grad():
+        z = (batch["action"] - policy.module(batch["observation"])) / scale
+    torch.testing.assert_close(batch["score"][0], z.square().sum(-1).mean())
+    rb, actor_rb = make(policy=policy, score="logprob", noise_scale=scale, num_candidates=3)
+    batch = actor_rb.sample()
+    with torch.no_grad():
+        mean = policy.module(rb.storage._storage["observation"])
+    log_prob = Normal(mean, scale).log_prob(rb.storage._storage["action"]).sum(-1)[batch["index"]]
+    constant = scale.log().sum() + math.log(2 * math.pi)
+    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant)
+
+
+def stochastic_policy(distribution):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
+    module = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
+    return ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=distribution)
+
+
+@pytest.mark.parametrize("score", ["kl", "logprob"])
+def test_stochastic_policies_are_whitened(score):
+    torch.manual_seed(0)
+    policy = stochastic_policy(TanhNormal)
+    rb, actor_rb = make(policy=policy, score=score, num_candidates=3, count=0)
+    data = experience(200)
+    data["action"] = data["action"].clamp(-1, 1)
+    rb.extend(data)
+    batch = actor_rb.sample()
+    with torch.no_grad():
+        of_policy = policy.get_dist_params(batch.select("observation"))
+        u = batch["action"].clamp(-1 + 1e-6, 1 - 1e-6).atanh()
+        z = (u - of_policy["loc"]) / of_policy["scale"]
+        inner = batch["action"].clamp(-1 + 1e-6, 1 - 1e-6)
+        log_prob = Normal(of_policy["loc"], of_policy["scale"]).log_prob(u) - (1 - inner.square()).log()
+    if score == "kl":
+        torch.testing.assert_close(batch["score"][0], gaussian_policy_kl(z, 1.0))
+    else:
+        expected = -log_prob.sum(-1).mean() - math.log(2 * math.pi)
+        torch.testing.assert_close(batch["score"][0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_policy_like_its_data_scores_near_0():
+    torch.manual_seed(0)
+    policy = stochastic_policy(TanhNormal)
+    rb, actor_rb = make(policy=policy, count=0, batch_size=500)
+    data = experience(1000)
+    with torch.no_grad():
+        of_policy = policy.get_dist_params(data.select("observation"))
+        data["action"] = torch.normal(of_policy["loc"], of_policy["scale"]).tanh()
+    rb.extend(data)
+    assert (actor_rb.sample()["score"] < 0.05).all()
+
+
+def test_transforms_come_before_the_policy():
+    policy = make_policy()
+    sampler = DecoupledSampler(RandomSampler(), policy)
+    norm = ObservationNorm(loc=2.0, scale=3.0, in_keys=["observation"])
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=32, transform=norm)
+    rb.extend(experience(100))
+    batch = sampler.actor_buffer(rb).sample()
+    raw = rb.storage._storage["observation"][batch["index"]]
+    torch.testing.assert_close(batch["observation"], raw * 3 + 2)
+    torch.testing.assert_close(batch["score"][0], score_of(batch, policy))
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_critic_and_actor_do_not_disturb_each_other(columns):
+    sampler = DecoupledSampler(ReaPERSampler(1000), make_policy())
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, ndim=columns), sampler=sampler, batch_size=32, priority_key="td_error"
+    )
+    data = experience(500)
+    rb.extend(data if columns == 1 else data.reshape(2, 250))
+    actor_rb = sampler.actor_buffer(rb, batch_size=16)
+    before = sampler.probabilities(rb.storage)
+    actor_batch = actor_rb.sample()
+    assert actor_batch.shape == (16,)
+    assert torch.equal(sampler.probabilities(rb.storage), before)
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(32)
+    rb.update_tensordict_priority(batch)
+    assert not torch.equal(sampler.probabilities(rb.storage), before)
+    assert sampler.stats()["num_items"] == 500
+
+
+def test_what_the_critics_sampler_answers():
+    rb, actor_rb = make(ProportionalSampler(1000, alpha=0.7, beta=0.5))
+    assert (rb.sampler.alpha, rb.sampler.beta) == pytest.approx((0.7, 0.5))
+    rb.sampler.beta = 0.9
+    assert rb.sampler.critic_sampler.beta == pytest.approx(0.9)
+    state = rb.state_dict()
+    other, _ = make(count=0)
+    other.load_state_dict(state)
+    torch.testing.assert_close(
+        other.sampler.probabilities(other.storage), rb.sampler.probabilities(rb.storage), rtol=0, atol=0
+    )
+    rb.empty()
+    for each in (rb, actor_rb):
+        with pytest.raises(RuntimeError, match="empty"):
+            each.sample()
+    with pytest.raises(AttributeError):
+        _ = make(RandomSampler())[0].sampler.alpha
+
+
+def test_uniform_critics_take_no_priorities():
+    rb, _ = make(RandomSampler())
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(32)
+    rb.update_tensordict_priority(batch)
+    assert "priority_weight" not in batch
+
+
+def test_event_tables_for_the_critic():
+    tables = EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 30})
+    critic = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1)
+    policy = TensorDictModule(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    sampler = DecoupledSampler(critic, policy)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100), sampler=sampler, writer=EventTableWriter(tables), batch_size=16
+    )
+    data = scripted(80)
+    data["action"] = torch.randn(80, 1)
+    rb.extend(data)
+    assert (rb.sample()["table"] == 1).sum() == 8
+    assert sampler.actor_buffer(rb).sample()["score"].isfinite().all()
+
+
+def test_draws_come_from_the_buffers_generator():
+    def drawn():
+        policy = make_policy()
+        sampler = DecoupledSampler(ProportionalSampler(1000), policy)
+        rb = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(1000), sampler=sampler, batch_size=8, generator=torch.Generator().manual_seed(3)
+        )
+        rb.extend(experience(100))
+        actor_rb = sampler.actor_buffer(rb)
+        return torch.cat([torch.cat([rb.sample()["index"], actor_rb.sample()["index"]]) for _ in range(3)])
+
+    assert torch.equal(drawn(), drawn())
+
+
+def test_pickles_leave_the_policy_out():
+    rb, actor_rb = make()
+    for each in (rb, actor_rb):
+        assert b"Linear" not in pickle.dumps(each)
+    other = pickle.loads(pickle.dumps(rb))
+    assert other.sample().shape == (32,)
+    actor = other.sampler.actor_buffer(other)
+    with pytest.raises(RuntimeError, match=r"set sampler\.policy first"):
+        actor.sample()
+    other.sampler.policy = make_policy()
+    assert actor.sample().shape == (32,)
+
+
+# --- in a graph
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("granularity", ["batch", "group", "transition"])
+@pytest.mark.parametrize("critic", [RandomSampler, lambda: ProportionalSampler(1000)])
+def test_one_graph_draws_what_eager_code_draws(critic, granularity):
+    torch._dynamo.reset()
+    policy = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+    buffers = []
+    for _ in range(2):
+        sampler = DecoupledSampler(critic(), policy, num_candidates=3, granularity=granularity)
+        rb = CompilableReplayBuffer(storage=CompilableTensorStorage(1000), sampler=sampler, batch_size=32)
+        rb.extend(experience(400))
+        buffers.append((rb, sampler.actor_buffer(rb)))
+    (eager, eager_actor), (compiled, compiled_actor) = buffers
+
+    def step(rb, actor_rb):
+        batch, actor_batch = rb.sample(), actor_rb.sample()
+        batch["td_error"] = batch["observation"].square().sum(-1)
+        rb.update_tensordict_priority(batch)
+        return batch, actor_batch
+
+    in_graph = torch.compile(lambda: step(compiled, compiled_actor), fullgraph=True)
+    with torch._inductor.config.patch(fallback_random=True):
+        for seed in range(5):
+            torch.manual_seed(seed)
+            expected = step(eager, eager_actor)
+            torch.manual_seed(seed)
+            found = in_graph()
+            for one, other in zip(expected, found, strict=True):
+                assert torch.equal(one["index"], other["index"])
+            for key in ("score", "candidate_scores"):
+                torch.testing.assert_close(expected[1][key], found[1][key], rtol=1e-4, atol=1e-4)
+            with torch.no_grad():
+                policy.module.weight.mul_(0.9)
+    torch._dynamo.reset()
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_candidates": 0}, "num_candidates must be an integer >= 1"),
+        ({"num_candidates": 2.0}, "num_candidates must be an integer >= 1"),
+        ({"noise_scale": 0.0}, "noise_scale must be > 0"),
+        ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
+        ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
+        ({"score": "entropy"}, "score must be one of kl, mse, logprob"),
+        ({"covariance": "block"}, "covariance must be one of diag, full"),
+        ({"granularity": "row"}, "granularity must be one of batch, group, transition"),
+        ({"eps": -1.0}, "eps must be >= 0"),
+        ({"action_key": "act"}, "it must write 'act'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DecoupledSampler(RandomSampler(), make_policy(), **arguments)
+
+
+def test_what_does_not_fit_together():
+    with pytest.raises(ValueError, match="must be a TensorDictModule"):
+        DecoupledSampler(RandomSampler(), lambda td: td)
+    with pytest.raises(TypeError, match="critic_sampler must be a Sampler"):
+        DecoupledSampler("per", make_policy())
+    rb, actor_rb = make(noise_scale=torch.ones(3))
+    with pytest.raises(ValueError, match=r"noise_scale has shape \(3,\)"):
+        actor_rb.sample()
+    with pytest.raises(ValueError, match="must be the buffer that has this sampler"):
+        rb.sampler.actor_buffer(make()[0])
+    rb, _ = make(granularity="group", batch_size=32)
+    with pytest.raises(ValueError, match="group_size=16 must divide it"):
+        rb.sampler.actor_buffer(rb, batch_size=24)
+    rb, actor_rb = make(count=0)
+    rb.extend(experience(20).exclude("action"))
+    with pytest.raises(KeyError, match=r"no entries \['action'\]"):
+        actor_rb.sample()
+
+
+def test_the_actors_buffer_takes_neither_data_nor_priorities():
+    rb, actor_rb = make()
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        actor_rb.extend(experience(5))
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        actor_rb.empty()
+    assert len(rb) == 500
+    batch = actor_rb.sample()
+    batch["td_error"] = torch.rand(32)
+    with pytest.raises(ValueError, match="takes no priorities"):
+        actor_rb.update_tensordict_priority(batch)
+    with pytest.raises(ValueError, match="this is the actor's batch"):
+        rb.update_tensordict_priority(batch)

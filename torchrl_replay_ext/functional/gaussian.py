@@ -1,0 +1,106 @@
+"""How far stored actions are from what the current policy would do, as a divergence of Gaussians."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _as_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
+    """``noise_scale`` as a tensor; ValueError if it does not fit actions of the last dimension of ``reference``."""
+    scale = torch.as_tensor(noise_scale, dtype=reference.dtype, device=reference.device)
+    size = reference.shape[-1]
+    if scale.shape not in ((), (size,), (size, size)):
+        raise ValueError(
+            f"noise_scale has shape {tuple(scale.shape)}; actions of {size} dimensions need one number, [{size}] or "
+            f"[{size}, {size}]."
+        )
+    return scale
+
+
+def gaussian_policy_kl(
+    difference: Tensor, noise_scale: float | Tensor, *, covariance: str = "diag", eps: float = 1e-6
+) -> Tensor:
+    r"""D_KL(N(μ, Σ) ‖ N(0, S)) of actions minus the policy's against exploration noise (DPER, arXiv 2512.05320).
+
+    μ and Σ are the mean and the covariance (divided by B, not B − 1) of the differences over a batch, S is the noise's
+    covariance. In one dimension of a diagonal, with v its variance and s the noise's, it is ::
+
+        ½ [(v + μ²) / s − 1 + ln(s / v)] = MSE / 2s − ½ (1 + ln(v / s))
+
+    so that it grows with the mean squared error, and penalises a batch whose differences hardly vary.
+
+    Args:
+        difference: [..., B, A].
+        noise_scale: standard deviation of the noise: one number, or [A]; or [A, A], its covariance matrix.
+        covariance: ``"diag"`` uses the variances alone (those of whitened differences, if the noise has a covariance
+            matrix), ``"full"`` the whole matrix.
+        eps: added to the variances.
+
+    Returns:
+        [...]. It is +inf, never NaN, where the covariance is singular: with ``eps`` = 0 if a difference does not vary;
+        with ``"full"``, whatever ``eps``, for B <= A rows. Gradients flow.
+
+    Raises:
+        ValueError: if an argument has a wrong value or shape.
+
+    Examples:
+        >>> noise = 0.1 * torch.tensor([[1.0], [-1.0]])
+        >>> gaussian_policy_kl(noise, 0.1, eps=0.0)
+        tensor(0.)
+        >>> gaussian_policy_kl(noise + 0.1, 0.1, eps=0.0)
+        tensor(0.5000)
+    """
+    if covariance not in ("diag", "full"):
+        raise ValueError(f"gaussian_policy_kl(covariance={covariance!r}): covariance must be 'diag' or 'full'.")
+    scale = _as_scale(noise_scale, difference)
+    rows, size = difference.shape[-2:]
+    noise_variance, unit = scale * scale, None
+    if scale.ndim == 2:
+        whitening = torch.linalg.cholesky(scale)
+        difference = torch.linalg.solve_triangular(whitening, difference.mT, upper=False).mT
+        # eps in these coordinates
+        unit = torch.linalg.solve_triangular(whitening, torch.eye(size).to(scale), upper=False)
+        noise_variance = torch.ones_like(scale[0])
+    mean = difference.mean(-2)
+    centred = difference - mean.unsqueeze(-2)
+    if covariance == "diag":
+        variance = centred.square().mean(-2) + (eps if unit is None else eps * unit.square().sum(-1))
+        each = (variance + mean.square()) / noise_variance - 1 + (noise_variance / variance).log()
+        return each.sum(-1) / 2
+    if rows <= size:
+        return torch.full_like(mean[..., 0], math.inf)
+    diagonal = torch.eye(size, dtype=difference.dtype, device=difference.device)
+    matrix = centred.mT @ centred / rows + eps * (diagonal if unit is None else unit @ unit.mT)
+    sign, log_determinant = torch.linalg.slogdet(matrix)
+    noise_variance = noise_variance.expand(size)
+    trace = (matrix * diagonal / noise_variance).sum((-2, -1))
+    result = trace + (mean.square() / noise_variance).sum(-1) - size + noise_variance.log().sum() - log_determinant
+    return torch.where(sign > 0, result / 2, math.inf)
+
+
+def ornstein_uhlenbeck_scale(sigma: float, theta: float, dt: float = 1.0) -> float:
+    r"""Standard deviation of an Ornstein-Uhlenbeck process in the long run, to be used as ``noise_scale``.
+
+    x_{t+1} = x_t − θ x_t dt + σ √dt ε has the stationary variance σ² dt / (1 − (1 − θ dt)²).
+
+    Args:
+        sigma: σ, > 0.
+        theta: θ, with 0 < θ dt < 2.
+        dt: the time step, > 0.
+
+    Raises:
+        ValueError: if the process has no stationary distribution.
+
+    Examples:
+        >>> round(ornstein_uhlenbeck_scale(0.2, 0.15), 4)
+        0.3797
+    """
+    if not (sigma > 0 and dt > 0 and 0 < theta * dt < 2):
+        raise ValueError(
+            f"ornstein_uhlenbeck_scale(sigma={sigma}, theta={theta}, dt={dt}): needs sigma > 0, dt > 0 and "
+            "0 < theta * dt < 2."
+        )
+    return sigma * math.sqrt(dt / (1 - (1 - theta * dt) ** 2))
