@@ -1,14 +1,16 @@
 """Learning curves of runs: the interquartile mean over seeds, with a 95 % bootstrap band.
 
     python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole.png
-    python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --out threerooms.png
+    python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms.png
 
 Runs are grouped by environment (a panel each for every column of progress.csv) and sampler (a line each). A run that
 stopped because it had reached the reward threshold keeps its last return from there on; one that is unfinished leaves
-the average where it ends.
+the average where it ends. `--solved` prints after how many steps runs have solved their task: at the first of three
+evaluations in a row with at least that return.
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from recipes.run import BAD_CONFIG, CONFIG, ConfigError
 
 RESAMPLES = 1000
 RETURN = "return_mean"
+IN_A_ROW = 3
 LABELS = {RETURN: "return (mean of an evaluation)", "q_sum": "Q-values, summed", "q_error": "error of Q (RMS)"}
 
 
@@ -118,15 +121,40 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
     figure.savefig(out, dpi=120)
 
 
+def steps_to_solved(run: Run, least: float) -> float:
+    """Steps at the first of IN_A_ROW successive evaluations with a return of at least `least`; inf if there are none."""
+    reached = run.values[RETURN] >= least - 1e-6
+    for first in range(len(reached) - IN_A_ROW + 1):
+        if reached[first : first + IN_A_ROW].all():
+            return float(run.steps[first])
+    return math.inf
+
+
+def format_solved(run_dirs: list[Path], least: float) -> str:
+    """A line for each environment and sampler: the median of the steps to solved, and those of each seed."""
+    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for run_dir in run_dirs:
+        run = read_run(run_dir)
+        found[run.env, run.sampler][run.seed] = steps_to_solved(run, least)
+    lines = [f"{'environment':<16}{'sampler':<14}{'median steps':>12}  by seed"]
+    for (env, sampler), steps in sorted(found.items()):
+        each = " ".join(f"{steps[seed]:.0f}" for seed in sorted(steps))
+        lines.append(f"{env:<16}{sampler:<14}{np.median(list(steps.values())):>12.0f}  {each}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
     parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
+    parser.add_argument("--solved", type=float, metavar="RETURN", help="print the steps until this return is kept up")
     arguments = parser.parse_args()
     try:
         plot_runs(arguments.runs, arguments.out, arguments.columns)
+        if arguments.solved is not None:
+            print(format_solved(arguments.runs, arguments.solved))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(BAD_CONFIG)

@@ -54,6 +54,17 @@ def test_values_between_and_beyond_evaluations(tmp_path):
     np.testing.assert_array_equal(solved.at(steps, "return_mean"), [np.nan, 1, 1, 3, 3])
 
 
+def test_steps_until_a_return_is_kept_up(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", [0, 5, 0, 5, 5, 5, 0], seed=1),
+        write_run(tmp_path / "b", [5, 5, 0], seed=2),
+        write_run(tmp_path / "c", [5, 6, 7], seed=3, sampler="sset"),
+    ]
+    lines = plot.format_solved(runs, 5.0).splitlines()
+    assert lines[1].split() == ["cartpole", "per", "inf", "40", "inf"]
+    assert lines[2].split() == ["cartpole", "sset", "10", "10"]
+
+
 def test_interquartile_mean_and_its_band():
     returns = np.array([[0.0], [1.0], [2.0], [100.0]])
     assert plot.interquartile_mean(returns) == 1.5
