@@ -122,7 +122,7 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
 
 
 def steps_to_solved(run: Run, least: float) -> float:
-    """Steps at the first of IN_A_ROW successive evaluations with a return of at least `least`; inf if there are none."""
+    """Steps at the first of IN_A_ROW evaluations in a row with a return of at least `least`; inf if there are none."""
     reached = run.values[RETURN] >= least - 1e-6
     for first in range(len(reached) - IN_A_ROW + 1):
         if reached[first : first + IN_A_ROW].all():
