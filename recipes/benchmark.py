@@ -54,6 +54,10 @@ from recipes.update import CompiledUpdate, eager_update, target_pairs
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
     ProportionalSampler,
     ReaPERSampler,
     compile_step,
@@ -173,7 +177,10 @@ def eager(make_sampler: Callable[[int], Any]) -> Callable[[TensorDict], Callable
     """A sampler in a stock buffer."""
 
     def build(data: TensorDict) -> Callable[[int], Cycle]:
-        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(len(data)), sampler=make_sampler(len(data)))
+        sampler = make_sampler(len(data))
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(len(data)), sampler=sampler, writer=writer_for(sampler)
+        )
         fill(buffer, data)
         return lambda batch_size: torchrl_cycle(buffer, batch_size)
 
@@ -186,7 +193,10 @@ def compiled(
     """A sampler in a compilable buffer, the cycle compiled."""
 
     def build(data: TensorDict) -> Callable[[int], Cycle]:
-        buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(len(data)), sampler=make_sampler(len(data)))
+        sampler = make_sampler(len(data))
+        buffer = CompilableReplayBuffer(
+            storage=CompilableTensorStorage(len(data)), sampler=sampler, writer=writer_for(sampler)
+        )
         fill(buffer, data)
         return lambda batch_size: compiled_cycle(buffer, batch_size, checked=checked)
 
@@ -208,6 +218,18 @@ def torchrl_per(capacity: int) -> PrioritizedSampler:
 def proportional(capacity: int) -> ProportionalSampler:
     """Our PER."""
     return ProportionalSampler(capacity, alpha=ALPHA, beta=BETA)
+
+
+def event_tables(capacity: int) -> EventTableSampler:
+    """Our event tables: two of them, with uniform draws inside."""
+    specs = [EventSpec("end", ("next", "terminated"), 50), EventSpec("goal", ("next", "done"), 100)]
+    tables = EventTables(specs, {"end": capacity // 5, "goal": capacity // 10})
+    return EventTableSampler(tables, eta={"default": 0.5, "end": 0.2, "goal": 0.3})
+
+
+def writer_for(sampler: Any) -> EventTableWriter | None:
+    """The writer that a sampler needs; None: the buffer's default."""
+    return EventTableWriter(sampler.tables) if isinstance(sampler, EventTableSampler) else None
 
 
 # Replay: peers
@@ -357,10 +379,12 @@ REPLAY = (
     Contender("torchrl RandomSampler (sample only)", eager(lambda capacity: RandomSampler())),
     Contender("ProportionalSampler", eager(proportional)),
     Contender("ReaPERSampler", eager(ReaPERSampler)),
+    Contender("EventTableSampler (sample only)", eager(event_tables)),
     Contender("compiled ProportionalSampler, torch.compile", compiled(proportional, checked=True)),
     Contender("compiled ProportionalSampler", compiled(proportional)),
     Contender("compiled ReaPERSampler", compiled(ReaPERSampler)),
     Contender("compiled RandomSampler (sample only)", compiled(lambda capacity: RandomSampler())),
+    Contender("compiled EventTableSampler (sample only)", compiled(event_tables)),
     Contender("cpprb PER", cpprb_per, Tensor.numpy),
     Contender("tianshou PER", tianshou_per, Tensor.numpy),
     Contender("flashbax PER", flashbax_per, to_jax),

@@ -97,7 +97,7 @@ class LearningConfig(ABC):
 
 @dataclass
 class RunConfig(ABC):
-    """What the top file of a recipe holds (conf/dqn.yaml, conf/sac.yaml) but for the recipe's hyperparameters."""
+    """What the top file of a recipe holds (conf/dqn.yaml, conf/sac.yaml ...) but for the recipe's hyperparameters."""
 
     env: EnvConfig = MISSING
     sampler: dict[str, Any] = MISSING

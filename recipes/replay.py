@@ -1,9 +1,11 @@
 """Replay buffers of the recipes: what they hold, and how it is sampled."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
@@ -14,6 +16,7 @@ from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    DecoupledSampler,
     EventTables,
     EventTableSampler,
     EventTableWriter,
@@ -22,8 +25,9 @@ from torchrl_replay_ext import (
     ReaPERSampler,
 )
 
-PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler)
+PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 EVENT_TABLES = ("sset", "sset_per")
+DECOUPLED = ("dper", "dper_uniform")
 
 # What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
 STORED_KEYS = (
@@ -43,24 +47,46 @@ def stored_keys(env: EnvConfig) -> tuple[NestedKey, ...]:
     return *STORED_KEYS, *((*FLAGS, name) for name in env.flags)
 
 
-def make_replay(config: RunConfig, device: torch.device, *, td_error: str) -> CompilableReplayBuffer:
+def make_replay(
+    config: RunConfig,
+    device: torch.device,
+    *,
+    td_error: str,
+    policy: TensorDictModuleBase | None = None,
+    noise_scale: float = 1.0,
+) -> CompilableReplayBuffer:
     """Builds the buffer of a run, with the sampler that was chosen and the writer that it needs.
 
     Args:
         config: the run's configuration.
         device: where the data lives.
         td_error: what the recipe's loss writes to the entry "td_error": "squared" or "absolute" TD errors.
+        policy: the actor, for those samplers that give it batches of its own (see actor_batches); None: there is none.
+        noise_scale: standard deviation of the exploration noise, for those samplers.
 
     Raises:
         ConfigError: as make_sampler and make_event_tables.
     """
-    learning = config.learning
-    arguments = config.sampler, learning.buffer_size, learning.num_updates(), config.num_envs, td_error
-    if config.sampler["name"] in EVENT_TABLES:
+    learning, settings = config.learning, dict(config.sampler)
+    name = settings["name"]
+    if name in DECOUPLED:
+        if policy is None:
+            raise ConfigError(f"sampler={name}: there is no actor here; use recipes.td3 or recipes.sac")
+        settings = settings.pop("critic", None) or {}
+        if not isinstance(settings, dict) or "name" not in settings:
+            raise ConfigError(f"sampler={name}: sampler.critic must be a sampler of its own, {{name: per}} for example")
+    arguments = settings, learning.buffer_size, learning.num_updates(), config.num_envs, td_error
+    if settings["name"] in EVENT_TABLES:
         tables, sampler = make_event_tables(config.env, *arguments)
         writer = EventTableWriter(tables)
     else:
         sampler, writer = make_sampler(*arguments), None
+    if name in DECOUPLED and policy is not None:
+        keywords = {key: value for key, value in config.sampler.items() if key not in ("name", "critic")}
+        try:
+            sampler = DecoupledSampler(sampler, policy, noise_scale=noise_scale, **keywords)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"sampler={name}: {error}") from error
     return CompilableReplayBuffer(
         storage=CompilableTensorStorage(learning.buffer_size, device=device),
         sampler=sampler,
@@ -68,6 +94,12 @@ def make_replay(config: RunConfig, device: torch.device, *, td_error: str) -> Co
         batch_size=learning.batch_size,
         priority_key="td_error",
     )
+
+
+def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
+    """Where the actor's batches come from, if not from those of the critic."""
+    sampler = replay.sampler
+    return sampler.actor_buffer(replay).sample if isinstance(sampler, DecoupledSampler) else None
 
 
 def make_sampler(
@@ -99,7 +131,8 @@ def make_sampler(
             return ReaPERSampler(capacity, **{"num_streams": num_envs, **prioritized})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={config['name']}: {error}") from error
-    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper, {', '.join(EVENT_TABLES)}")
+    others = ", ".join((*EVENT_TABLES, *DECOUPLED))
+    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper, {others}")
 
 
 def make_event_tables(

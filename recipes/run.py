@@ -1,6 +1,7 @@
 """What every recipe does around its training: hydra, exit codes, run directories, resuming, Ctrl-C."""
 
 import logging
+import math
 import os
 import random
 import re
@@ -97,6 +98,7 @@ def run_directory(resume: str | None, fresh: str) -> str:
 
 
 OmegaConf.register_new_resolver("run_dir", run_directory, replace=True)
+OmegaConf.register_new_resolver("lcm", math.lcm, replace=True)
 
 
 def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> DictConfig:

@@ -14,6 +14,7 @@ and entropy (of the policy), means over the updates since the row before; wall_t
 included; sampler/..., the scalars of the sampler's stats().
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torchrl.objectives import SACLoss, SoftUpdate
 from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.config import LearningConfig, RunConfig
 from recipes.environment import make_continuous_env
-from recipes.replay import make_replay
+from recipes.replay import actor_batches, make_replay
 from recipes.run import run_recipe, typed
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner
@@ -69,6 +70,17 @@ class Config(RunConfig):
         return self.sac
 
 
+def make_actor(policy: nn.Module) -> ProbabilisticActor:
+    """The policy network as a module that writes actions."""
+    return ProbabilisticActor(
+        TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        distribution_kwargs={"safe_tanh": False},  # needed where tanh is inverted: the loss knows what went into it
+        return_log_prob=True,
+    )
+
+
 def make_loss(
     sac: SACConfig, num_observed: int, num_actions: int, device: torch.device
 ) -> tuple[nn.Sequential, SACLoss]:
@@ -81,13 +93,7 @@ def make_loss(
         return MLP(inputs, outputs, num_cells=sac.hidden_sizes, activation_class=nn.ReLU, device=device)
 
     policy = nn.Sequential(mlp(num_observed, 2 * num_actions), NormalParamExtractor())
-    actor = ProbabilisticActor(
-        TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        distribution_kwargs={"safe_tanh": False},  # needed where tanh is inverted: the loss knows what went into it
-        return_log_prob=True,
-    )
+    actor = make_actor(policy)
     critics = [ValueOperator(mlp(num_observed + num_actions, 1), in_keys=["observation", "action"]) for _ in range(2)]
     loss_module = SACLoss(
         actor,
@@ -101,8 +107,12 @@ def make_loss(
     return policy, loss_module
 
 
-def losses(loss_module: SACLoss, sample: TensorDictBase) -> dict[str, torch.Tensor]:
+def losses(
+    loss_module: SACLoss, sample: TensorDictBase, actor_batch: Callable[[], TensorDictBase] | None = None
+) -> dict[str, torch.Tensor]:
     """The three losses, and what else to record; writes the TD errors into the sample.
+
+    The actor and alpha learn from batches of their own where there are any (DPER), else from the critics'.
 
     These are the steps of loss_module(sample), but that would apply the sampler's "priority_weight" to all three. The
     weights undo what prioritisation does to the targets a critic expects at a state and action (Schaul et al. 2016,
@@ -110,7 +120,8 @@ def losses(loss_module: SACLoss, sample: TensorDictBase) -> dict[str, torch.Tens
     and they keep that of the sampler.
     """
     loss_qvalue, of_critics = loss_module.qvalue_v2_loss(sample)
-    loss_actor, of_actor = loss_module.actor_loss(sample.exclude("priority_weight"))
+    batch = sample.exclude("priority_weight") if actor_batch is None else actor_batch()
+    loss_actor, of_actor = loss_module.actor_loss(batch)
     log_prob = of_actor["log_prob"]
     sample["td_error"] = of_critics["td_error"]
     return {
@@ -155,10 +166,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
     }
 
     # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics'.
-    replay = make_replay(cfg, device, td_error="absolute")
+    replay = make_replay(cfg, device, td_error="absolute", policy=make_actor(policy))
     learner = Learner(
         replay,
-        partial(losses, loss_module),
+        partial(losses, loss_module, actor_batch=actor_batches(replay)),
         list(optimizers.values()),
         gradient_steps=sac.gradient_steps,
         target_step=target_update.step,

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
-from torchrl_replay_ext import EventTableSampler, RankBasedSampler, compile_step
+from torchrl_replay_ext import DecoupledSampler, EventTableSampler, RankBasedSampler, compile_step
 
 # Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
 # begin with "loss" are to be minimised; the others are for the record.
@@ -22,9 +23,34 @@ LossFunction = Callable[[TensorDictBase], Mapping[str, Tensor] | TensorDictBase]
 Gradients = Callable[[Mapping[str, Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
+@dataclass(kw_only=True)
+class Delayed:
+    """What follows every ``interval``-th update: an update of other parameters, as that of the actor in TD3.
+
+    Args:
+        interval: divides ``gradient_steps`` and ``updates_per_graph`` of the :class:`Learner`.
+        loss_function: see :data:`LossFunction`; it finds the first parameters as the update before has left them.
+        optimizers: see :class:`Learner`.
+        sample: gives its batch, in a graph too (another CompilableReplayBuffer's ``sample``); None: the batch of the
+            update before.
+        target_step: see :class:`Learner`.
+    """
+
+    interval: int
+    loss_function: LossFunction
+    optimizers: Sequence[torch.optim.Adam]
+    sample: Callable[[], TensorDictBase] | None = None
+    target_step: Callable[[], None] | None = None
+
+
 def total(losses: Mapping[str, Tensor]) -> Tensor:
     """The sum of the entries that are losses."""
     return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
+
+
+def gradients_of_total(losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients of the sum of the losses."""
+    return torch.autograd.grad(total(losses), parameters)
 
 
 class Learner:
@@ -39,6 +65,7 @@ class Learner:
         max_grad_norm: gradients of an optimizer's parameters of a larger norm are scaled down to it; None: as they are.
         target_step: moves the target networks after each update (``SoftUpdate(...).step``).
         gradients: see :data:`Gradients`; None: those of the sum of the losses.
+        delayed: what follows some of the updates only.
         targets: pairs of a target parameter and its source, for calls that ask for a copy ahead of their updates.
         compiled: as one compiled graph.
         updates_per_graph: updates in one graph; divides ``gradient_steps``.
@@ -55,13 +82,14 @@ class Learner:
         max_grad_norm: float | None = None,
         target_step: Callable[[], None] | None = None,
         gradients: Gradients | None = None,
+        delayed: Delayed | None = None,
         targets: Iterable[tuple[Tensor, Tensor]] = (),
         compiled: bool = False,
         updates_per_graph: int = 1,
         cudagraphs: bool = False,
     ):
         self._replay = replay
-        self._arguments = (replay, loss_function, optimizers, max_grad_norm, target_step, gradients)
+        self._arguments = (replay, loss_function, optimizers, max_grad_norm, target_step, gradients, delayed)
         self._gradient_steps = gradient_steps
         self._targets = list(targets)
         self._on_cpu = optimizers[0].param_groups[0]["params"][0].device.type == "cpu"
@@ -74,14 +102,14 @@ class Learner:
         """Write ``data`` and make the updates.
 
         Returns:
-            What the loss function returned: dicts of tensors [updates].
+            What the loss functions returned: dicts of tensors [updates].
         """
         if self._eager is not None:
             self._replay.extend(data)
             if copy_targets:
                 for target, source in self._targets:
                     target.copy_(source)
-            return [self._eager() for _ in range(self._gradient_steps)]
+            return [self._eager(number + 1) for number in range(self._gradient_steps)]
         if self._compiled is None:
             self._compiled = self._compile()
         if not self._extends:
@@ -95,11 +123,14 @@ class Learner:
         # With one call per batch, the batch is written in the same graph. But the first write of all has to be outside,
         # on a GPU the batch has to come from the CPU first, ranks are sorted at writes outside graphs only, and events
         # are not part of a graph.
+        sampler = self._replay.sampler
+        if isinstance(sampler, DecoupledSampler):
+            sampler = sampler.critic_sampler
         self._extends = (
             self._gradient_steps == self._updates_per_graph
             and self._replay.write_count > 0
             and self._on_cpu
-            and not isinstance(self._replay.sampler, (RankBasedSampler, EventTableSampler))
+            and not isinstance(sampler, (RankBasedSampler, EventTableSampler))
         )
         return CompiledUpdate(
             *self._arguments,
@@ -117,22 +148,27 @@ def eager_update(
     max_grad_norm: float | None = None,
     target_step: Callable[[], None] | None = None,
     gradients: Gradients | None = None,
-) -> Callable[[], dict[str, Tensor]]:
+    delayed: Delayed | None = None,
+) -> Callable[..., dict[str, Tensor]]:
     """Sample, losses, gradients, optimizer steps, targets, priorities: see :class:`Learner`.
 
     Returns:
-        A function that makes one update and returns what the loss function did, as tensors [1, ...].
+        A function that makes one update and returns what the loss functions did, as tensors [1, ...]. Told the number
+        of the update, counted from 1, it knows whether the delayed one is due.
     """
-    parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
 
-    def update() -> dict[str, Tensor]:
-        sample = replay.sample()
-        losses = dict(loss_function(sample).items())
+    def descend(
+        losses: Mapping[str, Tensor],
+        optimizers: Sequence[torch.optim.Adam],
+        target_step: Callable[[], None] | None,
+        gradients: Gradients | None = None,
+    ) -> None:
         if gradients is None:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             total(losses).backward()
         else:
+            parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             for parameter, gradient in zip(parameters, gradients(losses, parameters), strict=True):
                 parameter.grad = gradient
         for optimizer in optimizers:
@@ -141,6 +177,16 @@ def eager_update(
             optimizer.step()
         if target_step is not None:
             target_step()
+
+    def update(number: int = 1) -> dict[str, Tensor]:
+        sample = replay.sample()
+        losses = dict(loss_function(sample).items())
+        descend(losses, optimizers, target_step, gradients)
+        if delayed is not None and number % delayed.interval == 0:
+            batch = sample if delayed.sample is None else delayed.sample()
+            delayed_losses = dict(delayed.loss_function(batch).items())
+            descend(delayed_losses, delayed.optimizers, delayed.target_step)
+            losses |= delayed_losses
         replay.update_tensordict_priority(sample)
         return {name: value.detach().unsqueeze(0) for name, value in losses.items()}
 
@@ -161,6 +207,7 @@ class CompiledUpdate:
         max_grad_norm: see :class:`Learner`.
         target_step: see :class:`Learner`.
         gradients: see :class:`Learner`.
+        delayed: see :class:`Learner`.
         targets: pairs of a target parameter and its source.
         num_updates: updates per call.
         extends: each call brings new data, always of the same number of rows, which is written first.
@@ -175,6 +222,7 @@ class CompiledUpdate:
         max_grad_norm: float | None = None,
         target_step: Callable[[], None] | None = None,
         gradients: Gradients | None = None,
+        delayed: Delayed | None = None,
         *,
         targets: Iterable[tuple[Tensor, Tensor]] = (),
         num_updates: int = 1,
@@ -183,10 +231,11 @@ class CompiledUpdate:
     ):
         self._replay, self._loss_function, self._max_grad_norm = replay, loss_function, max_grad_norm
         self._target_step, self._gradients, self._targets = target_step, gradients, list(targets)
+        self._delayed = delayed
         self._num_updates, self._extends, self._cudagraphs = num_updates, extends, cudagraphs
         self._steps = [CompiledAdam(optimizer) for optimizer in optimizers]
-        self._parameters = [parameter for step in self._steps for parameter in step.parameters]
-        self._target_due = torch.zeros(1, dtype=torch.bool, device=self._parameters[0].device)
+        self._delayed_steps = [] if delayed is None else [CompiledAdam(optimizer) for optimizer in delayed.optimizers]
+        self._target_due = torch.zeros(1, dtype=torch.bool, device=self._steps[0].parameters[0].device)
 
         def updates(data: TensorDictBase | None) -> dict[str, Tensor]:
             return self._updates(data)
@@ -195,7 +244,7 @@ class CompiledUpdate:
         self._first = True
 
     def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> dict[str, Tensor]:
-        """Make the updates and return what the loss function did, as tensors [num_updates]."""
+        """Make the updates and return what the loss functions did, as tensors [num_updates], fewer of a delayed one."""
         self._target_due.fill_(target_due)
         with _compiling() if self._first else nullcontext():
             losses = self._compiled(data)
@@ -209,28 +258,42 @@ class CompiledUpdate:
                 self._replay.extend(data)
             for target, source in self._targets:
                 target.copy_(torch.where(self._target_due, source, target))
-        results = [self._update() for _ in range(self._num_updates)]
-        return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+        results = [self._update(number + 1) for number in range(self._num_updates)]
+        # the last one has everything: a delayed update belongs to it
+        return {name: torch.stack([result[name] for result in results if name in result]) for name in results[-1]}
 
-    def _update(self) -> dict[str, Tensor]:
+    def _update(self, number: int) -> dict[str, Tensor]:
         sample = self._replay.sample()
         losses = dict(self._loss_function(sample).items())
-        if self._gradients is None:
-            gradients = list(torch.autograd.grad(total(losses), self._parameters))
-        else:
-            gradients = list(self._gradients(losses, self._parameters))
+        self._descend(losses, self._steps, self._target_step, self._gradients)
+        delayed = self._delayed
+        if delayed is not None and number % delayed.interval == 0:
+            batch = sample if delayed.sample is None else delayed.sample()
+            delayed_losses = dict(delayed.loss_function(batch).items())
+            self._descend(delayed_losses, self._delayed_steps, delayed.target_step)
+            losses |= delayed_losses
+        self._replay.update_tensordict_priority(sample)
+        return {name: value.detach() for name, value in losses.items()}
+
+    def _descend(
+        self,
+        losses: Mapping[str, Tensor],
+        steps: Sequence["CompiledAdam"],
+        target_step: Callable[[], None] | None,
+        gradients: Gradients | None = None,
+    ) -> None:
+        parameters = [parameter for step in steps for parameter in step.parameters]
+        rest = list((gradients or gradients_of_total)(losses, parameters))
         with torch.no_grad():
-            for step in self._steps:
-                own, gradients = gradients[: len(step.parameters)], gradients[len(step.parameters) :]
+            for step in steps:
+                own, rest = rest[: len(step.parameters)], rest[len(step.parameters) :]
                 if self._max_grad_norm is not None:
                     norm = nn.utils.get_total_norm(own)
                     scale = (self._max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
                     own = [gradient * scale for gradient in own]
                 step(own)
-            if self._target_step is not None:
-                self._target_step()
-        self._replay.update_tensordict_priority(sample)
-        return {name: value.detach() for name, value in losses.items()}
+            if target_step is not None:
+                target_step()
 
 
 @contextmanager

@@ -330,7 +330,7 @@ def test_command_line(tmp_path):
         (command("alpha=1"), "Could not override 'alpha'"),
         (
             command("env=gridworld"),
-            "Could not find 'env/gridworld' Available options in 'env': acrobot cartpole ",
+            "Could not find 'env/gridworld' Available options in 'env': acrobot ant ",
         ),
         (command("env=pendulum"), "Could not find 'dqn/pendulum'"),
     ]

@@ -1,0 +1,72 @@
+"""Samplers that give the actor batches of its own, in the recipes."""
+
+import csv
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from recipes import dqn, sac, td3
+from recipes.run import DONE, ConfigError
+from tests.recipes.test_td3 import ROOT
+
+TINY = {
+    "sac": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
+    "td3": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
+    "dqn": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
+}
+SMALL = ["buffer_size=64", "num_evaluations=2", "evaluation_episodes=1", "hidden_sizes=[16, 16]"]
+
+
+def configuration(recipe, *overrides):
+    small = [f"{recipe}.{override}" for override in (*TINY[recipe], *SMALL)]
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose(recipe, overrides=[*small, "env.reward_threshold=null", *overrides])
+
+
+def rows(run_dir):
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sampler"),
+    [
+        (td3, "sampler=dper"),
+        (td3, "sampler=dper_uniform"),
+        (sac, "sampler=dper"),
+        (td3, "+sampler.group_size=4 sampler=dper sampler.granularity=group"),
+        (sac, "sampler=dper sampler.critic={name:rank}"),
+    ],
+)
+def test_the_actor_learns_from_batches_of_its_own(tmp_path, recipe, sampler):
+    config = configuration(recipe.__name__.split(".")[-1], *sampler.split())
+    assert recipe.train(config, tmp_path) == DONE
+    last = rows(tmp_path)[-1]
+    assert float(last["sampler/actor_score"]) <= float(last["sampler/actor_candidate_score"])
+    assert ("sampler/max_priority" in last) == ("uniform" not in sampler)
+
+
+@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
+def test_in_one_graph(tmp_path):
+    torch._dynamo.reset()
+    assert td3.train(configuration("td3", "sampler=dper", "compile=true"), tmp_path) == DONE
+    last = rows(tmp_path)[-1]
+    assert float(last["sampler/actor_score"]) < float(last["sampler/actor_candidate_score"])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (dqn, ["sampler=dper"], "there is no actor here"),
+        (td3, ["sampler=dper", "sampler.num_candidates=0"], "num_candidates must be an integer >= 1"),
+        (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler of its own"),
+        (td3, ["sampler=dper", "sampler.critic={name:magic}"], "sampler.name=magic: choose"),
+        (sac, ["sampler=dper", "+sampler.magic=1"], "magic"),
+        (td3, ["sampler=dper", "sampler.critic={name:sset}"], "env=pendulum has no events"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, recipe, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe.train(configuration(recipe.__name__.split(".")[-1], *overrides), tmp_path)

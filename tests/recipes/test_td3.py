@@ -1,0 +1,445 @@
+import copy
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torchrl.objectives import SoftUpdate
+
+from recipes import td3, training
+from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config
+from recipes.update import Delayed, eager_update
+
+ROOT = Path(__file__).parents[2]
+SAMPLERS = ["uniform", "per", "rank", "reaper"]
+TINY = [
+    "td3.total_steps=96",
+    "td3.learning_starts=32",
+    "td3.train_interval=16",
+    "td3.gradient_steps=2",
+    "td3.batch_size=8",
+    "td3.buffer_size=64",
+    "td3.num_evaluations=3",
+    "td3.evaluation_episodes=2",
+    "td3.hidden_sizes=[16, 16]",
+    "env.reward_threshold=null",
+]
+
+
+def composed(*overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose("td3", overrides=list(overrides))
+
+
+def configuration(*overrides):
+    return composed(*TINY, *overrides)
+
+
+def settings(*overrides):
+    return td3.typed(composed(*overrides), td3.Config).td3
+
+
+def resumed(run_dir, *overrides):
+    overrides = [f"resume={run_dir}", *overrides]
+    return resumed_config(configuration(*overrides), run_dir, overrides)
+
+
+def rows(run_dir):
+    with (run_dir / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def needs(module):
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
+
+
+def transitions(count, done=None):
+    done = torch.rand(count, 1) < 0.3 if done is None else done
+    following = {"observation": torch.randn(count, 3), "done": done, "terminated": done.clone()}
+    following["reward"] = torch.randn(count, 1)
+    data = {"observation": torch.randn(count, 3), "action": torch.rand(count, 2) * 2 - 1, "next": following}
+    return TensorDict(data, [count])
+
+
+class Replay:
+    """Gives these batches in turn and keeps what comes back."""
+
+    def __init__(self, *batches):
+        self.batches, self.returned = list(batches), []
+
+    def sample(self):
+        return self.batches.pop(0).clone()
+
+    def update_tensordict_priority(self, sample):
+        self.returned.append(sample)
+
+
+class Plain:
+    """TD3 by the paper's Algorithm 1, in plain torch, with the networks of a TorchRL loss."""
+
+    noise, clip, gamma, tau = 0.6, 0.5, 0.9, 0.1
+
+    def __init__(self, policy, loss_module):
+        self.policy = copy.deepcopy(policy)
+        self.critics = []
+        for parameters in loss_module.qvalue_network_params.data.unbind(0):
+            critic = copy.deepcopy(loss_module.qvalue_network.module)
+            parameters["module"].to_module(critic)
+            self.critics.append(copy.deepcopy(critic).requires_grad_())
+        self.target_policy, self.target_critics = copy.deepcopy((self.policy, self.critics))
+        self.actor_optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
+        critic_parameters = [parameter for critic in self.critics for parameter in critic.parameters()]
+        self.critic_optimizer = torch.optim.Adam(critic_parameters, lr=1e-2)
+
+    def update_critics(self, batch):
+        following = batch["next"]
+        with torch.no_grad():
+            epsilon = self.noise * torch.randn(batch["action"].shape)
+            before = self.target_policy(following["observation"]) + epsilon.clip(-self.clip, self.clip)
+            action = before.clip(-1, 1)
+            self.share_clipped = (epsilon.abs() > self.clip).float().mean(), (before.abs() > 1).float().mean()
+            inputs = torch.cat([following["observation"], action], 1)
+            value = torch.minimum(*(critic(inputs) for critic in self.target_critics))
+            target = following["reward"] + self.gamma * ~following["terminated"] * value
+        inputs = torch.cat([batch["observation"], batch["action"]], 1)
+        errors = [(critic(inputs) - target).square() for critic in self.critics]
+        loss = errors[0].mean() + errors[1].mean()
+        self.critic_optimizer.zero_grad()
+        loss.backward()
+        self.critic_optimizer.step()
+        return loss.detach(), torch.maximum(*errors).squeeze(1).detach()
+
+    def update_actor_and_targets(self, batch):
+        loss = -self.critics[0](torch.cat([batch["observation"], self.policy(batch["observation"])], 1)).mean()
+        self.actor_optimizer.zero_grad()
+        loss.backward()
+        self.actor_optimizer.step()
+        online, targets = [self.policy, *self.critics], [self.target_policy, *self.target_critics]
+        for network, target in zip(online, targets, strict=True):
+            for source, parameter in zip(network.parameters(), target.parameters(), strict=True):
+                parameter.data.mul_(1 - self.tau).add_(self.tau * source.data)
+        return loss.detach()
+
+    def parameters(self):
+        """As the loss has them: actor, critics, target actor, target critics."""
+        for policy, critics in ((self.policy, self.critics), (self.target_policy, self.target_critics)):
+            yield from policy.parameters()
+            for parameters in zip(*(critic.parameters() for critic in critics), strict=True):
+                yield torch.stack(parameters)
+
+
+NETWORKS = ["actor_network_params", "qvalue_network_params", "target_actor_network_params"]
+NETWORKS += ["target_qvalue_network_params"]
+
+
+def parameters_of(loss_module):
+    return [value.detach().clone() for name in NETWORKS for value in getattr(loss_module, name).flatten_keys().values()]
+
+
+@pytest.mark.parametrize("own_batch", [False, True])
+def test_two_cycles_are_those_of_the_paper(own_batch):
+    """Twin critics, smoothed and clipped targets, delayed actor and targets; also if the actor has its own batches."""
+    torch.manual_seed(0)
+    cfg = settings("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
+    policy, loss_module = td3.make_loss(cfg, 3, 2, torch.device("cpu"))
+    for parameter in policy.parameters():
+        parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
+    plain = Plain(policy, loss_module)
+    target_update = SoftUpdate(loss_module, tau=plain.tau)
+    actor_optimizer, critic_optimizer = (
+        torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
+    )
+    batches, own = [transitions(32) for _ in range(4)], [transitions(8) for _ in range(2)]
+    replay = Replay(*batches)
+    delayed = Delayed(
+        interval=2,
+        loss_function=partial(td3.actor_loss, loss_module),
+        optimizers=[actor_optimizer],
+        sample=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
+        target_step=target_update.step,
+    )
+    update = eager_update(replay, partial(td3.critic_loss, loss_module), [critic_optimizer], delayed=delayed)
+
+    for i, batch in enumerate(batches):
+        before = parameters_of(loss_module)
+        torch.manual_seed(i)
+        losses = update(i + 1)
+        torch.manual_seed(i)
+        loss, td_error = plain.update_critics(batch)
+        assert all(0.1 < share < 0.9 for share in plain.share_clipped)
+        torch.testing.assert_close(losses["loss_qvalue"], loss.unsqueeze(0))
+        torch.testing.assert_close(replay.returned[-1]["td_error"], td_error)
+        if i % 2:
+            loss = plain.update_actor_and_targets(own[i // 2] if own_batch else batch)
+            torch.testing.assert_close(losses["loss_actor"], loss.unsqueeze(0))
+        else:
+            assert losses.keys() == {"loss_qvalue"}
+        after = parameters_of(loss_module)
+        for mine, reference in zip(after, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, reference.detach(), rtol=1e-4, atol=1e-5)
+        moved = [not torch.equal(new, old) for new, old in zip(after, before, strict=True)]
+        assert moved == [bool(i % 2)] * 4 + [True] * 4 + [bool(i % 2)] * 8
+
+
+def test_weights_are_for_the_critics_and_td_errors_are_squared():
+    torch.manual_seed(0)
+    _, loss_module = td3.make_loss(settings(), 3, 2, torch.device("cpu"))
+    SoftUpdate(loss_module, tau=0.5)
+    data = transitions(5, done=torch.ones(5, 1, dtype=torch.bool))  # then the targets are the rewards
+    values = []
+    for parameters in loss_module.qvalue_network_params.data.unbind(0):
+        with parameters.to_module(loss_module.qvalue_network):
+            values.append(loss_module.qvalue_network(data.clone())["state_action_value"])
+    squared = (data["next", "reward"] - torch.stack(values)).squeeze(2).square()
+
+    results = []
+    for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
+        sample = data.clone().set("priority_weight", weight)
+        results.append(td3.critic_loss(loss_module, sample) | td3.actor_loss(loss_module, sample))
+        assert not sample["td_error"].requires_grad
+        torch.testing.assert_close(sample["td_error"], squared.amax(0))
+    even, one = results
+    torch.testing.assert_close(even["loss_qvalue"], squared.sum(0).mean())
+    torch.testing.assert_close(one["loss_qvalue"], squared[:, 2].sum())
+    assert torch.equal(one["loss_actor"], even["loss_actor"])
+    whole = loss_module(data.clone())  # without weights: all of TorchRL's own
+    for name in ("loss_actor", "loss_qvalue"):
+        torch.testing.assert_close(whole[name], even[name])
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
+    assert td3.train(configuration(f"sampler={sampler}"), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+    assert all(np.isfinite(float(value)) for value in table[-1].values())
+    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
+    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
+        f"last {float(table[-1]['return_mean']):g} | files in {tmp_path}"
+    )
+
+
+def test_event_tables(tmp_path):
+    event = "+env.events.upright={above: -4.0, history: 5, eta: 0.25}"
+    assert td3.train(configuration("sampler=sset_per", "sampler.min_size=1", event, "num_envs=2"), tmp_path) == DONE
+    assert np.isfinite([float(rows(tmp_path)[-1][name]) for name in ("loss_qvalue", "sampler/size_upright")]).all()
+
+
+BOX2D, MUJOCO = ["lunarlander_continuous", "bipedalwalker"], ["halfcheetah", "hopper", "walker2d", "ant"]
+
+
+@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
+@pytest.mark.parametrize(
+    "env",
+    [
+        *(pytest.param(env, marks=needs("Box2D")) for env in BOX2D),
+        *(pytest.param(env, marks=needs("mujoco")) for env in MUJOCO),
+    ],
+)
+def test_every_environment_trains(tmp_path, monkeypatch, env):
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
+    words = [*TINY, "td3.num_evaluations=1", "td3.evaluation_episodes=1", "num_envs=2"]
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert td3.train(composed(f"env={env}", *words), run_dir) == DONE
+    assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
+
+
+@pytest.mark.parametrize("env", BOX2D + MUJOCO)
+def test_presets_are_those_of_the_authors(env):
+    of_env = settings(f"env={env}")
+    assert (of_env.batch_size, of_env.buffer_size, of_env.hidden_sizes) == (256, 1_000_000, [256, 256])
+    assert of_env.actor_learning_rate == of_env.critic_learning_rate == 3e-4
+    assert (of_env.tau, of_env.gamma, of_env.policy_delay) == (0.005, 0.99, 2)
+    assert (of_env.policy_noise, of_env.noise_clip, of_env.noise, of_env.exploration_noise) == (
+        0.2,
+        0.5,
+        "gaussian",
+        0.1,
+    )
+    assert of_env.learning_starts == (25_000 if env in MUJOCO else 1_000)
+
+
+@pytest.mark.parametrize(("num_envs", "delay", "interval"), [(1, 2, 2), (8, 2, 8), (3, 2, 6), (1, 1, 1), (4, 3, 12)])
+def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interval):
+    config = td3.typed(composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}"), td3.Config)
+    assert (config.td3.train_interval, config.td3.gradient_steps) == (interval, interval)
+    assert config.updates_per_graph == delay
+
+
+def test_random_actions_first_then_the_noisy_policy(tmp_path, monkeypatch):
+    epsilons, noises = [], []
+    monkeypatch.setattr(td3.EpsilonRandom, "__call__", spy(td3.EpsilonRandom.__call__, epsilons))
+    monkeypatch.setattr(td3.ExplorationNoise, "__call__", lambda _, shape: noises.append(shape) or nine(shape))
+    assert td3.train(configuration("num_envs=2"), tmp_path) == DONE
+    assert epsilons == [1.0] * 16 + [0.0] * 32
+    assert noises == [(2, 1)] * 32
+
+
+def nine(shape):
+    return np.full(shape, 9, dtype=np.float32)
+
+
+def spy(method, epsilons):
+    def call(behaviour, observations):
+        epsilons.append(behaviour.epsilon)
+        action = method(behaviour, observations)
+        assert (abs(action) < 1).all() if behaviour.epsilon else (action == 1).all()  # clipped
+        return action
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "ou"])
+def test_noise_has_its_deviation_and_its_correlation(kind):
+    torch.manual_seed(0)
+    noise = td3.ExplorationNoise(0.3, td3.THETA[kind])
+    draws = np.stack([noise((500, 2)) for _ in range(60)])[20:]
+    assert draws.dtype == np.float32
+    assert draws.std() == pytest.approx(0.3, rel=0.02)
+    assert np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1] == pytest.approx(1 - td3.THETA[kind], abs=0.02)
+    assert np.corrcoef(draws[..., 0].ravel(), draws[..., 1].ravel())[0, 1] == pytest.approx(0, abs=0.05)
+
+
+def test_gaussian_noise_is_independent_draws():
+    torch.manual_seed(0)
+    noise = td3.ExplorationNoise(0.25, td3.THETA["gaussian"])
+    draws = [noise((3, 2)) for _ in range(3)]
+    torch.manual_seed(0)
+    assert np.array_equal(draws, [0.25 * torch.randn(3, 2).numpy() for _ in range(3)])
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "per"])
+def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
+    evaluate = training.evaluate
+
+    def interrupt(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(training, "evaluate", interrupt)
+    assert td3.train(configuration(f"sampler={sampler}", "num_envs=2"), tmp_path) == INTERRUPTED
+    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    assert td3.train(resumed(tmp_path), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+
+
+def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
+    """Networks, optimizers and random state: what enters the checkpoint comes back from it."""
+    saved = []
+    save_checkpoint = training.save_checkpoint
+    names = ("loss", "actor_optimizer", "critic_optimizer", "replay", "global_rng")
+
+    def capture(run_dir, **state):
+        path = tmp_path / f"{len(saved)}.pt"
+        torch.save({name: state[name].state_dict() for name in names}, path)
+        saved.append(torch.load(path, weights_only=False))
+        save_checkpoint(run_dir, **state)
+
+    monkeypatch.setattr(training, "save_checkpoint", capture)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert td3.train(configuration(), run_dir) == DONE
+    assert td3.train(resumed(run_dir), run_dir) == DONE
+    before, after = (dict(leaves(state)) for state in saved)
+    assert before.keys() == after.keys()
+    assert any("target_actor_network_params" in path for path in before)
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def leaves(value, path=""):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        yield from leaves(item, f"{path}/{key}")
+    if isinstance(value, torch.Tensor):
+        yield path, value
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatch, backend):
+    """The same draws, and the same parameters but for rounding; two updates of the critics and one of the actor.
+
+    One graph of all that is traced either way; inductor takes a minute to make a program of it.
+    """
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    results = []
+    for compiled in (False, True):
+        run_dir = tmp_path / str(compiled)
+        run_dir.mkdir()
+        with torch._inductor.config.patch(fallback_random=True):
+            assert td3.train(configuration("sampler=per", f"compile={compiled}"), run_dir) == DONE
+        names = ("return_mean", "loss_actor", "loss_qvalue")
+        results.append([float(row[name]) for row in rows(run_dir)[1:] for name in names])
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("td3.gamma=2", "td3.gamma=2.0: must be in [0, 1]"),
+        ("td3.tau=0", "td3.tau=0.0: must be in (0, 0.5]"),
+        ("td3.actor_learning_rate=0", "td3.actor_learning_rate=0.0: must be > 0"),
+        ("td3.policy_noise=-1", "td3.policy_noise=-1.0: must be >= 0"),
+        ("td3.noise=pink", "td3.noise=pink: choose gaussian, ou"),
+        ("td3.policy_delay=0", "td3.policy_delay=0: must be > 0"),
+        ("td3.policy_delay=3", "td3.gradient_steps=2: must be a multiple of td3.policy_delay=3"),
+        ("updates_per_graph=1", "updates_per_graph=1: must be a multiple of td3.policy_delay"),
+        ("updates_per_graph=4", "updates_per_graph=4: must divide td3.gradient_steps=2"),
+        ("td3.learning_starts=96", "td3.learning_starts=96: must be in [0, td3.total_steps)"),
+        ("+td3.momentum=1", "Key 'momentum' not in 'TD3Config' (key: td3.momentum)"),
+        ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
+        ("sampler=sset", "sampler=sset: env=pendulum has no events"),
+        ("env.id=CartPole-v1", "needs bounded continuous actions"),
+        ("num_envs=3", "num_envs=3: must divide td3.train_interval=16"),
+        ("cudagraphs=true", "cudagraphs=true: needs compile=true"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        td3.train(configuration(override), tmp_path)
+    assert message in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_delay_that_is_no_number_is_a_config_error(tmp_path):
+    """Although it enters train_interval too."""
+    for value, message in (("often", "'often'"), ("0", "td3.policy_delay=0: must be > 0")):
+        with pytest.raises(ConfigError) as error:
+            td3.train(composed(f"td3.policy_delay={value}"), tmp_path)
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_command_line(tmp_path):
+    """Exit codes, and what stderr says, of the real command."""
+    words = {
+        "td3.gradient_steps=3": (2, "bad configuration: td3.gradient_steps=3: must be a multiple of td3.policy_delay"),
+        " ".join([*(word.replace(" ", "") for word in TINY), f"hydra.run.dir={tmp_path / 'run'}"]): (0, "pendulum per"),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "recipes.td3", *line.split()], cwd=ROOT, stderr=-1, stdout=-1, text=True
+        )
+        for line in words
+    ]
+    for process, (code, message) in zip(processes, words.values(), strict=True):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code and errors.lstrip().startswith(message), errors
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").td3.hidden_sizes == [16, 16]
