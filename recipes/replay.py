@@ -99,7 +99,12 @@ def make_replay(
 def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
     """Where the actor's batches come from, if not from those of the critic."""
     sampler = replay.sampler
-    return sampler.actor_buffer(replay).sample if isinstance(sampler, DecoupledSampler) else None
+    if not isinstance(sampler, DecoupledSampler):
+        return None
+    try:
+        return sampler.actor_buffer(replay).sample
+    except ValueError as error:
+        raise ConfigError(f"sampler: {error}") from error
 
 
 def make_sampler(

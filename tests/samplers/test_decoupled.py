@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal, Normal, kl_divergence
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs import ObservationNorm
-from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, TruncatedNormal
 
 from tests.events import scripted
 from torchrl_replay_ext import (
@@ -315,6 +315,52 @@ def test_critic_and_actor_do_not_disturb_each_other(columns):
     assert sampler.stats()["num_items"] == 500
 
 
+def test_transforms_may_read_and_write_anything():
+    def add_reward(data):
+        return data.set("seen", data["observation"] + data["next", "done"])
+
+    policy = TensorDictModule(Linear(), in_keys=["seen"], out_keys=["action"])
+    sampler = DecoupledSampler(RandomSampler(), policy)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=32)
+    actor_rb = sampler.actor_buffer(rb)
+    rb.append_transform(add_reward)
+    rb.extend(experience(100))
+    batch = actor_rb.sample()
+    torch.testing.assert_close(batch["seen"], batch["observation"])
+    with torch.no_grad():
+        difference = batch["action"] - policy.module(batch["seen"])
+    torch.testing.assert_close(batch["score"][0], gaussian_policy_kl(difference, 0.1))
+
+
+def test_a_candidate_that_is_not_a_number_is_never_chosen():
+    rb, actor_rb = make(RandomSampler(), batch_size=4, count=0)
+    data = experience(200)
+    data["action"][::9] = math.nan
+    rb.extend(data)
+    chosen = [actor_rb.sample() for _ in range(100)]
+    for batch in chosen:
+        assert batch["action"].isfinite().all() or batch["candidate_scores"].isinf().all()
+
+
+def test_small_buffers_give_both_the_same_rows():
+    rb, actor_rb = make(count=0, batch_size=1)
+    rb.extend(experience(2))
+    for _ in range(20):
+        actor_rb.sample()
+        batch = rb.sample()
+        batch["td_error"] = torch.rand(1)
+        rb.update_tensordict_priority(batch)
+
+
+def test_a_sampler_for_the_candidates():
+    candidates = ProportionalSampler(1000)
+    rb, actor_rb = make(RandomSampler(), candidate_sampler=candidates)
+    assert actor_rb.sample()["index"].max() < 500
+    rb.empty()
+    rb.extend(experience(3))
+    assert actor_rb.sample()["index"].max() < 3
+
+
 def test_what_the_critics_sampler_answers():
     rb, actor_rb = make(ProportionalSampler(1000, alpha=0.7, beta=0.5))
     assert (rb.sampler.alpha, rb.sampler.beta) == pytest.approx((0.7, 0.5))
@@ -354,6 +400,8 @@ def test_event_tables_for_the_critic():
     data["action"] = torch.randn(80, 1)
     rb.extend(data)
     assert (rb.sample()["table"] == 1).sum() == 8
+    sampler.event_share = 0.25
+    assert (rb.sample()["table"] == 1).sum() == 4
     assert sampler.actor_buffer(rb).sample()["score"].isfinite().all()
 
 
@@ -444,6 +492,27 @@ def test_one_graph_draws_what_eager_code_draws(critic, granularity):
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         DecoupledSampler(RandomSampler(), make_policy(), **arguments)
+
+
+def test_distributions_that_are_not_understood():
+    for distribution, keywords in ((TanhNormal, {"low": -2.0, "high": 2.0}), (TruncatedNormal, {})):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
+        module = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
+        policy = ProbabilisticActor(
+            module, in_keys=["loc", "scale"], distribution_class=distribution, distribution_kwargs=keywords
+        )
+        with pytest.raises(ValueError, match="the policy's distribution is"):
+            DecoupledSampler(RandomSampler(), policy)
+
+
+def test_pinned_tables_need_candidates_of_their_own():
+    tables = EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 30, "default": 50}, retention="pinned")
+    sampler = DecoupledSampler(EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}), make_policy())
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(80), sampler=sampler, writer=EventTableWriter(tables), batch_size=16
+    )
+    with pytest.raises(ValueError, match="pass a candidate_sampler"):
+        sampler.actor_buffer(rb)
 
 
 def test_what_does_not_fit_together():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,18 +18,21 @@ from tensordict.nn import (
     set_interaction_type,
 )
 from torch import Tensor
+from torch.distributions import Normal
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import ImmutableDatasetWriter, PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.envs.transforms.utils import _set_missing_tolerance
-from torchrl.modules import TanhNormal
+from torchrl.modules import IndependentNormal, TanhNormal
 
+from torchrl_replay_ext.events import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.functional.gaussian import _as_scale, gaussian_policy_kl
 from torchrl_replay_ext.tracing import is_traced
 
 _GROUP = 16
 # Actions are kept away from the bounds, where tanh has no inverse.
 _BOUND = 1 - 1e-6
+# Actor batches that are recognised if they come back as the critic's.
+_REMEMBERED = 32
 
 
 def _delegated(name: str) -> property:
@@ -84,7 +89,7 @@ class DecoupledSampler(Sampler):
         granularity: ``"batch"``, ``"group"`` or ``"transition"``.
         action_key: where actions are stored.
         group_size: rows of a group; divides the batch size.
-        candidate_sampler: draws the candidates; by default uniform.
+        candidate_sampler: draws the candidates; by default uniform. Event tables of ``retention="pinned"`` need one.
 
     Raises:
         ValueError: if an argument is out of range or the policy does not write what is needed; at a draw, if
@@ -105,7 +110,7 @@ class DecoupledSampler(Sampler):
         torch.Size([4, 2])
     """
 
-    alpha, beta, omega, eta = map(_delegated, ("alpha", "beta", "omega", "eta"))
+    alpha, beta, omega, eta, event_share = map(_delegated, ("alpha", "beta", "omega", "eta", "event_share"))
 
     def __init__(
         self,
@@ -149,7 +154,7 @@ class DecoupledSampler(Sampler):
         self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
         # of the last draw: the mean score of what was chosen, and of all candidates
         self._chosen = torch.zeros(2)
-        self._last_index: Tensor | None = None
+        self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
         self._set_policy(policy)
 
     @property
@@ -178,11 +183,19 @@ class DecoupledSampler(Sampler):
             )
         if self._score == "logprob" and self._whitening is not None and not self._stochastic:
             raise ValueError("DecoupledSampler(score='logprob'): noise_scale must be one number or [A].")
-        squashed = False
-        for module in policy.modules():
+        self._squashed = False
+        for module in policy.modules() if self._stochastic else ():
             distribution = getattr(module, "distribution_class", None)
-            squashed |= isinstance(distribution, type) and issubclass(distribution, TanhNormal)
-        self._squashed = squashed
+            if distribution is None:
+                continue
+            known = isinstance(distribution, type) and issubclass(distribution, (TanhNormal, Normal, IndependentNormal))
+            keywords = set(getattr(module, "distribution_kwargs", None) or {}) - {"safe_tanh", "event_dims"}
+            if not known or keywords:
+                raise ValueError(
+                    f"DecoupledSampler: the policy's distribution is {distribution} with {sorted(keywords)}; it must "
+                    "be Normal, IndependentNormal or TanhNormal in its plain form, with actions in [-1, 1]."
+                )
+            self._squashed = issubclass(distribution, TanhNormal)
         self._policy: TensorDictModuleBase | None = policy
 
     def actor_buffer(self, rb: TensorDictReplayBuffer, batch_size: int | None = None) -> TensorDictReplayBuffer:
@@ -204,17 +217,33 @@ class DecoupledSampler(Sampler):
             raise ValueError(
                 f"DecoupledSampler.actor_buffer(batch_size={batch_size}): group_size={self.group_size} must divide it."
             )
+        self._require_live_candidates(rb._storage)
+        device = getattr(rb._storage, "device", None)
+        if isinstance(device, torch.device):
+            self._to(device)
         sampler = _ActorSampler(self, rb._transform)
         buffer = type(rb)(
             storage=rb._storage,
             writer=ImmutableDatasetWriter(),
             sampler=sampler,
             batch_size=batch_size,
-            transform=rb._transform if len(rb._transform) else None,
+            transform=rb._transform,
             generator=rb._rng,
         )
         sampler.ready = True
         return buffer
+
+    def _require_live_candidates(self, storage: Any) -> None:
+        tables = getattr(storage, STORAGE_ATTRIBUTE, None)
+        if tables is not None and tables.retention == "pinned" and isinstance(self.candidate_sampler, RandomSampler):
+            raise ValueError(
+                "DecoupledSampler: with event tables of retention='pinned' not all slots hold what is in a table; use "
+                "retention='ring', or pass a candidate_sampler that draws from the tables."
+            )
+
+    def _to(self, device: torch.device) -> None:
+        self._chosen, self._scale = self._chosen.to(device), self._scale.to(device)
+        self._whitening = None if self._whitening is None else self._whitening.to(device)
 
     def candidates(
         self, storage: Storage, batch_size: int, transform: Callable[[TensorDictBase], TensorDictBase] | None = None
@@ -228,12 +257,16 @@ class DecoupledSampler(Sampler):
         if not is_traced() and not len(storage):  # pyright: ignore[reportArgumentType]
             raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
         count = self.num_candidates
+        if self.granularity == "group" and batch_size % self.group_size:
+            raise ValueError(
+                f"DecoupledSampler: group_size={self.group_size} must divide the batch size, {batch_size}."
+            )
         index, _ = self.candidate_sampler.sample(storage, count * batch_size)
         columns = index if isinstance(index, tuple) else (index,)
         whitened, correction = self._whitened(storage, index, transform)
         size = {"batch": batch_size, "group": self.group_size, "transition": 1}[self.granularity]
         parts = whitened.reshape(count, -1, size, whitened.shape[-1])
-        scores = self._scores(parts, correction.reshape(count, -1, size))
+        scores = self._scores(parts, correction.reshape(count, -1, size)).nan_to_num(nan=math.inf, posinf=math.inf)
         if self.granularity == "transition":
             order = scores.reshape(-1).argsort(stable=True)
             taken = order[:batch_size]
@@ -246,9 +279,10 @@ class DecoupledSampler(Sampler):
             taken = rows.reshape(-1)
             chosen = scores.amin(0).repeat_interleave(size)
             of_row = scores.T.repeat_interleave(size, 0)
-        self._chosen = self._chosen.to(chosen.device)
+        if not is_traced() and self._chosen.device != chosen.device:
+            self._to(chosen.device)
         self._chosen.copy_(torch.stack([chosen.mean(), of_row.mean()]))
-        picked = tuple(column.index_select(0, taken) for column in columns)
+        picked = tuple(column.index_select(0, taken.to(column.device)) for column in columns)
         return picked if isinstance(index, tuple) else picked[0], chosen, of_row
 
     @torch.no_grad()
@@ -260,17 +294,23 @@ class DecoupledSampler(Sampler):
             raise TypeError(
                 "DecoupledSampler: TensorDicts in a tensor storage are needed, LazyTensorStorage for example."
             )
+        if data.ndim > storage.ndim:
+            raise ValueError(
+                f"DecoupledSampler: the storage holds entries of shape {tuple(data.shape[storage.ndim :])} in each "
+                "slot, not single transitions."
+            )
         keys = [*policy.in_keys, self._action_key]
-        missing = [key for key in keys if data.get(key, None) is None]
+        transformed = transform is not None and len(transform) > 0
+        rows = data
+        if transformed:
+            # they may read and write anything
+            rows = transform(data[index])
+        missing = [key for key in keys if rows.get(key, None) is None]
         if missing:
             raise KeyError(f"DecoupledSampler: the stored data has no entries {missing}, which the policy reads.")
-        if is_traced() and isinstance(index, Tensor):
-            rows = storage.take_columns(keys, index)
-        else:
-            rows = data.select(*keys)[index]
-        if transform is not None and len(transform):
-            with _set_missing_tolerance(transform, True):
-                rows = transform(rows)
+        if not transformed:
+            traced = is_traced() and isinstance(index, Tensor)
+            rows = storage.take_columns(keys, index) if traced else data.select(*keys)[index]
         action = rows.get(self._action_key)
         inputs = rows.select(*policy.in_keys)
         with nullcontext() if is_traced() else set_interaction_type(InteractionType.DETERMINISTIC):
@@ -339,17 +379,18 @@ class DecoupledSampler(Sampler):
 
     def add(self, index: int) -> None:
         """Called after a write."""
-        self.critic_sampler.add(index)
+        for sampler in self._samplers():
+            sampler.add(index)
 
     def extend(self, index: Tensor) -> None:
         """Called after a write."""
-        self.critic_sampler.extend(index)
+        for sampler in self._samplers():
+            sampler.extend(index)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer."""
-        self.critic_sampler.mark_update(index, storage=storage)
-        if self.candidate_sampler is not self.critic_sampler:
-            self.candidate_sampler.mark_update(index, storage=storage)
+        for sampler in self._samplers():
+            sampler.mark_update(index, storage=storage)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
@@ -357,10 +398,11 @@ class DecoupledSampler(Sampler):
         """Hand TD errors to the critic's sampler, if it takes any.
 
         Raises:
-            ValueError: if ``index`` is that of the actor's last batch (not looked at in a graph).
+            ValueError: if ``index`` is that of one of the actor's last batches (not looked at in a graph).
         """
-        last = self._last_index
-        if not is_traced() and last is not None and isinstance(index, Tensor) and torch.equal(index, last):
+        # by identity: small buffers give the same rows to both
+        drawn = [] if is_traced() or not isinstance(index, Tensor) else self._drawn
+        if any(index.data_ptr() == own.data_ptr() for own in drawn):
             raise ValueError(
                 "DecoupledSampler.update_priority: this is the actor's batch; priorities come from the critic's."
             )
@@ -395,11 +437,16 @@ class DecoupledSampler(Sampler):
         """Restore what :meth:`dumps` saved."""
         self.critic_sampler.loads(path)
 
+    def _samplers(self) -> list[Sampler]:
+        same = self.candidate_sampler is self.critic_sampler
+        return [self.critic_sampler] if same else [self.critic_sampler, self.candidate_sampler]
+
     def _empty(self) -> None:
-        self.critic_sampler._empty()
+        for sampler in self._samplers():
+            sampler._empty()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_policy": None, "_last_index": None}
+        return {**vars(self), "_policy": None, "_drawn": deque(maxlen=_REMEMBERED)}
 
     def __repr__(self) -> str:
         return (
@@ -430,8 +477,8 @@ class _ActorSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
         index, score, candidate_scores = self._decoupled.candidates(storage, batch_size, self._transform)
-        if not is_traced():
-            self._decoupled._last_index = torch.stack(index, -1) if isinstance(index, tuple) else index
+        if not is_traced() and isinstance(index, Tensor):
+            self._decoupled._drawn.append(index)
         return index, {"score": score, "candidate_scores": candidate_scores}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
