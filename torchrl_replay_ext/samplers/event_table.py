@@ -343,15 +343,18 @@ class EventTableSampler(PrioritySampler):
     def _masses(self, positions: Tensor, slots: Tensor) -> Tensor:
         """Masses of ``slots`` [n] at ``positions`` [n]."""
         if self._correction == "priority":
-            inside = (self._tables.positions(slots)[1:] != self._nowhere).any(0)
             eta = 1 - self._eta[0, 0]
-            return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
+            return SumTree.to_mass(1 + eta * (2.0 * self._inside(slots) - 1))
         priority = take(self._priority, slots)
         if self._kind == "rank":
             return self._rank_masses(positions, priority)
         if self._kind is None:
             return torch.full_like(positions, SumTree.UNIT)
         return self._mass(priority.abs())
+
+    def _inside(self, slots: Tensor) -> Tensor:
+        """Whether any event table holds each of ``slots`` [n], bool [n]."""
+        return (self._tables.positions(slots)[1:] != self._nowhere).any(0)
 
     def _set(self, positions: Tensor, slots: Tensor, resolved: Resolved | None = None) -> None:
         """Bring the masses of ``slots`` [n] at ``positions`` [n] up to date."""
@@ -669,9 +672,6 @@ class EventTableSampler(PrioritySampler):
         self, slots: Tensor, probability: Tensor, eta: Tensor, mass: Tensor, total: Tensor, count: Tensor
     ) -> Tensor:
         """Importance-sampling weights, at most 1, float64 [n]."""
-        inside = None
-        if self._correction in ("lemma2", "priority"):
-            inside = (self._tables.positions(slots)[1:] != self._nowhere).any(0)
         if self._correction is None:
             if self._kind is None:
                 return torch.ones_like(probability)
@@ -680,7 +680,7 @@ class EventTableSampler(PrioritySampler):
             weight = 1 / probability
         elif self._correction == "priority":
             share = 1 - self._eta[0, 0]
-            weight = 1 / torch.where(inside, 1 + share, 1 - share)
+            weight = 1 / torch.where(self._inside(slots), 1 + share, 1 - share)
         else:
             assert self._pairs is not None
             of_pair = self._pairs.of(slots)
@@ -690,7 +690,7 @@ class EventTableSampler(PrioritySampler):
             else:
                 share = 1 - eta[0]
                 outside = 1 - of_pair[-1] / of_pair[0]
-                weight = torch.where(inside, 1 - share * outside, 1 / (1 - share))
+                weight = torch.where(self._inside(slots), 1 - share * outside, 1 / (1 - share))
         weight = weight ** self._hyperparameters["beta"].current()
         return weight / weight.amax()
 
