@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
-from torchrl_replay_ext import DecoupledSampler, EventTableSampler, RankBasedSampler, compile_step
+from torchrl_replay_ext import compile_step
 
 # Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
 # begin with "loss" are to be minimised; the others are for the record.
@@ -123,14 +123,11 @@ class Learner:
         # With one call per batch, the batch is written in the same graph. But the first write of all has to be outside,
         # on a GPU the batch has to come from the CPU first, ranks are sorted at writes outside graphs only, and events
         # are not part of a graph.
-        sampler = self._replay.sampler
-        if isinstance(sampler, DecoupledSampler):
-            sampler = sampler.critic_sampler
         self._extends = (
             self._gradient_steps == self._updates_per_graph
             and self._replay.write_count > 0
             and self._on_cpu
-            and not isinstance(sampler, (RankBasedSampler, EventTableSampler))
+            and getattr(self._replay.sampler, "writes_in_graphs", True)
         )
         return CompiledUpdate(
             *self._arguments,

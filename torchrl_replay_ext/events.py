@@ -478,10 +478,13 @@ class EventTables(Mapping[str, EventTable]):
         rows = torch.arange(len(self._place), device=self.device).unsqueeze(1) * self.num_slots
         return take(self._place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
 
+    def holds(self, slots: Tensor) -> Tensor:
+        """Which tables hold each of ``slots`` [n], of those that are lists (in a ring: all but the default); bool."""
+        return self._listed(slots) != self.nowhere
+
     def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
         """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], outside graphs; float32 [n]."""
-        listed = (self._listed(slots) != self.nowhere).to(torch.float32)
-        result = torch.tensor(of_table[self._first :], device=self.device) @ listed
+        result = torch.tensor(of_table[self._first :], device=self.device) @ self.holds(slots).to(torch.float32)
         return result if self._pinned else result.add_(of_table[0])
 
     def _between(self, number: int, first: int, last: int) -> Tensor:
@@ -512,7 +515,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def overwrite(self, slots: Tensor, *, in_turn: bool = True) -> None:
         """Entries of ``slots`` [n], each named once, die: their transitions were overwritten, in turn or out of it."""
-        positions = self._place[:, slots]
+        positions = self._listed(slots)
         alive = positions != self.nowhere
         if bool(alive.any()):
             deaths = alive.sum(1)
@@ -522,10 +525,6 @@ class EventTables(Mapping[str, EventTable]):
                 self._tail[self._first :] += deaths * self._ordered[self._first :]
             self._place[:, slots] = self.nowhere
             self._left(positions[alive].to(torch.int64), slots.expand_as(positions)[alive])
-
-    def dying(self, slots: Tensor) -> list[bool]:
-        """Whether a table holds any of ``slots``, for each table that is a list."""
-        return (self._place[:, slots] != self.nowhere).any(1).tolist()
 
     def _evict(self, number: int, count: int) -> Tensor:
         """Drop the ``count`` oldest entries of a table and return their slots."""
@@ -546,7 +545,8 @@ class EventTables(Mapping[str, EventTable]):
 
     def room(self, number: int, count: int) -> Tensor:
         """Make room for ``count`` new entries in a table; returns the slots of those that had to go."""
-        return self._evict(number, self.size(number) + min(count, self.capacity_of(number)) - self.capacity_of(number))
+        capacity = self.capacity_of(number)
+        return self._evict(number, self.size(number) + min(count, capacity) - capacity)
 
     def insert(self, number: int, slots: Tensor, numbers: Tensor) -> None:
         """Add ``slots`` [n], oldest first, to a table that does not hold them; the oldest entries give way.
@@ -599,7 +599,7 @@ class EventTables(Mapping[str, EventTable]):
         if self._free is None or not len(slots):
             return
         slots = slots.unique()
-        unused = (self._place[:, slots] == self.nowhere).all(0)
+        unused = ~self.holds(slots).any(0)
         if but is not None:
             unused &= ~torch.isin(slots, but)
         self._free.push(slots, unused)

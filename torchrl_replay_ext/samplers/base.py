@@ -35,6 +35,14 @@ def _as_float32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
+def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Flat slots, in row-major order, of an index [n, ndim] into a storage of this shape; [n]."""
+    slots = index[:, 0]
+    for dim, length in enumerate(shape[1:], start=1):
+        slots = slots * length + index[:, dim]
+    return slots
+
+
 class PrioritySampler(Sampler):
     """Abstract sampler that draws by priorities d = |δ| + eps of the stored transitions.
 
@@ -55,6 +63,8 @@ class PrioritySampler(Sampler):
     reduction = "max"
     # read by CompilableReplayBuffer: samples carry the number of the write of each row
     takes_stamps = True
+    # whether writes lose nothing by being part of a graph
+    writes_in_graphs = True
 
     def __init__(
         self,
@@ -271,10 +281,7 @@ class PrioritySampler(Sampler):
         coordinates = coordinates.reshape(-1, len(shape))
         if not is_traced():
             coordinates = self._in_range(coordinates, torch.tensor(shape, device=self._device))
-        slots = coordinates[:, 0]
-        for dim, length in enumerate(shape[1:], start=1):
-            slots = slots * length + coordinates[:, dim]
-        return slots
+        return row_major(coordinates, shape)
 
     def _in_range(self, index: Tensor, high: int | Tensor) -> Tensor:
         if is_traced() or not index.numel():

@@ -213,10 +213,7 @@ class DecoupledSampler(Sampler):
         batch_size = rb._batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("DecoupledSampler.actor_buffer: pass batch_size=, the buffer has none.")
-        if self.granularity == "group" and batch_size % self.group_size:
-            raise ValueError(
-                f"DecoupledSampler.actor_buffer(batch_size={batch_size}): group_size={self.group_size} must divide it."
-            )
+        self._require_whole_groups(batch_size)
         self._require_live_candidates(rb._storage)
         device = getattr(rb._storage, "device", None)
         if isinstance(device, torch.device):
@@ -232,6 +229,12 @@ class DecoupledSampler(Sampler):
         )
         sampler.ready = True
         return buffer
+
+    def _require_whole_groups(self, batch_size: int) -> None:
+        if self.granularity == "group" and batch_size % self.group_size:
+            raise ValueError(
+                f"DecoupledSampler: actor's batch_size is {batch_size}, group_size={self.group_size} must divide it."
+            )
 
     def _require_live_candidates(self, storage: Any) -> None:
         tables = getattr(storage, STORAGE_ATTRIBUTE, None)
@@ -257,10 +260,7 @@ class DecoupledSampler(Sampler):
         if not is_traced() and not len(storage):  # pyright: ignore[reportArgumentType]
             raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
         count = self.num_candidates
-        if self.granularity == "group" and batch_size % self.group_size:
-            raise ValueError(
-                f"DecoupledSampler: group_size={self.group_size} must divide the batch size, {batch_size}."
-            )
+        self._require_whole_groups(batch_size)
         index, _ = self.candidate_sampler.sample(storage, count * batch_size)
         columns = index if isinstance(index, tuple) else (index,)
         whitened, correction = self._whitened(storage, index, transform)
@@ -358,6 +358,11 @@ class DecoupledSampler(Sampler):
     def takes_stamps(self) -> bool:
         """Whether samples carry the number of the write of each row."""
         return getattr(self.critic_sampler, "takes_stamps", False)
+
+    @property
+    def writes_in_graphs(self) -> bool:
+        """Whether writes lose nothing by being part of a graph."""
+        return getattr(self.critic_sampler, "writes_in_graphs", True)
 
     @property
     def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]

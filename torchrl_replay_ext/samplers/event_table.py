@@ -108,6 +108,7 @@ class EventTableSampler(PrioritySampler):
     """
 
     _grows = True
+    writes_in_graphs = False
 
     def __init__(
         self,
@@ -190,15 +191,16 @@ class EventTableSampler(PrioritySampler):
     @property
     def omega(self) -> float:
         """Exponent of the reliability, with ``priority=dict(kind="reaper")``."""
-        if self._source is None:
-            raise AttributeError("EventTableSampler.omega: only with priority=dict(kind='reaper').")
-        return self._source.omega
+        return self._reaper().omega
 
     @omega.setter
     def omega(self, value: float | Tensor | Anneal) -> None:
+        self._reaper().omega = value
+
+    def _reaper(self) -> ReaPERSampler:
         if self._source is None:
             raise AttributeError("EventTableSampler.omega: only with priority=dict(kind='reaper').")
-        self._source.omega = value
+        return self._source
 
     @property
     def event_share(self) -> float:
@@ -354,7 +356,7 @@ class EventTableSampler(PrioritySampler):
 
     def _inside(self, slots: Tensor) -> Tensor:
         """Whether any event table holds each of ``slots`` [n], bool [n]."""
-        return (self._tables.positions(slots)[1:] != self._nowhere).any(0)
+        return self._tables.holds(slots).any(0)
 
     def _set(self, positions: Tensor, slots: Tensor, resolved: Resolved | None = None) -> None:
         """Bring the masses of ``slots`` [n] at ``positions`` [n] up to date."""
@@ -382,7 +384,7 @@ class EventTableSampler(PrioritySampler):
     def _count_pairs(self, slots: Tensor) -> None:
         if self._pairs is not None:
             slots = slots.unique()
-            self._pairs.list(slots, self._tables.positions(slots)[1:] != self._nowhere)
+            self._pairs.list(slots, self._tables.holds(slots))
 
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)

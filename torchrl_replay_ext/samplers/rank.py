@@ -79,6 +79,9 @@ class RankBasedSampler(PrioritySampler):
         >>> rb.update_tensordict_priority(batch)
     """
 
+    # nothing is sorted in graphs, but by writes outside them
+    writes_in_graphs = False
+
     def __init__(
         self,
         capacity: int,

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext.buffers import CompilableWriter
 from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.samplers.base import row_major
 from torchrl_replay_ext.tracing import is_traced
 
 _TRAJECTORY = ("collector", "traj_ids")
@@ -309,7 +310,6 @@ class EventTableWriter(CompilableWriter):
         parts: list[tuple[np.ndarray, ...]] = []
         count = len(self._tables)
         for stream, chosen in zip(streams.tolist(), np.split(order, first[1:]), strict=True):
-            new = np.full(len(chosen), -1), written + chosen, np.zeros((len(chosen), count), bool)
             starts = rows.begins[chosen].copy()
             starts[1:] |= rows.ends[chosen[:-1]] | (np.diff(rows.trajectory[chosen]) != 0)
             tail = self._tails.get(stream)
@@ -320,7 +320,8 @@ class EventTableWriter(CompilableWriter):
                 begin = np.zeros(len(tail), bool)
                 begin[0] = True
                 parts.append((np.full(len(tail), -1), tail.slot, tail.number, begin, tail.sent))
-            parts.append((chosen, new[0], new[1], starts, new[2]))
+            nowhere, unsent = np.full(len(chosen), -1), np.zeros((len(chosen), count), bool)
+            parts.append((chosen, nowhere, written + chosen, starts, unsent))
         row, slot, number, starts, sent = (np.concatenate(column) for column in zip(*parts, strict=True))
         return _Timeline(row, slot, number, starts.cumsum(), sent)
 
@@ -338,6 +339,7 @@ class EventTableWriter(CompilableWriter):
         new = timeline.row >= 0
         events = np.zeros((size, occurred.shape[1]), bool)
         events[new] = occurred[timeline.row[new]]
+        reach, oldest = self._tables.capacity_of(0), self._tables.oldest
         for table in sorted(set(self._numbers)):
             trigger = np.full(size, _NEVER)
             for column, spec in enumerate(self._tables.specs):
@@ -349,15 +351,15 @@ class EventTableWriter(CompilableWriter):
                 reached = (following < size) & (following - here < spec.history)
                 reached &= timeline.episode[found] == timeline.episode
                 # an overwritten transition cannot be sent
-                reached &= timeline.number[found] - timeline.number < self._tables.capacity_of(0)
-                reached &= timeline.number >= self._tables.oldest
+                reached &= timeline.number[found] - timeline.number < reach
+                reached &= timeline.number >= oldest
                 trigger = np.minimum(trigger, np.where(reached, following, _NEVER))
             chosen = np.flatnonzero((trigger < _NEVER) & ~timeline.sent[:, table])
             if len(chosen):
                 at = timeline.row[trigger[chosen]]
-                chosen = chosen[np.argsort(at, kind="stable")]
+                order = np.argsort(at, kind="stable")
                 timeline.sent[chosen, table] = True
-                entering[table] = chosen, timeline.row[trigger[chosen]]
+                entering[table] = chosen[order], at[order]
         return timeline, entering
 
     def _write(self, data: TensorDictBase, rows: _Rows, occurred: np.ndarray) -> Tensor:
@@ -374,7 +376,8 @@ class EventTableWriter(CompilableWriter):
             index = self._write_ring(data)
             slots = self._flat(index).to(tables.device)
             timeline, entering = self._plan(rows, occurred)
-        timeline.slot[timeline.row >= 0] = slots.cpu().numpy()[timeline.row[timeline.row >= 0]]
+        new = timeline.row >= 0
+        timeline.slot[new] = slots.cpu().numpy()[timeline.row[new]]
         tables.written(slots)
         if tables.retention == "pinned":
             for table, (places, _) in entering.items():
@@ -395,7 +398,7 @@ class EventTableWriter(CompilableWriter):
         """Drop what was overwritten and add what enters, as if row after row had been written."""
         tables = self._tables
         alive = timeline.number >= tables.oldest
-        dying = tables.dying(slots)
+        dying = tables.holds(slots).any(1).tolist()
         in_turn = False
         for table, (places, _) in entering.items():
             full = tables.size(table) + len(places) > tables.capacity_of(table)
@@ -419,19 +422,18 @@ class EventTableWriter(CompilableWriter):
         tables.overwrite(slots[done:])
 
     def _write_ring(self, data: TensorDictBase) -> Tensor:
-        first = int(self._cursor)
+        # the slot to be written next
+        first = int(self._cursor) * data.shape[1:].numel()
         storage: Any = self._storage
         if not self._tables.num_written and len(storage):
             self._allocate()
-            self._tables.adopt(len(storage), first * data.shape[1:].numel() - 1)
+            self._tables.adopt(len(storage), first - 1)
         try:
             index = super().extend(data)
         except BaseException:
             # the sampler has refused the rows, but they may be in the storage
             if self._tables.num_slots:
-                width = data.shape[1:].numel()
-                slots = first * width + torch.arange(data.numel(), device=self._tables.device)
-                slots = slots % self._tables.num_slots
+                slots = (first + torch.arange(data.numel(), device=self._tables.device)) % self._tables.num_slots
                 self._tables.overwrite(slots)
                 self._tables.written(slots)
                 self._tails.clear()
@@ -499,10 +501,7 @@ class EventTableWriter(CompilableWriter):
         if index.ndim == 1:
             return index
         storage: Any = self._storage
-        slots = index[:, 0]
-        for dim, length in enumerate(tuple(storage._total_shape)[1 : storage.ndim], start=1):
-            slots = slots * length + index[:, dim]
-        return slots
+        return row_major(index, tuple(storage._total_shape)[: storage.ndim])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
@@ -587,8 +586,7 @@ class EventTableWriter(CompilableWriter):
     def loads(self, path: str | Path) -> None:
         """Restore what :meth:`dumps` saved."""
         saved = torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu")
-        current = {key: value for key, value in super().state_dict().items()}
-        self.load_state_dict({**current, **saved})
+        self.load_state_dict({**super().state_dict(), **saved})
         super().loads(path)
 
 
