@@ -12,17 +12,33 @@ from torchrl_replay_ext.functional.priorities import (
     write_last,
 )
 from torchrl_replay_ext.functional.reliability import reliability
+from torchrl_replay_ext.functional.retrace import (
+    acer_value_target,
+    importance_ratio,
+    importance_sampling_return,
+    off_policy_trace_return,
+    q_opc,
+    retrace,
+    trust_region_projection,
+)
 
 __all__ = [
+    "acer_value_target",
     "all_different",
     "allocate",
     "extremes",
     "gaussian_policy_kl",
+    "importance_ratio",
+    "importance_sampling_return",
     "importance_weights",
     "is_last_occurrence",
     "last_occurrence",
+    "off_policy_trace_return",
     "ornstein_uhlenbeck_scale",
+    "q_opc",
     "rank_probabilities",
     "reliability",
+    "retrace",
+    "trust_region_projection",
     "write_last",
 ]
