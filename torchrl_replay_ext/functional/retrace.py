@@ -244,7 +244,8 @@ def acer_value_target(
     r"""Target of the state value, V^target = min(1, ρ) (Q^ret − Q) + V (Wang et al. 2017, Eq. 14).
 
     Args:
-        log_pi, log_mu: log-probabilities of the actions taken, now and when they were.
+        log_pi: log-probability of the action taken under the current policy.
+        log_mu: under the policy that took it.
         q_ret: Q^ret of :func:`retrace`.
         action_value: Q(x_t, a_t).
         state_value: V(x_t).
