@@ -3,6 +3,8 @@
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
 from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
+from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
+from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss
 from torchrl_replay_ext.samplers import (
     DecoupledSampler,
     EventTableSampler,
@@ -17,6 +19,8 @@ from torchrl_replay_ext.writers import EventTableWriter
 __version__ = "0.1.0"
 
 __all__ = [
+    "ACERContinuousLoss",
+    "ACERLoss",
     "Anneal",
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
@@ -28,6 +32,8 @@ __all__ = [
     "ProportionalSampler",
     "RankBasedSampler",
     "ReaPERSampler",
+    "SeparateValueNetworks",
+    "StochasticDuelingNetwork",
     "SumTree",
     "Threshold",
     "compile_step",

@@ -18,19 +18,16 @@ from tensordict.nn import (
     set_interaction_type,
 )
 from torch import Tensor
-from torch.distributions import Normal
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import ImmutableDatasetWriter, PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.modules import IndependentNormal, TanhNormal
 
 from torchrl_replay_ext.events import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.functional.gaussian import _as_scale, gaussian_policy_kl
+from torchrl_replay_ext.policies import inside_bounds, is_squashed
 from torchrl_replay_ext.tracing import is_traced
 
 _GROUP = 16
-# Actions are kept away from the bounds, where tanh has no inverse.
-_BOUND = 1 - 1e-6
 # Actor batches that are recognised if they come back as the critic's.
 _REMEMBERED = 32
 
@@ -183,19 +180,7 @@ class DecoupledSampler(Sampler):
             )
         if self._score == "logprob" and self._whitening is not None and not self._stochastic:
             raise ValueError("DecoupledSampler(score='logprob'): noise_scale must be one number or [A].")
-        self._squashed = False
-        for module in policy.modules() if self._stochastic else ():
-            distribution = getattr(module, "distribution_class", None)
-            if distribution is None:
-                continue
-            known = isinstance(distribution, type) and issubclass(distribution, (TanhNormal, Normal, IndependentNormal))
-            keywords = set(getattr(module, "distribution_kwargs", None) or {}) - {"safe_tanh", "event_dims"}
-            if not known or keywords:
-                raise ValueError(
-                    f"DecoupledSampler: the policy's distribution is {distribution} with {sorted(keywords)}; it must "
-                    "be Normal, IndependentNormal or TanhNormal in its plain form, with actions in [-1, 1]."
-                )
-            self._squashed = issubclass(distribution, TanhNormal)
+        self._squashed = self._stochastic and is_squashed(policy, "DecoupledSampler")
         self._policy: TensorDictModuleBase | None = policy
 
     def actor_buffer(self, rb: TensorDictReplayBuffer, batch_size: int | None = None) -> TensorDictReplayBuffer:
@@ -322,7 +307,7 @@ class DecoupledSampler(Sampler):
             scale = result.get("scale")
             correction = scale.log().sum(-1)
             if self._squashed:
-                action = action.clamp(-_BOUND, _BOUND)
+                action = inside_bounds(action)
                 correction = correction + (1 - action.square()).log().sum(-1)
                 action = action.atanh()
             return (action - result.get("loc")) / scale, correction

@@ -1,0 +1,296 @@
+"""The loss of ACER for discrete actions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams, dispatch
+from torch import Tensor
+
+from torchrl_replay_ext.functional import trust_region_projection
+from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
+from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss
+from torchrl_replay_ext.tracing import is_traced
+
+STATISTICS = ("probs", "logits", "log_probs")
+
+
+def _log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
+    """Log-probabilities from logits, or from probabilities if the entry's name says so."""
+    name = key if isinstance(key, str) else key[-1]
+    if name.endswith("probs") and not name.endswith("log_probs"):
+        return (value / value.sum(-1, keepdim=True)).log()
+    return value.log_softmax(-1)
+
+
+def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The log of p/q, at most 40; 0 for actions that neither allows."""
+    return torch.where(log_p == log_q, torch.zeros_like(log_p), log_p - log_q).clamp_max(MAX_LOG_RATIO)
+
+
+class ACERLoss(TrajectoryLoss):
+    r"""Actor-critic with experience replay for discrete actions (Wang et al. 2017, Sec. 3, Algorithm 2).
+
+    On trajectories [\*B, T] whose behaviour μ is stored, on-policy or replayed, with ρ_t(a) = π(a|x_t) / μ(a|x_t)::
+
+        loss_actor:   −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is constant, and
+                      g_t = min(c, ρ_t) ∇_φ log f(a_t|φ) [Q^ret_t − V_t]
+                            + Σ_a [1 − c / ρ_t(a)]_+ f(a|φ) ∇_φ log f(a|φ) [Q(x_t, a) − V_t]     (Eq. 10)
+                      k_t = ∇_φ D_KL[f(·|φ_avg) ‖ f(·|φ)]
+                      z_t = g_t − max(0, (k_tᵀg_t − δ) / |k_t|²) k_t                            (Eq. 12)
+        loss_qvalue:  critic_coeff (Q^ret_t − Q(x_t, a_t))², by default of the gradient of Eq. 6
+        loss_entropy: −entropy_coeff · H(π(·|x_t))
+
+    V_t = Σ_a π(a|x_t) Q(x_t, a); Q^ret is :func:`~torchrl_replay_ext.functional.retrace`, with min(retrace_thresh, ρ).
+    Q^ret, V, ρ and z are constants to autograd. g and k are formed in closed form and projected for each step by
+    itself: there is no second backward pass.
+
+    Where the paper leaves room:
+
+    * The average policy is ``target_actor_network_params``; ``SoftUpdate(loss, eps=α)`` after each update gives
+      θ_avg ← α θ_avg + (1 − α) θ.
+    * The entropy is outside of the trust region: Algorithm 2 has none in g.
+    * A truncated episode bootstraps from its last observation.
+    * Log-ratios are cut off at 40, so that probabilities of 1e-17 and less give no overflow. There is no other eps.
+
+    Networks may share parameters, which then learn from both losses. A critic that reads what the actor wrote (a
+    hidden layer's output) is run behind it.
+
+    Args:
+        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical distribution, from "logits" or
+            "probs" [\*B, T, A].
+        qvalue_network: writes "action_value" [\*B, T, A].
+        gamma: discount factor in [0, 1].
+        lmbda: λ of Retrace, in [0, 1].
+        c: truncation of the importance weights in the policy's gradient, >= 0. ``math.inf``: importance sampling
+            without correction; 0: Q estimates alone.
+        delta: δ of the trust region, >= 0.
+        trust_region: whether there is one.
+        statistics: φ, in whose space gradients are projected: "probs" as in the paper, "logits" or "log_probs".
+        entropy_coeff: weight of the entropy, >= 0.
+        critic_coeff: weight of the critic's loss, >= 0.
+        retrace_thresh: truncation of Retrace's traces, >= 0.
+        returns: "retrace", or "importance_sampling" as in the paper's ablation (App. E.4).
+        behaviour_key: where μ's statistics are stored: probabilities if the name ends with "probs", else logits.
+        reduction: "mean", "sum" or "none"; over the steps that ("collector", "mask") allows.
+
+    The batch is read at "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the
+    networks' keys, also under "next", and ("next", "reward" | "done" | "terminated") [\*B, T, 1]; names can be changed
+    by ``set_keys``. If it has a "priority_weight", losses are weighted averages, as in TorchRL.
+
+    Returns:
+        A TensorDict of the losses and, detached: ``entropy``, ``kl`` (of the average policy to the current one, nats),
+        ``rho`` (mean of min(c, ρ)), ``bc_weight`` (mean of Σ_a π(a) [1 − c/ρ(a)]_+), ``tr_active`` (share of steps
+        that were projected; with "probs" it says little: there, all of the policy's changes in proportion to itself
+        count, which the softmax undoes). The squared TD errors [\*B, T] are written to the batch as "td_error".
+
+    Raises:
+        KeyError: if an entry is missing.
+        ValueError: if an argument is out of range, a shape is wrong, or actions are none (not looked at in a graph).
+
+    Examples:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import ProbabilisticActor
+        >>> from torchrl.objectives import SoftUpdate
+        >>> policy = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"])
+        >>> actor = ProbabilisticActor(policy, in_keys=["logits"], distribution_class=torch.distributions.Categorical)
+        >>> critic = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action_value"])
+        >>> loss_module = ACERLoss(actor, critic, c=10.0, delta=1.0)
+        >>> average = SoftUpdate(loss_module, eps=0.99)
+        >>> batch = actor(TensorDict({"observation": torch.randn(4, 20, 3)}, [4, 20]))
+        >>> flags = dict.fromkeys(("done", "terminated"), torch.zeros(4, 20, 1, dtype=torch.bool))
+        >>> batch["next"] = {"observation": torch.randn(4, 20, 3), "reward": torch.ones(4, 20, 1), **flags}
+        >>> losses = loss_module(batch.detach())
+        >>> (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_entropy"]).backward()
+        >>> average.step()
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        action: NestedKey = "action"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+        action_value: NestedKey = "action_value"
+        behaviour: NestedKey = "logits"
+        priority: NestedKey = "td_error"
+        priority_weight: NestedKey = "priority_weight"
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    actor_network: ProbabilisticTensorDictSequential
+    qvalue_network: TensorDictModule
+    actor_network_params: TensorDictParams
+    qvalue_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+    target_qvalue_network_params: TensorDictParams
+    _LOSSES = ("loss_actor", "loss_qvalue", "loss_entropy")
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        qvalue_network: TensorDictModule,
+        *,
+        gamma: float = 0.99,
+        lmbda: float = 1.0,
+        c: float = 10.0,
+        delta: float = 1.0,
+        trust_region: bool = True,
+        statistics: str = "probs",
+        entropy_coeff: float = 1e-3,
+        critic_coeff: float = 0.5,
+        retrace_thresh: float = 1.0,
+        returns: str = "retrace",
+        behaviour_key: NestedKey = "logits",
+        reduction: str = "mean",
+    ):
+        if statistics not in STATISTICS:
+            raise ValueError(f"ACERLoss(statistics={statistics!r}): statistics must be one of {', '.join(STATISTICS)}.")
+        super().__init__(
+            actor_network,
+            ("qvalue_network", qvalue_network),
+            gamma=gamma,
+            lmbda=lmbda,
+            c=c,
+            delta=delta,
+            trust_region=trust_region,
+            retrace_thresh=retrace_thresh,
+            returns=returns,
+            reduction=reduction,
+            entropy_coeff=entropy_coeff,
+            critic_coeff=critic_coeff,
+        )
+        written = [str(key) for module in actor_network[:-1] for key in module.out_keys]  # pyright: ignore
+        parameters = [key for key in ("logits", "probs") if key in written]
+        if len(parameters) != 1:
+            raise ValueError(
+                f"ACERLoss: the actor must write 'logits' or 'probs' of a categorical distribution, not {written}."
+            )
+        self._parameter = parameters[0]
+        self.statistics = statistics
+        self.set_keys(behaviour=behaviour_key)
+
+    @property
+    def _behaviour(self) -> tuple[NestedKey, ...]:
+        return (self.tensor_keys.behaviour,)
+
+    @property
+    def _observed(self) -> list[NestedKey]:
+        of_critic = [key for key in self.qvalue_network.in_keys if key not in self.actor_network.out_keys]
+        return list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
+
+    def _evaluate(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and values of all actions, [*B, T, A]."""
+        with self._params("actor_network"):
+            state = self.actor_network.get_dist_params(state)
+        with self._params("qvalue_network"):
+            state = self.qvalue_network(state)
+        return _log_probabilities(state.get(self._parameter), self._parameter), self._get(
+            state, self.tensor_keys.action_value, "qvalue_network writes it; name its key with set_keys(action_value=)"
+        )
+
+    def _states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """What the networks read, of the states and of those that followed."""
+        states = []
+        for prefix in ((), ("next",)):
+            content = {}
+            for key in self._observed:
+                full = (*prefix, *((key,) if isinstance(key, str) else key))
+                content[key] = self._get(tensordict, full, "the networks read it; the environment writes it")
+            states.append(TensorDict(content, tensordict.batch_size))
+        return states[0], states[1]
+
+    def _taken(self, tensordict: TensorDictBase, num_actions: int) -> Tensor:
+        """The actions as indices, int64 [*B, T, 1]."""
+        key = self.tensor_keys.action
+        action = self._get(tensordict, key, "the collector stores what the policy chose")
+        shape = tensordict.batch_size
+        is_index = not action.is_floating_point() and action.dtype != torch.bool
+        if action.shape == (*shape, num_actions) and (num_actions > 1 or not is_index):
+            if not is_traced() and not bool(((action != 0).sum(-1) == 1).all() & (action.sum(-1) == 1).all()):
+                raise ValueError(f"ACERLoss: {key!r} has the shape of one-hot actions, but is not one-hot.")
+            return action.to(torch.int64).argmax(-1, keepdim=True)
+        if action.shape not in (shape, (*shape, 1)) or not is_index:
+            raise ValueError(
+                f"ACERLoss: {key!r} has shape {tuple(action.shape)} and dtype {action.dtype}, expected indices "
+                f"{tuple(shape)} or one-hot {(*shape, num_actions)}, as the actor's distribution gives them."
+            )
+        index = action.reshape(*shape, 1).to(torch.int64)
+        if not is_traced() and not bool(((index >= 0) & (index < num_actions)).all()):
+            raise ValueError(f"ACERLoss: {key!r} holds indices that are not in [0, {num_actions}).")
+        return index
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Compute the losses of a batch [*B, T]."""
+        rows = self._trajectories(tensordict)
+        states, following = self._states(tensordict)
+        log_pi, q = self._evaluate(states)
+        with torch.no_grad():
+            next_log_pi, next_q = self._evaluate(following)
+            next_value = (next_log_pi.exp() * next_q).sum(-1, keepdim=True)
+            with self._params("actor_network", average=True):
+                average = self.actor_network.get_dist_params(states.select(*self.actor_network.in_keys))
+            log_average = _log_probabilities(average.get(self._parameter), self._parameter)
+            (behaviour,) = self._statistics(tensordict, log_pi.shape)
+            log_mu = _log_probabilities(behaviour, self.tensor_keys.behaviour)
+        taken = self._taken(tensordict, log_pi.shape[-1])
+        q_taken = q.gather(-1, taken)
+        with torch.no_grad():
+            q_ret = self._returns(rows, log_pi.gather(-1, taken), log_mu.gather(-1, taken), q_taken, next_value)
+            z, diagnostics = self._gradient(log_pi, log_mu, log_average, taken, q, q_ret)
+
+        probability = log_pi.exp()
+        phi = {"probs": probability, "logits": log_pi, "log_probs": log_pi}[self.statistics]
+        # actions that are not allowed have no gradient
+        finite = log_pi.masked_fill(log_pi.isinf(), 0.0)
+        phi = phi if self.statistics == "probs" else finite
+        entropy = -(probability * finite).sum(-1)
+        td_error = rows.fill(q_ret - q_taken)
+        losses = {
+            "loss_actor": -(phi * rows.fill(z)).sum(-1),
+            "loss_qvalue": self.critic_coeff * td_error.square().squeeze(-1),
+            "loss_entropy": -self.entropy_coeff * entropy,
+        }
+        return self._result(tensordict, rows, losses, {"entropy": entropy, **diagnostics}, td_error)
+
+    def _gradient(
+        self, log_pi: Tensor, log_mu: Tensor, log_average: Tensor, taken: Tensor, q: Tensor, q_ret: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The z of Eq. 12, [*B, T, A], and diagnostics [*B, T]."""
+        pi, average = log_pi.exp(), log_average.exp()
+        value = (pi * q).sum(-1, keepdim=True)
+        advantage = q - value
+        ratio = _log_ratio(log_pi, log_mu)
+        rho = ratio.gather(-1, taken).exp().clamp_max(self.c)
+        beyond = torch.zeros_like(pi)
+        if math.isfinite(self.c):
+            # [1 − c / ρ(a)]_+
+            beyond = (1 - self.c * (-ratio).clamp_max(MAX_LOG_RATIO).exp()).clamp_min(0)
+        if self.statistics == "probs":
+            # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), where π may have underflowed
+            inverse_pi = (-log_pi.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()
+            inverse_mu = (-log_mu.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()
+            of_taken = torch.minimum(self.c * inverse_pi, inverse_mu) * (q_ret - value)
+            g = (beyond * advantage).scatter_add(-1, taken, of_taken)
+            k = -_log_ratio(log_average, log_pi).exp()
+        else:
+            g = (beyond * pi * advantage).scatter_add(-1, taken, rho * (q_ret - value))
+            k = -average
+            if self.statistics == "logits":
+                g = g - pi * g.sum(-1, keepdim=True)
+                k = pi - average
+        z, active = g, torch.zeros_like(value.squeeze(-1))
+        if self.trust_region:
+            z, active = trust_region_projection(g, k, self.delta)
+        kl = (average * torch.where(log_average == log_pi, torch.zeros_like(pi), log_average - log_pi)).sum(-1)
+        return z, {  # pyright: ignore[reportReturnType]
+            "kl": kl,
+            "rho": rho.squeeze(-1),
+            "bc_weight": (pi * beyond).sum(-1),
+            "tr_active": active.to(pi.dtype),
+        }

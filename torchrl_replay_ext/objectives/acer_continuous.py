@@ -1,0 +1,306 @@
+"""The loss of ACER for continuous actions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
+from torch import Tensor, nn
+
+from torchrl_replay_ext.functional import acer_value_target, importance_ratio, q_opc, trust_region_projection
+from torchrl_replay_ext.modules import SeparateValueNetworks
+from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss
+from torchrl_replay_ext.policies import inside_bounds, is_squashed
+
+_STATISTICS = (("loc",), ("loc", "scale"))
+_HALF_LOG_2PI = math.log(2 * math.pi) / 2
+
+
+def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    """Of a diagonal Gaussian, [..., 1]."""
+    whitened = (action - loc) / scale
+    return -(whitened.square() / 2 + scale.log() + _HALF_LOG_2PI).sum(-1, keepdim=True)
+
+
+class ACERContinuousLoss(TrajectoryLoss):
+    r"""Actor-critic with experience replay for continuous actions (Wang et al. 2017, Sec. 5, Algorithm 3).
+
+    On trajectories [\*B, T] whose Gaussian behaviour μ is stored, with ρ_t = π(a_t|x_t) / μ(a_t|x_t), an action
+    a'_t ~ π(·|x_t) and d the number of an action's dimensions::
+
+        loss_actor:  −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is constant, and
+                     g_t = min(c, ρ_t) ∇_φ log f(a_t|φ) [Q^opc_t − V(x_t)]
+                           + [1 − c / ρ_t(a'_t)]_+ ∇_φ log f(a'_t|φ) [Q̃(x_t, a'_t) − V(x_t)]      (Eq. 16)
+                     k_t = ∇_φ D_KL[f(·|φ_avg) ‖ f(·|φ)]
+                     z_t = g_t − max(0, (k_tᵀg_t − δ) / |k_t|²) k_t                              (Eq. 12)
+        loss_qvalue: critic_coeff (Q^ret_t − Q̃(x_t, a_t))²
+        loss_value:  value_coeff (V^target_t − V(x_t))²                                         (Eq. 14)
+        loss_entropy: −entropy_coeff · H(π(·|x_t))
+
+    Q^ret is :func:`~torchrl_replay_ext.functional.retrace` with min(1, ρ^{1/d}) (Algorithm 3 prints 1/δ), Q^opc
+    :func:`~torchrl_replay_ext.functional.q_opc`. Q^ret, Q^opc, ρ and z are constants to autograd.
+
+    Where the paper leaves room:
+
+    * Q̃ of a_t and of a'_t share the samples u_i; the policy learns from neither.
+    * The paper's policies have a fixed diagonal covariance: ``statistics=("loc",)``, for which g_t and k_t have no part
+      for the scale. With ``("loc", "scale")`` a learned scale is trained too.
+    * With a TanhNormal, ratios, scores and divergences are those of the Gaussian: the tanh cancels out. Actions must be
+      in [-1, 1]; the critic sees them as they are, not their arctanh. ``loss_entropy`` is the Gaussian's entropy.
+    * Average policy, truncated episodes, masks and weights are as in :class:`ACERLoss`.
+
+    Args:
+        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with Normal, IndependentNormal or TanhNormal,
+            that writes "loc" and "scale" [\*B, T, A].
+        sdn: a :class:`StochasticDuelingNetwork`; or :class:`SeparateValueNetworks`, with which V moves towards Q^ret
+            with the weight ρ (App. E.4); or a module that offers the same two methods.
+        gamma: discount factor in [0, 1].
+        lmbda: λ of Retrace and of Q^opc, in [0, 1].
+        c: truncation of the importance weights in the policy's gradient, >= 0. ``math.inf``: importance sampling
+            without correction.
+        delta: δ of the trust region, >= 0.
+        trust_region: whether there is one.
+        statistics: φ, ("loc",) or ("loc", "scale").
+        num_samples: n, of actions u_i per state, >= 1.
+        entropy_coeff: weight of the entropy, >= 0.
+        critic_coeff: weight of the loss of Q̃, >= 0.
+        value_coeff: weight of the loss of V, >= 0.
+        retrace_thresh: truncation of Retrace's traces, >= 0.
+        rho_power: exponent of ρ in the traces; None: 1/d.
+        use_q_opc: the actor learns from Q^opc; otherwise from Q^ret.
+        returns: "retrace", or "importance_sampling" in place of both, as in the paper's ablation (App. E.4).
+        behaviour_keys: where μ's mean and standard deviation are stored.
+        reduction: "mean", "sum" or "none"; over the steps that ("collector", "mask") allows.
+
+    The batch is read at "action" [\*B, T, A], ``behaviour_keys`` [\*B, T, A], "observation" (for the critic), what the
+    actor reads, ("next", "observation") and ("next", "reward" | "done" | "terminated") [\*B, T, 1]; names can be
+    changed by ``set_keys``.
+
+    Returns:
+        As :class:`ACERLoss`, and ``loss_value``; ``bc_weight`` is the mean of [1 − c/ρ(a')]_+.
+
+    Raises:
+        KeyError: if an entry is missing.
+        ValueError: if an argument is out of range or a shape is wrong.
+
+    Examples:
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torchrl.modules import IndependentNormal, ProbabilisticActor
+        >>> from torchrl.objectives import SoftUpdate
+        >>> from torchrl_replay_ext import StochasticDuelingNetwork
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
+        >>> policy = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
+        >>> actor = ProbabilisticActor(policy, in_keys=["loc", "scale"], distribution_class=IndependentNormal)
+        >>> sdn = StochasticDuelingNetwork(torch.nn.Linear(3, 1), torch.nn.Linear(3 + 2, 1))
+        >>> loss_module = ACERContinuousLoss(actor, sdn, c=5.0, delta=1.0)
+        >>> average = SoftUpdate(loss_module, eps=0.995)
+        >>> batch = actor(TensorDict({"observation": torch.randn(4, 20, 3)}, [4, 20]))
+        >>> flags = dict.fromkeys(("done", "terminated"), torch.zeros(4, 20, 1, dtype=torch.bool))
+        >>> batch["next"] = {"observation": torch.randn(4, 20, 3), "reward": torch.ones(4, 20, 1), **flags}
+        >>> losses = loss_module(batch.detach())
+        >>> (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_value"]).backward()
+        >>> average.step()
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        observation: NestedKey = "observation"
+        action: NestedKey = "action"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+        loc: NestedKey = "loc"
+        scale: NestedKey = "scale"
+        behaviour_loc: NestedKey = "loc"
+        behaviour_scale: NestedKey = "scale"
+        priority: NestedKey = "td_error"
+        priority_weight: NestedKey = "priority_weight"
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    actor_network: ProbabilisticTensorDictSequential
+    sdn: nn.Module
+    actor_network_params: TensorDictParams
+    sdn_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+    target_sdn_params: TensorDictParams
+    _LOSSES = ("loss_actor", "loss_qvalue", "loss_value", "loss_entropy")
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        sdn: nn.Module,
+        *,
+        gamma: float = 0.99,
+        lmbda: float = 1.0,
+        c: float = 5.0,
+        delta: float = 1.0,
+        trust_region: bool = True,
+        statistics: tuple[str, ...] = ("loc",),
+        num_samples: int = 5,
+        entropy_coeff: float = 0.0,
+        critic_coeff: float = 0.5,
+        value_coeff: float = 0.5,
+        retrace_thresh: float = 1.0,
+        rho_power: float | None = None,
+        use_q_opc: bool = True,
+        returns: str = "retrace",
+        behaviour_keys: tuple[NestedKey, NestedKey] = ("loc", "scale"),
+        reduction: str = "mean",
+    ):
+        if tuple(statistics) not in _STATISTICS:
+            raise ValueError(
+                f"ACERContinuousLoss(statistics={statistics!r}): statistics must be ('loc',) or ('loc', 'scale')."
+            )
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"ACERContinuousLoss(num_samples={num_samples!r}): num_samples must be an integer >= 1.")
+        if rho_power is not None and not 0 <= rho_power < math.inf:
+            raise ValueError(f"ACERContinuousLoss(rho_power={rho_power}): rho_power must be >= 0 and finite, or None.")
+        if len(behaviour_keys) != 2:
+            raise ValueError(
+                f"ACERContinuousLoss(behaviour_keys={behaviour_keys!r}): two are needed, of the mean and of the scale."
+            )
+        super().__init__(
+            actor_network,
+            ("sdn", sdn),
+            gamma=gamma,
+            lmbda=lmbda,
+            c=c,
+            delta=delta,
+            trust_region=trust_region,
+            retrace_thresh=retrace_thresh,
+            returns=returns,
+            reduction=reduction,
+            entropy_coeff=entropy_coeff,
+            critic_coeff=critic_coeff,
+            value_coeff=value_coeff,
+        )
+        self._squashed = is_squashed(actor_network, "ACERContinuousLoss")
+        self.statistics, self.num_samples, self.rho_power = tuple(statistics), num_samples, rho_power
+        self.use_q_opc = use_q_opc
+        self.set_keys(behaviour_loc=behaviour_keys[0], behaviour_scale=behaviour_keys[1])
+
+    @property
+    def _behaviour(self) -> tuple[NestedKey, ...]:
+        return self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
+
+    @property
+    def _observed(self) -> list[NestedKey]:
+        return list(dict.fromkeys([*self.actor_network.in_keys, self.tensor_keys.observation]))
+
+    def sample_actions(self, loc: Tensor, scale: Tensor, n: int) -> Tensor:
+        """Draw n actions of the Gaussian policy for each state, before any tanh.
+
+        Args:
+            loc: means, [..., A].
+            scale: standard deviations, [..., A].
+            n: how many.
+
+        Returns:
+            [..., n, A], from torch's global generator. The first is a', the others are u_1, u_2, ...
+        """
+        noise = torch.randn(*loc.shape[:-1], n, loc.shape[-1], dtype=loc.dtype, device=loc.device)
+        return loc.unsqueeze(-2) + scale.unsqueeze(-2) * noise
+
+    def _policy(self, tensordict: TensorDictBase, *, average: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, [*B, T, A]."""
+        with self._params("actor_network", average=average):
+            result = self.actor_network.get_dist_params(tensordict.select(*self.actor_network.in_keys))
+        blame = "actor_network writes it; name its keys with set_keys(loc=, scale=)"
+        return self._get(result, self.tensor_keys.loc, blame), self._get(result, self.tensor_keys.scale, blame)
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Compute the losses of a batch [*B, T]."""
+        rows = self._trajectories(tensordict)
+        for key in self.in_keys:
+            self._get(tensordict, key, "the environment or the policy writes it, and the collector stores it")
+        loc, scale = self._policy(tensordict)
+        action = tensordict.get(self.tensor_keys.action)
+        if action.shape != loc.shape or not action.is_floating_point():
+            raise ValueError(
+                f"ACERContinuousLoss: {self.tensor_keys.action!r} has shape {tuple(action.shape)} and dtype "
+                f"{action.dtype}, expected real numbers of shape {tuple(loc.shape)}, that of the policy's mean."
+            )
+        with torch.no_grad():
+            loc_avg, scale_avg = self._policy(tensordict, average=True)
+            loc_mu, scale_mu = self._statistics(tensordict, loc.shape)
+            drawn = self.sample_actions(loc, scale, self.num_samples + 1)
+            raw = torch.stack([inside_bounds(action).atanh() if self._squashed else action, drawn[..., 0, :]], -2)
+            # of a_t and of a'_t, [*B, T, 2, 1]
+            log_pi = _log_prob(raw, loc.unsqueeze(-2), scale.unsqueeze(-2))
+            log_mu = _log_prob(raw, loc_mu.unsqueeze(-2), scale_mu.unsqueeze(-2))
+            seen = drawn.tanh() if self._squashed else drawn
+            actions = torch.stack([action, seen[..., 0, :]], -2)
+        with self._params("sdn"):
+            q_both, value = self.sdn(tensordict.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
+            with torch.no_grad():
+                following = tensordict.get("next").get(self.tensor_keys.observation)
+                next_value = self.sdn.state_value(following)  # pyright: ignore[reportCallIssue]
+        q = q_both[..., 0, :]
+        with torch.no_grad():
+            power = 1 / action.shape[-1] if self.rho_power is None else self.rho_power
+            of_taken = log_pi[..., 0, :], log_mu[..., 0, :]
+            q_ret = self._returns(rows, *of_taken, q, next_value, power)
+            q_actor = q_ret
+            if self.use_q_opc and self.returns == "retrace":
+                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, rows.reward, rows.done, rows.terminated)
+            if isinstance(self.sdn, SeparateValueNetworks):
+                value_weight, target = importance_ratio(*of_taken), q_ret
+            else:
+                value_weight, target = torch.ones_like(q), acer_value_target(*of_taken, q_ret, q, value)
+            advantage = torch.stack([q_actor, q_both[..., 1, :]], -2) - value.unsqueeze(-2)
+            z, diagnostics = self._gradient(raw, (loc, scale), (loc_avg, scale_avg), log_pi, log_mu, advantage)
+        phi = torch.cat([loc, scale][: len(self.statistics)], -1)
+        entropy = (scale.log() + _HALF_LOG_2PI + 0.5).sum(-1)
+        td_error, value_error = rows.fill(q_ret - q), rows.fill(target - value)
+        losses = {
+            "loss_actor": -(phi * rows.fill(z)).sum(-1),
+            "loss_qvalue": self.critic_coeff * td_error.square().squeeze(-1),
+            "loss_value": self.value_coeff * (value_weight * value_error.square()).squeeze(-1),
+            "loss_entropy": -self.entropy_coeff * entropy,
+        }
+        return self._result(tensordict, rows, losses, {"entropy": entropy, **diagnostics}, td_error)
+
+    def _gradient(
+        self,
+        actions: Tensor,
+        policy: tuple[Tensor, Tensor],
+        average: tuple[Tensor, Tensor],
+        log_pi: Tensor,
+        log_mu: Tensor,
+        advantage: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The z of Eq. 12, [*B, T, A] or [*B, T, 2 A], and diagnostics [*B, T].
+
+        Actions [*B, T, 2, A] are a_t and a'_t; log-probabilities and advantages are [*B, T, 2, 1].
+        """
+        (loc, scale), (loc_avg, scale_avg) = policy, average
+        rho = importance_ratio(log_pi[..., 0, :], log_mu[..., 0, :]).clamp_max(self.c)
+        beyond = torch.zeros_like(rho)
+        if math.isfinite(self.c):
+            # [1 − c / ρ(a')]_+
+            beyond = (1 - self.c * importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :])).clamp_min(0)
+        coefficient = torch.stack([rho, beyond], -2) * advantage
+        difference, variance = actions - loc.unsqueeze(-2), scale.square()
+        score = difference / variance.unsqueeze(-2)
+        shift = loc - loc_avg
+        g, k = [(coefficient * score).sum(-2)], [shift / variance]
+        spread = scale_avg.square() + shift.square()
+        if "scale" in self.statistics:
+            g.append((coefficient * (score * difference - 1)).sum(-2) / scale)
+            k.append((1 - spread / variance) / scale)
+        z, active = tuple(g), torch.zeros_like(rho[..., 0])
+        if self.trust_region:
+            z, active = trust_region_projection(tuple(g), tuple(k), self.delta)
+        kl = ((scale / scale_avg).log() + spread / (2 * variance) - 0.5).sum(-1)
+        return torch.cat(z, -1), {
+            "kl": kl,
+            "rho": rho.squeeze(-1),
+            "bc_weight": beyond.squeeze(-1),
+            "tr_active": active.to(kl.dtype),
+        }

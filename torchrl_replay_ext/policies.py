@@ -1,0 +1,36 @@
+"""Gaussian policies."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torchrl.modules import IndependentNormal, TanhNormal
+
+# Actions are kept away from the bounds, where tanh has no inverse.
+_BOUND = 1 - 1e-6
+
+
+def is_squashed(policy: nn.Module, name: str) -> bool:
+    """Whether a Gaussian policy's actions are those of a tanh; ValueError, on behalf of ``name``, if it is no Gaussian.
+
+    Modules that do not say what their distribution is count as Gaussian.
+    """
+    squashed = False
+    for module in policy.modules():
+        distribution = getattr(module, "distribution_class", None)
+        if distribution is None:
+            continue
+        known = isinstance(distribution, type) and issubclass(distribution, (TanhNormal, Normal, IndependentNormal))
+        keywords = set(getattr(module, "distribution_kwargs", None) or {}) - {"safe_tanh", "event_dims"}
+        if not known or keywords:
+            raise ValueError(
+                f"{name}: the policy's distribution is {distribution} with {sorted(keywords)}; it must be Normal, "
+                "IndependentNormal or TanhNormal in its plain form, with actions in [-1, 1]."
+            )
+        squashed = issubclass(distribution, TanhNormal)
+    return squashed
+
+
+def inside_bounds(action: Tensor) -> Tensor:
+    """Squashed actions, so far inside (-1, 1) that atanh is finite."""
+    return action.clamp(-_BOUND, _BOUND)
