@@ -15,7 +15,7 @@ def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
     for key, tensor in tensors.items():
         if tensor.shape != expected:
             raise ValueError(
-                f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected)}, that of action_value."
+                f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected)}: all are of one shape."
             )
 
 
@@ -45,7 +45,8 @@ def off_policy_trace_return(
     Where ``terminated``, V_{t+1} counts as 0, whatever is given for it; where ``done``, and behind the last step, there
     is no correction from later steps. So a truncated step bootstraps, and a row may hold several episodes.
 
-    The recurrence is solved in O(log T) steps by doubling, without a loop over time.
+    The recurrence is solved in O(log T) steps by doubling, without a loop over time. What lies behind an end may be
+    NaN: it reaches neither the values nor the gradients of what lies before.
 
     Args:
         gamma: discount factor; a number, or a tensor that broadcasts against the others.
@@ -86,14 +87,17 @@ def off_policy_trace_return(
     one_step = reward + gamma * next_state_value.masked_fill(terminated, 0.0) - action_value
     # y_t = R_t − Q_t = b_t + a_t y_{t+1}, where y_{t+1} counts
     b = one_step.movedim(time_dim, -1)
-    counts = ~done.movedim(time_dim, -1)
+    ended = done.movedim(time_dim, -1)
     a = (gamma * _later(trace.movedim(time_dim, -1), 1).movedim(-1, time_dim)).movedim(time_dim, -1)
+    # masked, not multiplied by 0: what lies behind an end may be NaN
+    a = a.masked_fill(ended, 0.0)
+    largest = torch.finfo(a.dtype).max
     steps = 1
     while steps < b.shape[-1]:
-        # masked, not multiplied by 0: what lies behind an end may be NaN
-        b = b + a * _later(b, steps).masked_fill(~counts, 0.0)
-        a = a * _later(a, steps)
-        counts = counts & _later(counts, steps)
+        b = b + a * _later(b, steps).masked_fill(ended, 0.0)
+        # clamped: a product that overflows would make NaN of the 0 behind an end
+        a = (a * _later(a, steps).masked_fill(ended, 0.0)).clamp_max(largest)
+        ended = ended | _later(ended, steps)
         steps *= 2
     return (action_value + b.movedim(-1, time_dim)).to(action_value.dtype)
 
@@ -139,14 +143,14 @@ def retrace(
         terminated: bool, it ends for good: no V_{t+1} either, and what is given there is not looked at; by default
             wherever it is done.
         rho_thresh: c, >= 0; ``math.inf`` cuts nothing.
-        rho_power: exponent of ρ.
+        rho_power: exponent of ρ, > 0.
         time_dim: the dimension of time.
 
     All tensors are of one shape, [*B, T, 1].
 
     Returns:
-        Q^ret_t, [*B, T, 1], in the dtype of ``action_value``; finite for any ρ. Gradients flow to all arguments: detach
-        the result to use it as a target.
+        Q^ret_t, [*B, T, 1], in the dtype of ``action_value``; for a finite c, finite for any ρ. Gradients flow to all
+        arguments: detach the result to use it as a target.
 
     Raises:
         ValueError: if shapes differ, or an argument is out of range.
@@ -164,8 +168,8 @@ def retrace(
         raise ValueError(f"retrace(lmbda={lmbda}): lmbda must be in [0, 1].")
     if not rho_thresh >= 0:
         raise ValueError(f"retrace(rho_thresh={rho_thresh}): rho_thresh must be >= 0; use math.inf to cut nothing.")
-    if not (rho_power >= 0 and math.isfinite(rho_power)):
-        raise ValueError(f"retrace(rho_power={rho_power}): rho_power must be >= 0 and finite.")
+    if not (rho_power > 0 and math.isfinite(rho_power)):
+        raise ValueError(f"retrace(rho_power={rho_power}): rho_power must be > 0 and finite; use q_opc to cut nothing.")
     _require_shape("retrace", action_value.shape, log_pi=log_pi, log_mu=log_mu)
     trace = lmbda * importance_ratio(log_pi, log_mu, rho_power).clamp_max(rho_thresh)
     return off_policy_trace_return(
@@ -218,7 +222,8 @@ def importance_sampling_return(
     r"""Return by importance sampling, R_t = r_t + γ ρ_{t+1} R_{t+1}: what ACER's ablation has in place of Retrace.
 
     Wang et al. 2017, App. E.4, which prints no γ. Where an episode is truncated, and behind the last step, V_{t+1}
-    stands for ρ_{t+1} R_{t+1}. Arguments and result as those of :func:`retrace`.
+    stands for ρ_{t+1} R_{t+1}. Arguments and result as those of :func:`retrace`, in the dtype of ``next_state_value``.
+    Nothing bounds the product of the ρ: over many steps it may overflow.
 
     Examples:
         >>> log_mu, log_pi = torch.tensor([[0.5], [0.2]]).log(), torch.tensor([[0.5], [0.6]]).log()
@@ -228,13 +233,15 @@ def importance_sampling_return(
         tensor([[7.],
                 [2.]])
     """
-    _require_shape("importance_sampling_return", reward.shape, log_pi=log_pi, log_mu=log_mu, done=done)
+    _require_shape(
+        "importance_sampling_return", next_state_value.shape, log_pi=log_pi, log_mu=log_mu, reward=reward, done=done
+    )
     last = torch.zeros_like(done.movedim(time_dim, 0), dtype=torch.bool)
     last[-1:] = True
     value = next_state_value.masked_fill(~(done.to(torch.bool) | last.movedim(0, time_dim)), 0.0)
     trace = importance_ratio(log_pi, log_mu)
     return off_policy_trace_return(
-        gamma, trace, torch.zeros_like(reward), value, reward, done, terminated, time_dim=time_dim
+        gamma, trace, torch.zeros_like(value), value, reward, done, terminated, time_dim=time_dim
     )
 
 
@@ -301,13 +308,14 @@ def trust_region_projection(
             f"trust_region_projection: g has shape {[tuple(x.shape) for x in gs]}, k {[tuple(x.shape) for x in ks]}."
         )
     joint, direction = torch.cat(gs, -1), torch.cat(ks, -1)
-    # a direction of length about 1, whose square neither overflows nor vanishes
-    size = direction.abs().amax(-1, keepdim=True)
-    unit = direction / torch.where(size > 0, size, torch.ones_like(size))
+    # a direction of length about 1, whose square neither overflows nor vanishes; z does not depend on the size
+    size = direction.detach().abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    unit = direction / size
     excess = (unit * joint).sum(-1, keepdim=True) - delta / size
-    active = (size > 0) & (excess > 0)
+    active = excess > 0
     square = unit.square().sum(-1, keepdim=True)
-    step = torch.where(active, excess / torch.where(size > 0, square, torch.ones_like(square)), torch.zeros_like(size))
+    step = torch.where(active, excess, torch.zeros_like(excess)) / torch.where(active, square, torch.ones_like(square))
     z = joint - step * unit
     parts = z.split([x.shape[-1] for x in gs], -1)
     return (parts[0] if isinstance(g, Tensor) else parts), active.squeeze(-1)

@@ -1,0 +1,774 @@
+"""Retrace and what ACER makes of it, against loops over steps that are written from the paper (Wang et al. 2017)."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch._dynamo
+from scipy import optimize
+
+from torchrl_replay_ext.functional import (
+    acer_value_target,
+    importance_ratio,
+    importance_sampling_return,
+    off_policy_trace_return,
+    q_opc,
+    retrace,
+    trust_region_projection,
+)
+
+NAN, INF = math.nan, math.inf
+DOUBLE = {"dtype": torch.float64}
+
+
+# --- the paper, step by step
+
+
+def algorithm_2(gamma, coefficient, q, v_next, reward, done, terminated):
+    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` stands for ρ̄_i (c_i in Algorithm 3)."""
+    result = [None] * len(reward)
+    for i in reversed(range(len(reward))):
+        if i == len(reward) - 1 or done[i]:
+            q_ret = torch.zeros_like(v_next[i]) if terminated[i] else v_next[i]
+        q_ret = reward[i] + gamma * q_ret
+        result[i] = q_ret
+        if i > 0:
+            # V_i is of the state that step i − 1 led to
+            q_ret = coefficient[i] * (q_ret - q[i]) + v_next[i - 1]
+    return torch.stack(result)
+
+
+def equation_5(gamma, coefficient, q, v_next, reward, done, terminated):
+    """Eq. 5, which is recursive, from the front."""
+
+    def q_ret(t):
+        total = reward[t]
+        if not terminated[t]:
+            total = total + gamma * v_next[t]
+        if not done[t] and t + 1 < len(reward):
+            total = total + gamma * coefficient[t + 1] * (q_ret(t + 1) - q[t + 1])
+        return total
+
+    return torch.stack([q_ret(t) for t in range(len(reward))])
+
+
+def appendix_e4(gamma, rho, v_next, reward, done, terminated):
+    """R_t = r_t + γ ρ_{t+1} R_{t+1}; the paper has no γ."""
+    result = [None] * len(reward)
+    for t in reversed(range(len(reward))):
+        result[t] = reward[t]
+        if terminated[t]:
+            continue
+        behind = v_next[t] if done[t] or t == len(reward) - 1 else rho[t + 1] * result[t + 1]
+        result[t] = result[t] + gamma * behind
+    return torch.stack(result)
+
+
+def by_rows(function, *columns, time_dim):
+    """``function`` of each row [T] by itself."""
+    rows = [x.movedim(time_dim, -1) for x in columns]
+    shape = rows[0].shape
+    flat = [x.reshape(-1, shape[-1]) for x in rows]
+    result = torch.stack([function(*row) for row in zip(*flat, strict=True)])
+    return result.reshape(shape).movedim(-1, time_dim)
+
+
+class Experience:
+    """Random rows; episodes end in the middle and at the end, some for good and some not."""
+
+    def __init__(self, shape, time_dim=-2, dtype=torch.float64, seed=0, ends=0.3):
+        g = torch.Generator().manual_seed(seed)
+        self.time_dim = time_dim
+        self.tensors = [torch.randn(shape, dtype=torch.float64, generator=g).to(dtype) for _ in range(5)]
+        self.log_pi, self.log_mu, self.q, self.v_next, self.reward = self.tensors
+        self.done = torch.rand(shape, generator=g) < ends
+        self.terminated = self.done & (torch.rand(shape, generator=g) < 0.5)
+
+    def requires_grad(self):
+        for x in self.tensors:
+            x.requires_grad_()
+        return self
+
+    @property
+    def policies(self):
+        return self.log_pi, self.log_mu
+
+    @property
+    def values(self):
+        return self.q, self.v_next, self.reward, self.done, self.terminated
+
+    def naive(self, gamma, lmbda, c=1.0, power=1.0, loop=algorithm_2):
+        def one_row(log_pi, log_mu, *values):
+            coefficient = [lmbda * (r if r < c else r * 0 + c) for r in ((log_pi - log_mu).exp() ** power)]
+            return loop(gamma, coefficient, *values)
+
+        return by_rows(one_row, *self.policies, *self.values, time_dim=self.time_dim)
+
+
+def assert_near(result, expected, tolerance):
+    assert result.shape == expected.shape
+    difference, size = (x.detach().abs().max() for x in (result - expected, expected))
+    assert float(difference) < tolerance * max(1.0, float(size))
+
+
+def assert_same(result, expected, inputs=(), tolerance=1e-10):
+    """Values, and gradients of a random function of them."""
+    assert_near(result, expected, tolerance)
+    if inputs:
+        weight = torch.randn(result.shape, **DOUBLE)
+        ours, theirs = (
+            torch.autograd.grad((x * weight).sum(), inputs, allow_unused=True, materialize_grads=True)
+            for x in (result, expected)
+        )
+        for of_ours, of_theirs in zip(ours, theirs, strict=True):
+            assert_near(of_ours, of_theirs, tolerance)
+
+
+SHAPES = [
+    ((1, 1), -2),
+    ((2, 1), -2),
+    ((7, 1), -2),
+    ((3, 1, 1), -2),
+    ((3, 8, 1), -2),
+    ((2, 3, 13, 1), -2),
+    ((2, 3, 13, 1), 2),
+    ((5, 33, 2), -2),
+    ((11, 4), 0),
+    ((4, 11), -1),
+    ((3, 6, 2, 1), 1),
+    ((17,), 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("lmbda", "c", "power"), [(1.0, 1.0, 1.0), (0.7, 2.5, 1.0), (1.0, 1.0, 1 / 6), (0.9, INF, 0.5)]
+)
+@pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
+def test_retrace_against_algorithms_2_and_3(shape, time_dim, lmbda, c, power):
+    data = Experience(shape, time_dim).requires_grad()
+    result = retrace(0.9, lmbda, *data.policies, *data.values, rho_thresh=c, rho_power=power, time_dim=time_dim)
+    assert_same(result, data.naive(0.9, lmbda, c, power), data.tensors)
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+def test_retrace_against_equation_5_at_any_length(length):
+    for ends in (0.0, 0.2, 1.0):
+        data = Experience((2, length, 1), ends=ends).requires_grad()
+        expected = data.naive(0.95, 1.0, loop=equation_5)
+        assert_same(retrace(0.95, 1.0, *data.policies, *data.values), expected, data.tensors)
+
+
+@pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
+def test_q_opc_against_a_loop(shape, time_dim):
+    data = Experience(shape, time_dim).requires_grad()
+    result = q_opc(0.9, 0.8, *data.values, time_dim=time_dim)
+    expected = by_rows(
+        lambda *values: algorithm_2(0.9, [0.8] * len(values[0]), *values), *data.values, time_dim=time_dim
+    )
+    assert_same(result, expected, data.tensors)
+
+
+@pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
+def test_importance_sampling_against_a_loop(shape, time_dim):
+    data = Experience(shape, time_dim).requires_grad()
+    result = importance_sampling_return(
+        0.9, *data.policies, data.v_next, data.reward, data.done, data.terminated, time_dim=time_dim
+    )
+    expected = by_rows(
+        lambda p, m, *rest: appendix_e4(0.9, (p - m).exp(), *rest),
+        *data.policies,
+        *data.values[1:],
+        time_dim=time_dim,
+    )
+    assert_same(result, expected, data.tensors)
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+def test_any_trace_and_gamma_as_a_tensor(per_step):
+    data = Experience((3, 9, 1)).requires_grad()
+    trace = torch.rand(3, 9, 1, **DOUBLE).requires_grad_()
+    gamma = (torch.rand(3, 9, 1, **DOUBLE) if per_step else torch.tensor(0.8, **DOUBLE)).requires_grad_()
+
+    def loop(gamma, trace, q, v_next, reward, done, terminated):
+        result = [None] * 9
+        for t in reversed(range(9)):
+            result[t] = reward[t] + (0 if terminated[t] else gamma[t] * v_next[t])
+            if not done[t] and t < 8:
+                result[t] = result[t] + gamma[t] * trace[t + 1] * (result[t + 1] - q[t + 1])
+        return torch.stack(result)
+
+    expected = by_rows(loop, gamma.expand(3, 9, 1), trace, *data.values, time_dim=-2)
+    result = off_policy_trace_return(gamma, trace, *data.values)
+    assert_same(result, expected, (gamma, trace, *data.tensors[2:]))
+
+
+def test_value_target_against_a_loop():
+    data = Experience((4, 6, 1)).requires_grad()
+    q_ret = torch.randn(4, 6, 1, **DOUBLE).requires_grad_()
+    rows = zip(*(x.flatten() for x in (*data.policies, q_ret, data.q, data.v_next)), strict=True)
+    expected = [min(1.0, (p - m).exp()) * (r - q) + v for p, m, r, q, v in rows]
+    result = acer_value_target(*data.policies, q_ret, data.q, data.v_next)
+    assert_same(result, torch.stack(expected).reshape(4, 6, 1), (q_ret, *data.tensors))
+
+
+# --- ends
+
+
+def test_terminated_and_truncated_in_the_middle_and_at_the_end():
+    """γ = 1/2, ρ = 1, Q = 0 but for 1 at the second of an episode: R_0 = r_0 + γ V + γ (R_1 − 1)."""
+    q = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    v = torch.tensor([2.0, 4.0, 8.0, 16.0])
+    reward = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    done = torch.tensor([0, 1, 0, 1], dtype=torch.bool)
+    zero = torch.zeros(4)
+    for terminated, expected in (
+        # R_1 = 2 + 0, R_0 = 1 + 1 + (2 − 1)/2;  R_3 = 4 + 0, R_2 = 3 + 4 + (4 − 1)/2
+        ([0, 1, 0, 1], [2.5, 2.0, 8.5, 4.0]),
+        # R_1 = 2 + 2, R_0 = 1 + 1 + (4 − 1)/2;  R_3 = 4 + 8, R_2 = 3 + 4 + (12 − 1)/2
+        ([0, 0, 0, 0], [3.5, 4.0, 12.5, 12.0]),
+        ([0, 1, 0, 0], [2.5, 2.0, 12.5, 12.0]),
+    ):
+        terminated = torch.tensor(terminated, dtype=torch.bool)
+        assert retrace(0.5, 1.0, zero, zero, q, v, reward, done, terminated, time_dim=0).tolist() == expected
+        assert q_opc(0.5, 1.0, q, v, reward, done, terminated, time_dim=0).tolist() == expected
+    by_default = retrace(0.5, 1.0, zero, zero, q, v, reward, done, time_dim=0)
+    assert by_default.tolist() == [2.5, 2.0, 8.5, 4.0]
+
+
+def test_flags_need_not_be_bool():
+    data = Experience((3, 9, 1))
+    flags = data.done.to(torch.uint8), data.terminated.to(torch.float32)
+    result = retrace(0.9, 1.0, *data.policies, *data.values[:3], *flags)
+    assert torch.equal(result, retrace(0.9, 1.0, *data.policies, *data.values))
+
+
+FUNCTIONS = {
+    "retrace": lambda d, s: retrace(0.9, 0.9, *(x[s] for x in (*d.policies, *d.values)), rho_thresh=2.0),
+    "q_opc": lambda d, s: q_opc(0.9, 0.9, *(x[s] for x in d.values)),
+    "importance_sampling": lambda d, s: importance_sampling_return(0.9, *(x[s] for x in (*d.policies, *d.values[1:]))),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_episodes_in_one_row_are_as_rows_of_their_own(function):
+    data = Experience((1, 50, 1))
+    ends = [int(t) + 1 for t in data.done[0, :, 0].nonzero()]
+    assert len(ends) > 5
+    parts = [function(data, (slice(None), slice(a, b))) for a, b in itertools.pairwise([0, *ends, 50]) if a < b]
+    assert_same(function(data, ...), torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("length", [2, 5, 8, 11])
+def test_nothing_leaks_from_behind_an_end(function, bad, length):
+    """A value behind a terminal state, and everything behind a truncated one, may be anything."""
+    clean, data = Experience((3, length, 1), ends=0.0), Experience((3, length, 1), ends=0.0)
+    for x in (clean, data):
+        x.done[0, -1] = x.terminated[0, -1] = True
+        x.done[1, length // 2 - 1] = True
+        x.done[2, 0] = x.terminated[2, 0] = True
+    behind = torch.zeros(3, length, 1, dtype=torch.bool)
+    behind[1, length // 2 :] = behind[2, 1:] = True
+    with torch.no_grad():
+        data.v_next[data.terminated] = bad
+        for x in data.tensors:
+            x[behind] = bad
+    expected, result = (function(x.requires_grad(), ...)[~behind] for x in (clean, data))
+    assert torch.equal(result, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(result.sum(), data.tensors, allow_unused=True),
+        torch.autograd.grad(expected.sum(), clean.tensors, allow_unused=True),
+        strict=True,
+    ):
+        if theirs is not None:
+            assert torch.equal(ours[~behind], theirs[~behind])
+
+
+# --- ratios out of all proportion
+
+
+@pytest.mark.parametrize("rho_thresh", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize("log_pi", [-INF, -1e30, -200.0, 200.0, 1e30, INF])
+def test_finite_for_any_ratio(log_pi, rho_thresh):
+    data = Experience((4, 37, 1), dtype=torch.float32)
+    data.log_pi.copy_(torch.where(torch.rand(4, 37, 1) < 0.5, log_pi, data.log_pi))
+    data.requires_grad()
+    result = retrace(0.99, 1.0, *data.policies, *data.values, rho_thresh=rho_thresh)
+    gradients = torch.autograd.grad(result.sum(), data.tensors)
+    assert all(bool(x.isfinite().all()) for x in (result, *gradients))
+
+
+@pytest.mark.parametrize("log_pi", [-INF, 1e30, INF])
+def test_the_value_target_is_finite_for_any_ratio(log_pi):
+    data = Experience((4, 3, 1), dtype=torch.float32)
+    data.log_pi.fill_(log_pi)
+    data.requires_grad()
+    target = acer_value_target(*data.policies, data.reward, data.q, data.v_next)
+    expected = data.v_next if log_pi < 0 else data.reward - data.q + data.v_next
+    torch.testing.assert_close(target, expected)
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(target.sum(), data.tensors))
+
+
+def test_importance_ratio():
+    log_pi = torch.tensor([-INF, 0.0, 1.0, 39.0, 41.0, 1e30, INF], requires_grad=True)
+    ratio = importance_ratio(log_pi, torch.zeros(7))
+    expected = torch.tensor([0.0, 1.0, math.e, math.exp(39), math.exp(40), math.exp(40), math.exp(40)])
+    torch.testing.assert_close(ratio, expected)
+    (gradient,) = torch.autograd.grad(ratio.sum(), log_pi)
+    torch.testing.assert_close(gradient, torch.where(torch.arange(7) < 4, expected, 0.0))
+
+
+@pytest.mark.parametrize("length", [2, 9, 37])
+def test_products_that_overflow_leave_the_rest_alone(length):
+    """Where the product of ratios is beyond float32, but what it multiplies is 0, a loop over steps gives a number."""
+    log_pi, zero = torch.full((length, 1), 30.0), torch.zeros(length, 1)
+    reward = zero.clone()
+    reward[0] = 2.0
+    done = torch.arange(length).unsqueeze(-1) == length - 1
+    result = importance_sampling_return(1.0, log_pi, zero, torch.ones(length, 1), reward, done)
+    assert torch.equal(result, reward)
+
+
+@pytest.mark.parametrize("ends", [0.0, 0.01])
+@pytest.mark.parametrize(("c", "spread"), [(1.0, 0.0), (1.0, 0.3), (10.0, 0.3)])
+def test_float32_over_1024_steps(c, spread, ends):
+    data = Experience((16, 1024, 1), ends=ends)
+    data.log_pi = data.log_mu + spread * data.log_pi
+    single = [x.to(torch.float32) if x.is_floating_point() else x for x in (*data.policies, *data.values)]
+    double = [x.to(torch.float64) if x.is_floating_point() else x for x in single]
+    expected = retrace(0.99, 1.0, *double, rho_thresh=c)
+    result = retrace(0.99, 1.0, *single, rho_thresh=c)
+    assert result.dtype == torch.float32
+    assert float((result - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def test_the_dtype_is_that_of_the_values():
+    data = Experience((5, 1), dtype=torch.float32)
+    reward = torch.arange(5).unsqueeze(-1)
+    ends = data.done, data.terminated
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        q, v = data.q.to(dtype), data.v_next.to(dtype)
+        assert retrace(0.5, 1.0, *data.policies, q, v, reward, *ends).dtype == dtype
+        assert q_opc(0.5, 1.0, q, v, reward, *ends).dtype == dtype
+        assert importance_sampling_return(0.5, *data.policies, v, reward, *ends).dtype == dtype
+
+
+def test_arguments_are_left_as_they_were():
+    data = Experience((3, 9, 1))
+    everything = [*data.policies, *data.values]
+    kept = [x.clone() for x in everything]
+    retrace(0.9, 1.0, *data.policies, *data.values)
+    q_opc(0.9, 1.0, *data.values)
+    importance_sampling_return(0.9, *data.policies, *data.values[1:])
+    assert all(torch.equal(x, y) for x, y in zip(everything, kept, strict=True))
+
+
+# --- what it reduces to
+
+
+def discounted(gamma, v_next, reward, done, terminated):
+    """Rewards up to the end of the episode or of the row, then what is behind."""
+    result = [None] * len(reward)
+    for t in range(len(reward)):
+        total, factor = torch.zeros(()).to(reward), 1.0
+        for s in range(t, len(reward)):
+            total, factor = total + factor * reward[s], factor * gamma
+            if done[s] or s == len(reward) - 1:
+                total = total + (0.0 if terminated[s] else factor * v_next[s])
+                break
+        result[t] = total
+    return torch.stack(result)
+
+
+def consistent(data):
+    """``data`` whose Q_t is V_t, as if there were one action."""
+    data.q[:, 1:] = data.v_next[:, :-1]
+    return data
+
+
+def test_on_policy_it_is_the_discounted_return():
+    data = consistent(Experience((6, 21, 1)))
+    expected = by_rows(lambda *rows: discounted(0.9, *rows), *data.values[1:], time_dim=-2)
+    assert_same(retrace(0.9, 1.0, data.log_mu, data.log_mu, *data.values), expected)
+    assert_same(q_opc(0.9, 1.0, *data.values), expected)
+    ends = data.values[1:]
+    assert_same(importance_sampling_return(0.9, data.log_mu, data.log_mu, *ends), expected)
+
+
+@pytest.mark.parametrize("reduced", ["lmbda", "rho_thresh", "pi"])
+def test_without_a_trace_it_is_td_0(reduced):
+    data = Experience((6, 21, 1))
+    if reduced == "pi":
+        data.log_pi.fill_(-INF)
+    result = retrace(
+        0.9,
+        0.0 if reduced == "lmbda" else 1.0,
+        *data.policies,
+        *data.values,
+        rho_thresh=0.0 if reduced == "rho_thresh" else 1.0,
+    )
+    assert_same(result, data.reward + 0.9 * data.v_next.masked_fill(data.terminated, 0.0))
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 0.3, 1.0])
+def test_q_opc_is_retrace_of_equal_policies(lmbda):
+    data = Experience((6, 21, 1))
+    expected = retrace(0.9, lmbda, data.log_mu, data.log_mu, *data.values)
+    assert torch.equal(q_opc(0.9, lmbda, *data.values), expected)
+
+
+def test_more_likely_actions_are_as_equal_policies():
+    """min(1, ρ) is 1 wherever ρ >= 1."""
+    data = Experience((6, 21, 1))
+    log_pi = data.log_mu + torch.rand(6, 21, 1, **DOUBLE)
+    assert_same(retrace(0.9, 1.0, log_pi, data.log_mu, *data.values), q_opc(0.9, 1.0, *data.values))
+
+
+@pytest.mark.parametrize("dims", [1, 3, 21])
+def test_the_power_is_one_by_the_dimensions_of_the_action(dims):
+    """d equal dimensions: ρ^(1/d) is the ratio of one."""
+    data = Experience((6, 21, 1))
+    result = retrace(0.9, 1.0, dims * data.log_pi, dims * data.log_mu, *data.values, rho_power=1 / dims)
+    assert_same(result, retrace(0.9, 1.0, *data.policies, *data.values))
+
+
+def test_without_values_and_cuts_it_is_importance_sampling():
+    data = Experience((6, 21, 1), ends=0.0)
+    data.done[:, -1] = data.terminated[:, -1] = True
+    zero = torch.zeros_like(data.q)
+    result = retrace(0.9, 1.0, *data.policies, zero, zero, *data.values[2:], rho_thresh=INF)
+    assert_same(result, importance_sampling_return(0.9, *data.policies, zero, *data.values[2:]))
+
+
+# --- gradients and graphs
+
+
+def test_gradcheck():
+    data = Experience((2, 5, 1)).requires_grad()
+    ends = data.done, data.terminated
+    trace = torch.rand(2, 5, 1, **DOUBLE).requires_grad_()
+    gamma = torch.tensor(0.9, **DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda p, m, q, v, r: retrace(0.9, 0.8, p, m, q, v, r, *ends, rho_thresh=1.5, rho_power=0.5), data.tensors
+    )
+    assert torch.autograd.gradcheck(
+        lambda g, c, q, v, r: off_policy_trace_return(g, c, q, v, r, *ends), (gamma, trace, *data.tensors[2:])
+    )
+    assert torch.autograd.gradcheck(
+        lambda p, m, v, r: importance_sampling_return(0.9, p, m, v, r, *ends), (*data.policies, *data.tensors[3:])
+    )
+    assert torch.autograd.gradcheck(acer_value_target, data.tensors)
+
+
+def test_gradcheck_of_the_projection():
+    g, k = torch.randn(2, 6, 4, **DOUBLE).requires_grad_(), torch.randn(2, 6, 4, **DOUBLE).requires_grad_()
+    _, active = trust_region_projection(g, k, 0.3)
+    assert 0 < int(active.sum()) < active.numel()
+    assert torch.autograd.gradcheck(lambda g, k: trust_region_projection(g, k, 0.3)[0], (g, k))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_in_one_graph():
+    torch._dynamo.reset()
+    data = Experience((3, 20, 1)).requires_grad()
+
+    def everything(log_pi, log_mu, q, v_next, reward, done, terminated):
+        ends = reward, done, terminated
+        q_ret = retrace(0.9, 0.9, log_pi, log_mu, q, v_next, *ends, rho_thresh=2.0, rho_power=0.5)
+        sampled = importance_sampling_return(0.9, log_pi, log_mu, v_next, *ends)
+        target = acer_value_target(log_pi, log_mu, q_ret, q, v_next)
+        z, active = trust_region_projection((log_pi, q), (log_mu, reward), 0.1)
+        return q_ret, sampled, target, q_opc(0.9, 1.0, q, v_next, *ends), *z, active
+
+    inputs = *data.policies, *data.values
+    expected = everything(*inputs)
+    compiled = torch.compile(everything, fullgraph=True)(*inputs)
+    assert torch.equal(compiled[-1], expected[-1])
+    gradients = []
+    for outputs in (compiled, expected):
+        torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+        gradients.append(torch.autograd.grad(sum(x.sum() for x in outputs[:-1]), data.tensors))
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+    torch._dynamo.reset()
+
+
+# --- trust region
+
+
+def norms(*tensors):
+    product = torch.ones(())
+    for x in tensors:
+        product = product * x.square().sum(-1).sqrt()
+    return product
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.1, 1.0, 5.0, INF])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_the_projection_is_equation_12(n, delta):
+    g, k = 3 * torch.randn(2, 500, n, **DOUBLE)
+    z, active = trust_region_projection(g, k, delta)
+    product = (k * g).sum(-1)
+    expected = g - ((product - delta).clamp_min(0) / k.square().sum(-1)).unsqueeze(-1) * k
+    torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(active, product > delta)
+    assert torch.equal(z[~active], g[~active])
+    # KKT: the constraint holds, and with equality where it was active; the multiplier is >= 0
+    assert bool(((k * z).sum(-1) <= delta * (1 + 1e-6) + 1e-12).all())
+    torch.testing.assert_close((k * z).sum(-1)[active], torch.full((int(active.sum()),), delta, **DOUBLE))
+    assert bool((((g - z) * k).sum(-1) >= 0).all())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_projection_is_the_minimum_of_equation_11(seed):
+    g, k = 3 * torch.randn(2, 5, **DOUBLE, generator=torch.Generator().manual_seed(seed))
+    z, _ = trust_region_projection(g, k, 0.5)
+    target, direction = g.numpy(), k.numpy()
+    found = optimize.minimize(
+        lambda z: 0.5 * float(((target - z) ** 2).sum()),
+        0 * target,
+        jac=lambda z: z - target,
+        constraints={"type": "ineq", "fun": lambda z: 0.5 - direction @ z, "jac": lambda z: -direction},
+        options={"ftol": 1e-14, "maxiter": 500},
+        method="SLSQP",
+    )
+    torch.testing.assert_close(z, torch.from_numpy(found.x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e-3, 1.0, 1e3, 1e19, 1e25, 1e38])
+def test_the_projection_for_k_of_any_size(size):
+    g = torch.randn(100, 6)
+    direction = torch.randn(100, 6).clamp(-3, 3)
+    k = (size * direction.double()).float()
+    g.requires_grad_()
+    k.requires_grad_()
+    z, active = trust_region_projection(g, k, 1.0)
+    exact, exactly_active = trust_region_projection(g.double(), k.double(), 1.0)
+    assert torch.equal(active, exactly_active)
+    assert torch.equal(z[~active], g[~active])
+    torch.testing.assert_close(z, exact.float(), rtol=1e-5, atol=1e-5)
+    # k·z <= δ as far as float32 can tell
+    product = (k.double() * z).sum(-1)
+    assert bool((product <= 1.0 + 1e-6 * (1.0 + norms(k.double(), g.double()))).all())
+    weight = torch.randn(100, 6)
+    of_g, of_k = torch.autograd.grad((z * weight).sum(), (g, k))
+    assert bool(of_g.isfinite().all())
+    if size > 1e-30:
+        assert bool(of_k.isfinite().all())
+    assert bool(of_k[~active].eq(0).all())
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e38])
+def test_without_direction_there_is_no_constraint(size, delta):
+    g, k = torch.full((3, 2), size, requires_grad=True), torch.zeros(3, 2, requires_grad=True)
+    z, active = trust_region_projection(g, k, delta)
+    assert torch.equal(z, g)
+    assert not active.any()
+    assert not torch.autograd.grad(z.sum(), k)[0].any()
+
+
+def test_several_statistics_are_projected_together():
+    g, k = torch.randn(2, 50, 5, **DOUBLE)
+    expected, active = trust_region_projection(g, k, 0.2)
+    parts = lambda x: (x[:, :1], x[:, 1:3], x[:, 3:])  # noqa: E731
+    z, also = trust_region_projection(parts(g), parts(k), 0.2)
+    assert isinstance(z, tuple)
+    assert [x.shape[-1] for x in z] == [1, 2, 2]
+    assert torch.equal(torch.cat(z, -1), expected)
+    assert torch.equal(also, active)
+    (alone,), _ = trust_region_projection((g,), (k,), 0.2)
+    assert torch.equal(alone, expected)
+
+
+def test_a_policy_at_its_average_may_change_at_will():
+    """D_KL is least where the two agree: in the space of logits, k is 0 there."""
+    logits = torch.randn(10, 4, **DOUBLE)
+    k = logits.softmax(-1) - logits.softmax(-1)
+    g = 100 * torch.randn(10, 4, **DOUBLE)
+    assert torch.equal(trust_region_projection(g, k, 0.0)[0], g)
+
+
+# --- identities of the paper
+
+
+def random_policies(*shape, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(2, *shape, **DOUBLE, generator=g)).softmax(-1)
+
+
+def beyond(pi, mu, c):
+    """[(ρ − c) / ρ]_+."""
+    return (1 - c * mu / pi).clamp_min(0.0)
+
+
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 3.0, 10.0, 1e6])
+def test_truncation_with_bias_correction_is_unbiased(c):
+    """Eq. 7, with the truncated ratio."""
+    pi, mu = random_policies(100, 6)
+    f = torch.randn(100, 6, **DOUBLE)
+    truncated = importance_ratio(pi.log(), mu.log()).clamp_max(c)
+    corrected = (mu * truncated * f).sum(-1) + (pi * beyond(pi, mu, c) * f).sum(-1)
+    torch.testing.assert_close(corrected, (pi * f).sum(-1), rtol=1e-10, atol=1e-10)
+
+
+def test_the_value_target_is_unbiased():
+    """App. D: over actions of μ, the target is V of Eq. 24; with Q^π for both estimates it is V^π."""
+    pi, mu = random_policies(100, 6)
+    q, q_ret = torch.randn(2, 100, 6, **DOUBLE)
+    v = (pi * q).sum(-1, keepdim=True)
+    # Eq. 25
+    both = mu * importance_ratio(pi.log(), mu.log()).clamp_max(1.0) + pi * beyond(pi, mu, 1.0)
+    torch.testing.assert_close((both * q).sum(-1, keepdim=True), v, rtol=1e-10, atol=1e-10)
+    expected = (mu * (pi / mu).clamp_max(1.0) * q_ret).sum(-1) + (pi * beyond(pi, mu, 1.0) * q).sum(-1)
+    target = acer_value_target(pi.log(), mu.log(), q_ret, q, v.expand(100, 6))
+    torch.testing.assert_close((mu * target).sum(-1), expected, rtol=1e-10, atol=1e-10)
+    target = acer_value_target(pi.log(), mu.log(), q, q, v.expand(100, 6))
+    torch.testing.assert_close((mu * target).sum(-1, keepdim=True), v)
+
+
+class Process:
+    """A random Markov decision process, and the operators of Sec. 7 as sums of powers of matrices."""
+
+    def __init__(self, states=4, actions=3, gamma=0.9, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.states, self.actions, self.gamma = states, actions, gamma
+        self.pi, self.mu = random_policies(states, actions, seed=seed + 100)
+        self.transition = (2 * torch.randn(states, actions, states, **DOUBLE, generator=g)).softmax(-1)
+        self.reward = torch.randn(states, actions, **DOUBLE, generator=g)
+
+    def follow(self, policy):
+        """From one state and action to the next, [X·A, X·A], where ``policy`` [X, A] weighs the next action."""
+        joint = self.transition.unsqueeze(-1) * policy
+        return joint.reshape(self.states * self.actions, -1)
+
+    def sum_over_time(self, c, of_step, steps=2000):
+        """Σ_t γ^t E_μ[(Π ρ̄_i) of_step(x_t, a_t)]."""
+        step = self.gamma * self.follow(self.mu * (self.pi / self.mu).clamp_max(c))
+        term, total = of_step.flatten(), torch.zeros_like(of_step.flatten())
+        for _ in range(steps):
+            total, term = total + term, step @ term
+        return total.reshape_as(of_step)
+
+    def expected(self, of_state):
+        """E of what the next state is worth."""
+        return self.gamma * self.transition @ of_state
+
+    def b(self, q, c):
+        """ℬ of Eq. 20."""
+        correction = (self.pi * beyond(self.pi, self.mu, c) * q).sum(-1)
+        return self.sum_over_time(c, self.reward + self.expected(correction))
+
+    def retrace(self, q, c, steps=2000):
+        """ℛ of Munos et al. 2016, Eq. 3, with traces min(c, ρ)."""
+        td_error = self.reward + self.expected((self.pi * q).sum(-1)) - q
+        return q + self.sum_over_time(c, td_error, steps)
+
+    @property
+    def q_pi(self):
+        eye = torch.eye(self.states * self.actions, **DOUBLE)
+        flat = torch.linalg.solve(eye - self.gamma * self.follow(self.pi), self.reward.flatten())
+        return flat.reshape_as(self.reward)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 10.0, INF])
+def test_proposition_1(c, seed):
+    process = Process(seed=seed)
+    q, other = torch.randn(2, process.states, process.actions, **DOUBLE)
+    result = process.b(q, c)
+    torch.testing.assert_close(result, process.retrace(q, c), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(process.b(process.q_pi, c), process.q_pi, rtol=1e-10, atol=1e-10)
+    ratio = (result - process.b(other, c)).abs().max() / (q - other).abs().max()
+    assert float(ratio) <= process.gamma
+    # ℬ is affine, so that the largest row of its matrix is the contraction's factor
+    zero = process.b(torch.zeros_like(q), c)
+    units = torch.eye(q.numel(), **DOUBLE).reshape(-1, *q.shape)
+    matrix = torch.stack([process.b(unit, c) - zero for unit in units])
+    assert float(matrix.abs().sum(0).max()) <= process.gamma + 1e-12
+
+
+def test_the_limits_of_proposition_1():
+    process = Process()
+    q = torch.randn(process.states, process.actions, **DOUBLE)
+    bellman = process.reward + process.expected((process.pi * q).sum(-1))
+    torch.testing.assert_close(process.b(q, 0.0), bellman)
+    # importance sampling: Q^π at once, whatever Q is
+    torch.testing.assert_close(process.b(q, INF), process.q_pi)
+
+
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 10.0, INF])
+def test_retrace_over_all_trajectories_is_the_operator(c):
+    """The mean of the function over every trajectory of 3 steps, by its probability, is ℛ cut off after 3 steps."""
+    process = Process(states=3, actions=2)
+    pi, mu = process.pi, process.mu
+    q = torch.randn(3, 2, **DOUBLE)
+    v = (pi * q).sum(-1)
+    paths = torch.tensor(list(itertools.product(*[range(3), range(2)] * 3, range(3))))
+    x, a = paths[:, 0::2], paths[:, 1::2]
+    probability = torch.ones(len(paths), **DOUBLE)
+    for t in range(3):
+        probability *= process.transition[x[:, t], a[:, t], x[:, t + 1]]
+        if t:
+            probability *= mu[x[:, t], a[:, t]]
+    before = x[:, :-1]
+    columns = pi.log()[before, a], mu.log()[before, a], q[before, a], v[x[:, 1:]], process.reward[before, a]
+    done = torch.zeros(len(paths), 3, dtype=torch.bool)
+    q_ret = retrace(process.gamma, 1.0, *columns, done, rho_thresh=c, time_dim=-1)[:, 0]
+    mean = torch.zeros(3, 2, **DOUBLE).index_put_((x[:, 0], a[:, 0]), probability * q_ret, accumulate=True)
+    torch.testing.assert_close(mean, process.retrace(q, c, steps=3), rtol=1e-10, atol=1e-10)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("wrong", range(7))
+def test_shapes_must_agree(wrong):
+    names = ["log_pi", "log_mu", "action_value", "next_state_value", "reward", "done", "terminated"]
+    columns = [torch.zeros(3, 4, 1) for _ in range(7)]
+    columns[wrong] = torch.zeros(3, 4)
+    named = "" if names[wrong] == "action_value" else rf".*{names[wrong]} has shape \(3, 4\), expected \(3, 4, 1\)"
+    with pytest.raises(ValueError, match=f"^(retrace|off_policy_trace_return):{named}"):
+        retrace(0.9, 1.0, *columns)
+    if wrong > 1:
+        with pytest.raises(ValueError, match=f"^off_policy_trace_return:{named}"):
+            q_opc(0.9, 1.0, *columns[2:])
+    if names[wrong] not in ("action_value", "next_state_value"):
+        with pytest.raises(ValueError, match=f"^(importance_sampling|off_policy_trace)_return:{named}"):
+            importance_sampling_return(0.9, *columns[:2], *columns[3:])
+    if wrong < 5:
+        with pytest.raises(ValueError, match=r"^acer_value_target:"):
+            acer_value_target(*columns[:5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lmbda": 1.1}, r"retrace\(lmbda=1.1\): lmbda must be in \[0, 1\]"),
+        ({"lmbda": -0.1}, r"retrace\(lmbda=-0.1\)"),
+        ({"lmbda": NAN}, r"retrace\(lmbda=nan\)"),
+        ({"rho_thresh": -1.0}, r"retrace\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
+        ({"rho_thresh": NAN}, r"retrace\(rho_thresh=nan\)"),
+        ({"rho_power": 0.0}, r"retrace\(rho_power=0.0\): rho_power must be > 0"),
+        ({"rho_power": INF}, r"retrace\(rho_power=inf\)"),
+    ],
+)
+def test_arguments_out_of_range(arguments, message):
+    data = Experience((3, 4, 1))
+    lmbda = arguments.pop("lmbda", 1.0) if "lmbda" in arguments else 1.0
+    with pytest.raises(ValueError, match=message):
+        retrace(0.9, lmbda, *data.policies, *data.values, **arguments)
+
+
+def test_bad_arguments_of_the_others():
+    data = Experience((3, 4, 1))
+    with pytest.raises(ValueError, match=r"q_opc\(lmbda=2.0\)"):
+        q_opc(0.9, 2.0, *data.values)
+    for delta in (-1.0, NAN):
+        with pytest.raises(ValueError, match="delta must be >= 0"):
+            trust_region_projection(torch.zeros(3), torch.zeros(3), delta)
+    with pytest.raises(ValueError, match=r"g has shape \[\(3,\)\], k \[\(4,\)\]"):
+        trust_region_projection(torch.zeros(3), torch.zeros(4), 1.0)
+    with pytest.raises(ValueError, match="g has shape"):
+        trust_region_projection((torch.zeros(3), torch.zeros(2)), torch.zeros(3), 1.0)
