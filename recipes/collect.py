@@ -1,7 +1,8 @@
 """Transitions: of one environment by TorchRL's collector, or of any number that are stepped side by side."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -13,6 +14,9 @@ from torchrl.collectors import Collector
 from torchrl.data import Binary, Composite
 from torchrl.envs import GymWrapper
 from torchrl.envs.gym_like import BaseInfoDictReader
+
+# Episodes whose returns are kept.
+_RECENT = 100
 
 
 class EpsilonRandom:
@@ -58,6 +62,22 @@ class EpsilonRandom:
         self._rng.bit_generator.state = state["rng"]
 
 
+class Behaviour(Protocol):
+    """A policy that collects, and the state of what is random about it."""
+
+    def __call__(self, observations: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
+        """Actions for these observations, or those under "action" and what else to keep."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        ...
+
+
 class VectorCollector:
     """Steps ``len(envs)`` environments at once and yields what happened.
 
@@ -67,7 +87,8 @@ class VectorCollector:
 
     Args:
         envs: makers of environments.
-        behaviour: maps observations [envs, ...] to actions [envs, ...]; has its random state in ``state_dict``.
+        behaviour: maps observations [envs, ...] to actions [envs, ...], or to a dict of "action" and what else to keep,
+            each [envs, ...]; has its random state in ``state_dict``.
         frames_per_batch: transitions per batch, a multiple of the number of environments.
         seed: of the environments.
         flags: names in the environments' ``info`` of bools, which become ``("next", "events", <name>)``.
@@ -76,7 +97,7 @@ class VectorCollector:
     def __init__(
         self,
         envs: list[Callable[[], gymnasium.Env]],
-        behaviour: EpsilonRandom,
+        behaviour: Behaviour,
         *,
         frames_per_batch: int,
         seed: int,
@@ -90,6 +111,8 @@ class VectorCollector:
         self._steps = frames_per_batch // len(envs)
         self._next_trajectory = 0
         self._seed: int | None = seed
+        # of the last episodes that ended
+        self.returns: deque[float] = deque(maxlen=_RECENT)
         self.reset()
 
     def reset(self) -> None:
@@ -97,6 +120,7 @@ class VectorCollector:
         self._observation, _ = self._envs.reset(seed=self._seed)
         self._seed = None
         self._trajectory = self._new_trajectories(self._envs.num_envs)
+        self._return = np.zeros(self._envs.num_envs)
 
     def _new_trajectories(self, count: int) -> np.ndarray:
         self._next_trajectory += count
@@ -109,8 +133,13 @@ class VectorCollector:
     def collect(self) -> TensorDict:
         """One batch of ``frames_per_batch`` transitions."""
         rows: list[tuple[np.ndarray, ...]] = []
+        names: list[str] = []
         for _ in range(self._steps):
             action = self._behaviour(self._observation)
+            kept: list[np.ndarray] = []
+            if isinstance(action, dict):
+                names = [name for name in action if name != "action"]
+                kept, action = [action[name] for name in names], action["action"]
             before, trajectory = self._observation, self._trajectory
             after, reward, terminated, truncated, info = self._envs.step(action)
             self._observation = after
@@ -123,8 +152,9 @@ class VectorCollector:
                 self._trajectory = trajectory.copy()
                 self._trajectory[done] = self._new_trajectories(int(done.sum()))
             flags = self._read_flags(info, done)
-            rows.append((before, action, trajectory, after, reward, done, terminated, truncated, flags))
-        before, action, trajectory, after, reward, done, terminated, truncated, flags = (
+            self._track(reward, done)
+            rows.append((before, action, trajectory, after, reward, done, terminated, truncated, flags, *kept))
+        before, action, trajectory, after, reward, done, terminated, truncated, flags, *others = (
             torch.from_numpy(np.concatenate(column)) for column in zip(*rows, strict=True)
         )
         following: dict[str, Any] = {
@@ -137,7 +167,13 @@ class VectorCollector:
         if self._flags:
             following["events"] = {name: flags[:, i : i + 1] for i, name in enumerate(self._flags)}
         data = {"observation": before.float(), "action": action, "collector": {"traj_ids": trajectory}}
+        data |= dict(zip(names, others, strict=True))
         return TensorDict({**data, "next": following}, [len(action)], device="cpu")
+
+    def _track(self, reward: np.ndarray, done: np.ndarray) -> None:
+        self._return += reward
+        self.returns.extend(self._return[done].tolist())
+        self._return[done] = 0.0
 
     def _read_flags(self, info: dict[str, Any], done: np.ndarray) -> np.ndarray:
         """The flags of a step, bool [envs, flags]: where an episode ended, those of its end, not of the reset."""
@@ -153,6 +189,7 @@ class VectorCollector:
         generators = [env.unwrapped.np_random.bit_generator.state for env in self._envs.envs]
         return {
             "next_trajectory": self._next_trajectory,
+            "returns": list(self.returns),
             "behaviour": self._behaviour.state_dict(),
             "env_generators": generators,
         }
@@ -160,6 +197,7 @@ class VectorCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self._next_trajectory = state["next_trajectory"]
+        self.returns = deque(state["returns"], maxlen=_RECENT)
         self._behaviour.load_state_dict(state["behaviour"])
         for env, generator in zip(self._envs.envs, state["env_generators"], strict=True):
             env.unwrapped.np_random.bit_generator.state = generator

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from recipes.events import EventConfig
+
+OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 
 
 @dataclass
@@ -61,7 +63,6 @@ class LearningConfig(ABC):
     batch_size: int = MISSING
     learning_starts: int = MISSING
     train_interval: int = MISSING
-    gradient_steps: int = MISSING
     num_evaluations: int = MISSING
     evaluation_episodes: int = MISSING
     gamma: float = MISSING
@@ -69,7 +70,7 @@ class LearningConfig(ABC):
 
     def __post_init__(self) -> None:
         self.check(
-            "total_steps buffer_size batch_size train_interval gradient_steps num_evaluations evaluation_episodes",
+            "total_steps buffer_size batch_size train_interval num_evaluations evaluation_episodes",
             lambda value: value > 0,
             "must be > 0",
         )
@@ -85,14 +86,32 @@ class LearningConfig(ABC):
             if not valid(getattr(self, key)):
                 raise ValueError(f"{self.group}.{key}={getattr(self, key)}: {requirement}")
 
+    def num_rounds(self) -> int:
+        """Rounds of updates of a whole run."""
+        return math.ceil(self.total_steps / self.train_interval) - self.learning_starts // self.train_interval
+
+    @abstractmethod
     def num_updates(self) -> int:
         """Gradient updates of a whole run."""
-        rounds = math.ceil(self.total_steps / self.train_interval)
-        return (rounds - self.learning_starts // self.train_interval) * self.gradient_steps
 
     def evaluations_due(self, step: int) -> int:
         """Evaluations that belong to the first `step` steps: they are evenly spread, the last one at the end."""
         return min(step, self.total_steps) * self.num_evaluations // self.total_steps
+
+
+@dataclass
+class FixedRoundsConfig(LearningConfig):
+    """Those of recipes with a fixed number of updates in a round."""
+
+    gradient_steps: int = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("gradient_steps", lambda value: value > 0, "must be > 0")
+
+    def num_updates(self) -> int:
+        """Gradient updates of a whole run."""
+        return self.num_rounds() * self.gradient_steps
 
 
 @dataclass
@@ -108,7 +127,7 @@ class RunConfig(ABC):
     num_envs: int = MISSING
     compile: bool = MISSING
     cudagraphs: bool = MISSING
-    updates_per_graph: int = MISSING
+    updates_per_graph: int = 1
     stop_at_threshold: bool = MISSING
     checkpoint_interval: int = MISSING
     resume: str | None = None
@@ -124,7 +143,7 @@ class RunConfig(ABC):
                 raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
         learning = self.learning
         for key, multiple in (("num_envs", "train_interval"), ("updates_per_graph", "gradient_steps")):
-            divisor, value = getattr(self, key), getattr(learning, multiple)
+            divisor, value = getattr(self, key), getattr(learning, multiple, 1)
             if value % divisor:
                 raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
         if self.cudagraphs and not self.compile:

@@ -35,7 +35,7 @@ from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
 from recipes.cagrad import MOST_GRADIENTS, cagrad_gradients, losses_by_table
 from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
-from recipes.config import LearningConfig, RunConfig
+from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_discrete_env
 from recipes.replay import EVENT_TABLES, make_replay
 from recipes.run import run_recipe, typed
@@ -44,7 +44,7 @@ from recipes.update import Learner, target_pairs
 
 
 @dataclass
-class DQNConfig(LearningConfig):
+class DQNConfig(FixedRoundsConfig):
     """Hyperparameters; a step is one step of the environment.
 
     Args:

@@ -3,7 +3,7 @@
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from gymnasium.wrappers import RescaleAction
+from gymnasium.wrappers import ClipAction, RescaleAction
 
 from recipes.config import EnvConfig
 from recipes.run import ConfigError
@@ -17,7 +17,7 @@ def make_discrete_env(config: EnvConfig) -> gymnasium.Env:
     """
     env = _make(config)
     if not isinstance(env.action_space, Discrete) or not _observes_vectors(env):
-        raise ConfigError(f"env.id={config.id}: this DQN needs discrete actions and vector observations")
+        raise ConfigError(f"env.id={config.id}: this recipe needs discrete actions and vector observations")
     return env
 
 
@@ -35,6 +35,16 @@ def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
         raise ConfigError(f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations")
     one = np.ones(actions.shape, dtype=np.float32)
     return RescaleAction(env, -one, one)
+
+
+def make_env(config: EnvConfig) -> gymnasium.Env:
+    """Makes an environment of either kind; continuous actions may lie outside of [-1, 1], which counts as the bound.
+
+    Raises:
+        ConfigError: as make_discrete_env and make_continuous_env.
+    """
+    discrete = isinstance(_make(config).action_space, Discrete)
+    return make_discrete_env(config) if discrete else ClipAction(make_continuous_env(config))
 
 
 def _make(config: EnvConfig) -> gymnasium.Env:

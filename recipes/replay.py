@@ -54,6 +54,7 @@ def make_replay(
     td_error: str,
     policy: TensorDictModuleBase | None = None,
     noise_scale: float = 1.0,
+    wrap: Callable[[Sampler], Sampler] | None = None,
 ) -> CompilableReplayBuffer:
     """Builds the buffer of a run, with the sampler that was chosen and the writer that it needs.
 
@@ -63,6 +64,7 @@ def make_replay(
         td_error: what the recipe's loss writes to the entry "td_error": "squared" or "absolute" TD errors.
         policy: the actor, for those samplers that give it batches of its own (see actor_batches); None: there is none.
         noise_scale: standard deviation of the exploration noise, for those samplers.
+        wrap: makes the buffer's sampler of the one that was chosen.
 
     Raises:
         ConfigError: as make_sampler and make_event_tables.
@@ -87,6 +89,10 @@ def make_replay(
             sampler = DecoupledSampler(sampler, policy, noise_scale=noise_scale, **keywords)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"sampler={name}: {error}") from error
+    try:
+        sampler = sampler if wrap is None else wrap(sampler)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampler={name}: {error}") from error
     return CompilableReplayBuffer(
         storage=CompilableTensorStorage(learning.buffer_size, device=device),
         sampler=sampler,
@@ -196,7 +202,7 @@ def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int = 1) -> None
         newest = replay.writer.tables["default"].index()[-num_envs:]
     else:
         newest = (replay.write_count - num_envs + torch.arange(num_envs)) % replay.storage.max_size
-    transitions = replay[newest].select(*STORED_KEYS, FLAGS, strict=False).clone()
+    transitions = replay[newest].exclude("index").clone()
     if FLAGS in transitions.keys(include_nested=True):
         transitions[FLAGS].zero_()
     transitions = transitions[~transitions["next", "done"].squeeze(1)]

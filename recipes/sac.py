@@ -30,7 +30,7 @@ from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhN
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import LearningConfig, RunConfig
+from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_continuous_env
 from recipes.replay import actor_batches, make_replay
 from recipes.run import run_recipe, typed
@@ -39,7 +39,7 @@ from recipes.update import Learner
 
 
 @dataclass
-class SACConfig(LearningConfig):
+class SACConfig(FixedRoundsConfig):
     """Hyperparameters; a step is one step of the environment."""
 
     group = "sac"

@@ -31,7 +31,7 @@ from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
 from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import LearningConfig, RunConfig
+from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_continuous_env
 from recipes.replay import actor_batches, make_replay
 from recipes.run import run_recipe, typed
@@ -43,7 +43,7 @@ THETA = {"gaussian": 1.0, "ou": 0.15}
 
 
 @dataclass
-class TD3Config(LearningConfig):
+class TD3Config(FixedRoundsConfig):
     """Hyperparameters; a step is one step of the environment. Actions are in [-1, 1], and noise is in their unit.
 
     Args:

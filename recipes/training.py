@@ -43,6 +43,7 @@ class Agent:
         policy: maps observations [n, ...] to actions [n, ...]; it is what evaluations evaluate.
         evaluation_epsilon: probability of a random action there, if actions are discrete.
         losses: names of the numbers that `learn` returns.
+        stores: entries of a batch to store, beyond those that every recipe does.
         columns: other numbers to record, at this number of steps.
         shown: what the progress bar shows of all that.
         state: networks and optimizers, for the checkpoint.
@@ -56,6 +57,7 @@ class Agent:
     losses: tuple[str, ...]
     shown: tuple[str, ...]
     state: dict[str, Any]
+    stores: tuple[str, ...] = ()
     evaluation_epsilon: float = 0.0
     columns: Callable[[int], dict[str, float]] = lambda _steps: {}
 
@@ -96,6 +98,7 @@ def run(
         The exit code.
     """
     learning, collector, replay = cfg.learning, agent.collector, agent.replay
+    stored = *stored_keys(cfg.env), *agent.stores
 
     # Everything a resumed run needs. The environments themselves cannot be saved: a resumed run starts new episodes,
     # drawn from the generators' saved states.
@@ -144,14 +147,14 @@ def run(
             batch = next(batches)
             previous_steps = counters["env_steps"]
             counters["env_steps"] += batch.numel()
-            data = batch.select(*stored_keys(cfg.env))
+            data = batch.select(*stored)
 
             # Learn.
             if counters["env_steps"] > learning.learning_starts:
                 for result in agent.learn(data, counters["env_steps"]):
                     for name, values in result.items():
                         losses[name].append(values)
-                counters["updates"] += learning.gradient_steps
+                    counters["updates"] += max(map(len, result.values()))
             else:
                 replay.extend(data)
 
