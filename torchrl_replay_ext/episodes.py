@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
-from torchrl_replay_ext.tracing import is_traced, pick, put, take
+from torchrl_replay_ext.streams import Streams, at_last, shifted
+from torchrl_replay_ext.tracing import pick, put, take
 from torchrl_replay_ext.tree import MaxTree, Resolved, SumTree
 
 # Positions per page: a row of the tree.
 _PAGE = 64
-
-
-def _shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
-    """``values`` one place later, led by ``first``."""
-    head = first.reshape(1).to(values.dtype) if isinstance(first, Tensor) else values.new_full((1,), first)
-    return torch.cat([head, values[:-1]])
 
 
 class FreeList:
@@ -84,9 +79,8 @@ class EpisodeIndex:
 
     def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
         self.steps, self.lanes, self.assigned = steps, lanes, assigned
-        # slots per step of the ring
-        self._width = 1 if assigned else lanes
-        self.size = size = steps * self._width
+        self.streams = Streams(steps, lanes, assigned=assigned, device=device)
+        self.size = size = self.streams.size
         self.device = torch.device(device or "cpu")
         page_table = None
         num_pages = None
@@ -127,39 +121,15 @@ class EpisodeIndex:
         self._finished = full(records + 1, 0, torch.bool)
         self._open = full(records + 1, 0, torch.bool)
         self._records = FreeList(records, device=device)
-        # a lane's episode that still goes on (none: the last record), its last trajectory id, its sum, ...
+        # a lane's episode that still goes on (none: the last record), its sum, the place of its next transition
         self._lane_episode = full(lanes, records)
-        self._lane_trajectory = full(lanes, -1)
         self._lane_total = full(lanes, 0)
         self._lane_next = full(lanes, 0)
-        self._lane_written = full(lanes, 0)
-        # ... and, since it was last written: whether trajectory ids restarted, whether its end may have gone unseen
-        self._lane_old = full(lanes, 0, torch.bool)
-        self._lane_doubtful = full(lanes, 0, torch.bool)
-        self._max_trajectory = full(1, -1)
-        self._zero_seen = full(1, 0, torch.bool)
-        self._cursor = full(1, 0)
-        # trajectories that were too many, where that could not be an error
-        self.broken_off = full(1, 0)
 
     def prepare(self) -> None:
         """Make it fit to become part of a graph."""
         self._tree.prepare()
         self._totals.prepare()
-
-    def step_of(self, slot: Tensor) -> int:
-        """The place of ``slot`` [] in the ring."""
-        return int(slot) // self._width
-
-    def expected_step(self) -> int:
-        """The place in the ring where the next write is expected."""
-        return int(self._cursor)
-
-    def skipped(self, slots: Tensor) -> Tensor:
-        """The slots from where the next write was expected up to ``slots`` [n]: written behind our back. int64 [k]."""
-        gap = (self.step_of(slots[0]) - self.expected_step()) % self.steps
-        steps = (self._cursor + torch.arange(gap, device=slots.device)) % self.steps
-        return (steps.unsqueeze(1) * self._width + torch.arange(self._width, device=slots.device)).reshape(-1)
 
     def drop(self, slots: Tensor) -> None:
         """Forget what ``slots`` [n] held, the oldest first; what goes on does not go on after them."""
@@ -195,37 +165,23 @@ class EpisodeIndex:
         """
         count = slots.shape[0]
         rows = torch.arange(count, device=slots.device)
-        newest = slots[-1:] // self._width
-        if self.assigned:
-            lane, stolen, restarted = self._assign(trajectory, ended)
-        else:
-            lane = slots % self.lanes
-            self._require_one_stream(trajectory, ended, initial)
-        order = lane.argsort(stable=True) if self.lanes > 1 else rows
-        lane, slots, ended, finished = lane[order], slots[order], ended[order], finished[order]
-        first = _shifted(lane, -1) != lane
+        order, lane, first, new, stolen = self.streams.follow(
+            slots, self._lane_episode != self._none, clock, ended=ended, trajectory=trajectory, initial=initial
+        )
+        slots, ended, finished = slots[order], ended[order], finished[order]
 
         self._evict(slots, lane)
-        if self.assigned:
+        if stolen is not None:
             self._abandon(pick(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
             self._lane_episode.copy_(pick(stolen, self._none, self._lane_episode))
-            self._lane_old |= restarted & (self._lane_episode != self._none)
 
-        # where a new episode begins
         going_on = self._lane_episode[lane]
-        new = torch.where(first, going_on == self._none, _shifted(ended, False))
-        if trajectory is not None:
-            trajectory = trajectory[order]
-            new |= trajectory != pick(first, self._lane_trajectory[lane], _shifted(trajectory, 0))
-            self._lane_trajectory.copy_(self._at_last(lane, trajectory, self._lane_trajectory))
-        if initial is not None:
-            new |= initial[order]
         begun = new.cumsum(0)
         begun_before_lane = pick(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
         record = pick(begun == begun_before_lane, going_on, self._records.pop(new))
         # an episode that stops without an end stays ongoing for good
-        before = pick(first, going_on, _shifted(record, self._none))
-        abandoned = pick(new & ~_shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
+        before = pick(first, going_on, shifted(record, self._none))
+        abandoned = pick(new & ~shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
 
         position = self._place(slots, lane, first, rows)
         begins = pick(new, record, torch.full_like(record, self._none))
@@ -245,18 +201,9 @@ class EpisodeIndex:
         self._open.index_fill_(0, ends, False)
         self._touched.index_copy_(0, ends, clock.expand(count))
         self._abandon(abandoned)
-        self._open.index_fill_(0, torch.full_like(newest, self._none), False)
-        self._lane_episode.copy_(self._at_last(lane, pick(ended, self._none, record), self._lane_episode))
-        self._lane_written.index_copy_(0, lane, clock.expand(count))
+        self._open.index_fill_(0, torch.full_like(lane[:1], self._none), False)
+        self._lane_episode.copy_(at_last(lane, pick(ended, self._none, record), self._lane_episode))
         self._totals.refresh(record)
-        self._cursor.copy_((newest + 1) % self.steps)
-
-    @staticmethod
-    def _at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
-        """``current`` [lanes] with the last of ``value`` [n] written for each lane."""
-        result = current.clone()
-        write_last(result, lane, value)
-        return result
 
     def _evict(self, slots: Tensor, lane: Tensor) -> None:
         """Take what ``slots`` held out of all sums."""
@@ -288,8 +235,7 @@ class EpisodeIndex:
     def forget(self) -> None:
         """Drop all content, before a write of more rows than there are slots, whose first rows go unseen."""
         self.drop(torch.arange(self.size, device=self.device))
-        # trajectories may go on, or have ended unseen
-        self._lane_doubtful.copy_(self._lane_episode != self._none)
+        self.streams.lose_track(self._lane_episode != self._none)
 
     def _free(self, record: Tensor) -> None:
         """Give back those of ``record`` [n] that hold nothing any more and do not go on."""
@@ -316,111 +262,9 @@ class EpisodeIndex:
         pages = self._pages.pop(starts)
         nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
         table.index_copy_(0, pick(starts, block, nowhere), pick(starts, pages, torch.full_like(pages, self._no_page)))
-        self._lane_next.copy_(self._at_last(lane, offset + 1, self._lane_next))
+        self._lane_next.copy_(at_last(lane, offset + 1, self._lane_next))
         self._position.index_copy_(0, slots, position.to(self._position.dtype))
         return position
-
-    def _require_one_stream(self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None) -> None:
-        """With one lane, a trajectory may break off only where ids restart or a first transition is marked."""
-        if trajectory is None or self.lanes > 1:
-            return
-        previous = _shifted(trajectory, self._lane_trajectory[0])
-        broken_off = ~_shifted(ended, self._lane_episode[0] == self._none)
-        unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
-        if initial is not None:
-            unexpected &= ~initial
-        if is_traced():
-            self.broken_off.add_(unexpected.sum())
-        elif bool(unexpected.any()):
-            self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
-        self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
-
-    def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
-        self._zero_seen |= (trajectory == 0).any()
-        largest = trajectory.max().reshape(1)
-        self._max_trajectory.copy_(pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
-
-    def _raise_too_many(self, going_on: Tensor, new: Tensor) -> None:
-        raise ValueError(
-            f"trajectory {int(new)} begins while {int(going_on)} of {self.lanes} streams hold one that still goes on: "
-            f"more simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments "
-            "that write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does "
-            "with set_truncated=True), or mark the first transition of the next (torchrl's InitTracker does)."
-        )
-
-    def _assign(self, trajectory: Tensor | None, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The lane of each row by its trajectory id [n].
-
-        A trajectory keeps its lane until it ends; a new one takes the lane that became free first. If none is free and
-        ids have restarted, it takes the lane that was written least recently of those from before.
-
-        Returns:
-            lane [n]; lanes [lanes] taken from an unfinished trajectory; whether ids restarted [].
-        """
-        assert trajectory is not None
-        count, device = trajectory.shape[0], trajectory.device
-        rows = torch.arange(count, device=device)
-        # groups: the rows of one trajectory each
-        order = trajectory.argsort(stable=True)
-        ids = trajectory[order]
-        group_sorted = (_shifted(ids, 0) != ids).to(torch.int64)
-        group_sorted[0] = 0
-        group_sorted = group_sorted.cumsum(0)
-        group = torch.empty_like(order).index_copy_(0, order, group_sorted)
-        # for each group (padded to n of them): its id, its first and last row
-        first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
-        last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
-        used = first < count
-        group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
-        # which of them go on in an open lane
-        open_lane = self._lane_episode != self._none
-        match = (group_id.unsqueeze(1) == self._lane_trajectory) & open_lane & ~self._lane_old & used.unsqueeze(1)
-        # ids begin at 0 again: what was going on before does not go on
-        begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
-        restarted = begins_again.any()
-        match &= (first < pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
-        request = used & ~match.any(1)
-        closes = used & ended[last]
-        # the others request a lane at their first row; a group that ends releases its lane at its last row. Counted
-        # along the rows, the k-th request can be met if k lanes were free or released before it.
-        row_or_none = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        requested = row_or_none.index_add(0, first, request.to(torch.int64))[:count].cumsum(0)
-        released = row_or_none.index_add(0, last, closes.to(torch.int64))[:count].cumsum(0)
-        clipped = first.clamp_max(count - 1)
-        number = requested[clipped] - 1
-        released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
-        missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
-        # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
-        seen_before = (request & (group_id <= self._max_trajectory)).any()
-        available = open_lane & ~match.any(0) & (self._lane_old | self._lane_doubtful | seen_before)
-        if is_traced():
-            self.broken_off.add_((missing - available.sum()).clamp_min(0))
-        elif bool(missing > available.sum()):
-            self._raise_too_many(open_lane.sum(), group_id[request][-1])
-        age = (
-            pick(available, self._lane_written, torch.full_like(self._lane_written, 2**62))
-            .argsort(stable=True)
-            .argsort()
-        )
-        stolen = available & (age < missing)
-        closed = ~open_lane | stolen
-        free = torch.argsort(~closed, stable=True)
-        num_free = closed.sum()
-        # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
-        # releases it, which may itself have taken it from another; the chain is followed by doubling
-        release = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        release.index_copy_(0, pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
-        inherits = request & (number >= num_free)
-        parent = pick(inherits, release[(number - num_free).clamp(0, count)], rows)
-        lane = pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
-        for _ in range(count.bit_length()):
-            parent = parent[parent]
-        self._count_trajectories(trajectory, restarted)
-        lane = lane[parent][group]
-        self._lane_old.index_fill_(0, lane, False)
-        self._lane_doubtful.index_fill_(0, lane, False)
-        untouched = torch.ones_like(self._lane_old).index_fill_(0, lane, False)
-        return lane, stolen, restarted & untouched
 
     def positions(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n] in their lanes' order, int64."""
@@ -506,16 +350,9 @@ class EpisodeIndex:
             "finished": self._finished,
             "open": self._open,
             "lane_episode": self._lane_episode,
-            "lane_trajectory": self._lane_trajectory,
             "lane_total": self._lane_total,
             "lane_next": self._lane_next,
-            "lane_written": self._lane_written,
-            "lane_old": self._lane_old,
-            "lane_doubtful": self._lane_doubtful,
-            "max_trajectory": self._max_trajectory,
-            "zero_seen": self._zero_seen,
-            "cursor": self._cursor,
-            "broken_off": self.broken_off,
+            **self.streams.tensors(),
             **self._records.tensors("records"),
         }
         if self.assigned:
@@ -545,18 +382,11 @@ class EpisodeIndex:
             (self._finished, 0),
             (self._open, 0),
             (self._lane_episode, self._none),
-            (self._lane_trajectory, -1),
             (self._lane_total, 0),
             (self._lane_next, 0),
-            (self._lane_written, 0),
-            (self._lane_old, 0),
-            (self._lane_doubtful, 0),
-            (self._max_trajectory, -1),
-            (self._zero_seen, 0),
-            (self._cursor, 0),
-            (self.broken_off, 0),
         ):
             field.fill_(value)
+        self.streams.clear_()
         self._totals.rebuild_()
         self._records.clear_()
 

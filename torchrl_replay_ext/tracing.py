@@ -13,7 +13,10 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 _EXACT_BITS = 53
 # Modules whose objects hold state.
-_STATE = tuple(f"torchrl_replay_ext.{name}" for name in ("annealing", "episodes", "events", "samplers.pairs", "tree"))
+_STATE = tuple(
+    f"torchrl_replay_ext.{name}"
+    for name in ("annealing", "episodes", "events", "samplers.pairs", "slices", "streams", "tree")
+)
 
 
 def is_traced() -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from tensordict import NestedKey, is_tensor_collection
+from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.episodes import EpisodeIndex
 from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
 from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
 from torchrl_replay_ext.tree import Resolved, SumTree
 
@@ -119,8 +119,8 @@ class ReaPERSampler(PrioritySampler):
             raise ValueError(f"ReaPERSampler(truncated={truncated!r}): truncated must be 'finished' or 'ongoing'.")
         self._num_streams = num_streams
         self._truncated = truncated
-        self._done_key, self._terminated_key = done_key, terminated_key
-        self._traj_key, self._init_key = traj_key, init_key
+        self._terminated_key = terminated_key
+        self._reader = EpisodeReader("ReaPERSampler", done_key=done_key, traj_key=traj_key, init_key=init_key)
         self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
         super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
         self._hyperparameters["omega"] = self._omega
@@ -181,78 +181,44 @@ class ReaPERSampler(PrioritySampler):
     def _limit(self, alpha: float) -> float:
         return min(self._largest(self._tree, alpha), self._episodes.max_priority)
 
-    def _column(self, storage: Storage, key: NestedKey, slots: Tensor, why: str | None) -> Tensor | None:
-        """The entries of a column at ``slots``; None if it is missing and no reason is given why it must be there."""
-        data: Any = getattr(storage, "_storage", None)
-        if not is_tensor_collection(data):
-            raise TypeError("ReaPERSampler: TensorDicts in a tensor storage are needed, LazyTensorStorage for example.")
-        column = data.get(key, None)
-        if column is None:
-            if why is None:
-                return None
-            raise KeyError(f"ReaPERSampler: the stored data has no entry {key!r}, {why}")
-        if column.numel() != self._num_slots:
-            raise ValueError(
-                f"ReaPERSampler: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is "
-                "needed."
-            )
-        return column.reshape(-1).index_select(0, slots)
-
     def _write(self, slots: Tensor, storage: Storage | None) -> None:
         if storage is None:
             raise ValueError("ReaPERSampler.mark_update: the storage is needed, to read where episodes end.")
-        ended = self._column(
-            storage, self._done_key, slots, "which the environment writes; pass its name as done_key=."
+        ended, trajectory, initial = self._reader.read(
+            storage, slots, self._num_slots, needs_ids=self._episodes.assigned
         )
         finished = ended
         if self._truncated == "ongoing":
-            finished = self._column(
+            terminated = self._reader.column(
                 storage,
                 self._terminated_key,
-                slots,
+                self._num_slots,
                 "which the environment writes and truncated='ongoing' needs; pass its name as terminated_key=.",
             )
-        why = (
-            "by which a collector tells trajectories apart; pass its name as traj_key=, or store one environment only."
-        )
-        trajectory = self._column(storage, self._traj_key, slots, why if self._episodes.assigned else None)
-        initial = self._column(storage, self._init_key, slots, None)
-        assert ended is not None and finished is not None
+            assert terminated is not None
+            finished = terminated.index_select(0, slots).to(torch.bool)
         if not is_traced():
-            if self._is_marked_again(slots, storage):
+            streams = self._episodes.streams
+            if is_marked_again(slots, self._stamp, streams, storage):
                 # the transition stays where it is in its episode
                 self._stamp_slots(slots)
                 self._episodes.update(slots, SumTree.to_mass(self._max_priority).expand(slots.shape[0]), None)
                 self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
                 return
-            in_turn = (slots[0] + torch.arange(slots.shape[0], device=self._device)) % self._num_slots
-            if not torch.equal(slots, in_turn):
-                raise ValueError("ReaPERSampler: slots must be written in turn; use a round-robin writer, the default.")
+            self._reader.require_in_turn(slots, self._num_slots)
             if slots.shape[0] < self._num_slots:
-                self._drop(self._episodes.skipped(slots))
+                self._drop(streams.skipped(slots))
         self._episodes.write(
             slots,
             SumTree.to_mass(self._max_priority),
             self._clock + 1,
-            ended=ended.to(torch.bool),
-            finished=finished.to(torch.bool),
-            trajectory=None if trajectory is None else trajectory.to(torch.int64),
-            initial=None if initial is None else initial.to(torch.bool),
+            ended=ended,
+            finished=finished,
+            trajectory=trajectory,
+            initial=initial,
         )
         self._stamp_slots(slots)
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
-
-    def _is_marked_again(self, slots: Tensor, storage: Storage) -> bool:
-        """Whether these slots are marked by ``rb.mark_update``, or written out of turn, not by the writer in turn."""
-        if not bool((self._stamp.index_select(0, slots) > 0).all()):
-            return False
-        first, last = self._episodes.step_of(slots[0]), self._episodes.step_of(slots[-1])
-        expected = self._episodes.expected_step()
-        # the storage knows where the writer has written last
-        written = getattr(storage, "_last_cursor_index", None)
-        if written is None or int(written) != last:
-            return True
-        return first != expected and (last + 1) % self._episodes.steps == expected
 
     def _drop(self, slots: Tensor) -> None:
         """Forget slots that were written without our knowing what; until written again they cannot be drawn."""
@@ -343,5 +309,5 @@ class ReaPERSampler(PrioritySampler):
             "acceptance_rate": self._rate,
             "reliability_mean": mean,
             "repeated_draws": self._repeated,
-            "broken_off": self._episodes.broken_off.sum(),
+            "broken_off": self._episodes.streams.broken_off.sum(),
         }

@@ -1,0 +1,261 @@
+"""Which transitions of a ring buffer follow each other: streams of experience, and where episodes begin in them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.functional.priorities import write_last
+from torchrl_replay_ext.tracing import is_traced, pick
+
+
+def shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
+    """``values`` one place later, led by ``first``."""
+    head = first.reshape(1).to(values.dtype) if isinstance(first, Tensor) else values.new_full((1,), first)
+    return torch.cat([head, values[:-1]])
+
+
+def at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
+    """``current`` [lanes] with the last of ``value`` [n] written for each lane."""
+    result = current.clone()
+    write_last(result, lane, value)
+    return result
+
+
+class Rows(NamedTuple):
+    """Rows of a write, sorted by lane, in the order of writing within each.
+
+    Args:
+        order: int64 [n], their places among the rows as they were written.
+        lane: int64 [n].
+        first: bool [n], the first of its lane.
+        new: bool [n], an episode begins.
+        stolen: bool [lanes], lanes that were taken from an unfinished trajectory; None where lanes are fixed.
+    """
+
+    order: Tensor
+    lane: Tensor
+    first: Tensor
+    new: Tensor
+    stolen: Tensor | None
+
+
+class Streams:
+    """The lanes of a ring buffer, one for each stream of experience, and where episodes begin in them.
+
+    Lanes are fixed by the storage: slot t·lanes + e is step t of lane e, and one environment written to flat storage is
+    a single lane; or, for several environments in one flat storage, assigned by trajectory id: a trajectory keeps its
+    lane until it ends. Whoever holds this knows in which lanes an episode goes on.
+
+    Args:
+        steps: length of the ring in slots per lane if fixed, in slots if assigned.
+        lanes: number of lanes.
+        assigned: lanes are assigned by trajectory id.
+        device: where the tensors live.
+    """
+
+    def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
+        self.steps, self.lanes, self.assigned = steps, lanes, assigned
+        # slots per step of the ring
+        self._width = 1 if assigned else lanes
+        self.size = steps * self._width
+
+        def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        # of each lane: the last trajectory id, the number of the last write, ...
+        self._trajectory = full(lanes, -1)
+        self._written = full(lanes, 0)
+        # ... and, since then: whether trajectory ids restarted, whether its end may have gone unseen
+        self._old = full(lanes, 0, torch.bool)
+        self._doubtful = full(lanes, 0, torch.bool)
+        self._max_trajectory = full(1, -1)
+        self._zero_seen = full(1, 0, torch.bool)
+        self._cursor = full(1, 0)
+        # trajectories that were too many, where that could not be an error
+        self.broken_off = full(1, 0)
+
+    def step_of(self, slot: Tensor) -> int:
+        """The place of ``slot`` [] in the ring."""
+        return int(slot) // self._width
+
+    def expected_step(self) -> int:
+        """The place in the ring where the next write is expected."""
+        return int(self._cursor)
+
+    def skipped(self, slots: Tensor) -> Tensor:
+        """The slots from where the next write was expected up to ``slots`` [n]: written behind our back. int64 [k]."""
+        gap = (self.step_of(slots[0]) - self.expected_step()) % self.steps
+        steps = (self._cursor + torch.arange(gap, device=slots.device)) % self.steps
+        return (steps.unsqueeze(1) * self._width + torch.arange(self._width, device=slots.device)).reshape(-1)
+
+    def follow(
+        self,
+        slots: Tensor,
+        open_lane: Tensor,
+        clock: Tensor,
+        *,
+        ended: Tensor,
+        trajectory: Tensor | None = None,
+        initial: Tensor | None = None,
+    ) -> Rows:
+        """Take in a write: assign its rows to lanes and find where episodes begin.
+
+        Args:
+            slots: int64 [n], distinct, in the order of writing.
+            open_lane: bool [lanes], an episode goes on.
+            clock: int64 [], number of this write; larger than all before.
+            ended: bool [n], the episode ends with this transition.
+            trajectory: int64 [n], trajectory ids; needed where lanes are assigned.
+            initial: bool [n], the transition is the first of its episode.
+
+        Raises:
+            ValueError: if there are more simultaneous trajectories than lanes; nothing is changed then.
+        """
+        stolen = None
+        if self.assigned:
+            lane, stolen, restarted = self._assign(trajectory, ended, open_lane)
+            open_lane = open_lane & ~stolen
+            self._old |= restarted & open_lane
+        else:
+            lane = slots % self.lanes
+            self._require_one_stream(trajectory, ended, initial, open_lane)
+        if self.lanes > 1:
+            order = lane.argsort(stable=True)
+            lane, ended = lane[order], ended[order]
+        else:
+            order = torch.arange(slots.shape[0], device=slots.device)
+        first = shifted(lane, -1) != lane
+        new = torch.where(first, ~open_lane[lane], shifted(ended, False))
+        if trajectory is not None:
+            trajectory = trajectory[order]
+            new |= trajectory != pick(first, self._trajectory[lane], shifted(trajectory, 0))
+            self._trajectory.copy_(at_last(lane, trajectory, self._trajectory))
+        if initial is not None:
+            new |= initial[order]
+        self._written.index_copy_(0, lane, clock.expand(lane.shape))
+        self._cursor.copy_((slots[-1:] // self._width + 1) % self.steps)
+        return Rows(order, lane, first, new, stolen)
+
+    def lose_track(self, open_lane: Tensor) -> None:
+        """Trajectories in open lanes may go on, or have ended unseen."""
+        self._doubtful.copy_(open_lane)
+
+    def _require_one_stream(
+        self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
+    ) -> None:
+        """With one lane, a trajectory may break off only where ids restart or a first transition is marked."""
+        if trajectory is None or self.lanes > 1:
+            return
+        previous = shifted(trajectory, self._trajectory[0])
+        broken_off = ~shifted(ended, ~open_lane)
+        unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
+        if initial is not None:
+            unexpected &= ~initial
+        if is_traced():
+            self.broken_off.add_(unexpected.sum())
+        elif bool(unexpected.any()):
+            self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
+        self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
+
+    def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
+        self._zero_seen |= (trajectory == 0).any()
+        largest = trajectory.max().reshape(1)
+        self._max_trajectory.copy_(pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
+
+    def _raise_too_many(self, going_on: Tensor, new: Tensor) -> None:
+        raise ValueError(
+            f"trajectory {int(new)} begins while {int(going_on)} of {self.lanes} streams hold one that still goes on: "
+            f"more simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments "
+            "that write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does "
+            "with set_truncated=True), or mark the first transition of the next (torchrl's InitTracker does)."
+        )
+
+    def _assign(self, trajectory: Tensor | None, ended: Tensor, open_lane: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The lane of each row by its trajectory id [n].
+
+        A trajectory keeps its lane until it ends; a new one takes the lane that became free first. If none is free and
+        ids have restarted, it takes the lane that was written least recently of those from before.
+
+        Returns:
+            lane [n]; lanes [lanes] taken from an unfinished trajectory; whether ids restarted [].
+        """
+        assert trajectory is not None
+        count, device = trajectory.shape[0], trajectory.device
+        rows = torch.arange(count, device=device)
+        # groups: the rows of one trajectory each
+        order = trajectory.argsort(stable=True)
+        ids = trajectory[order]
+        group_sorted = (shifted(ids, 0) != ids).to(torch.int64)
+        group_sorted[0] = 0
+        group_sorted = group_sorted.cumsum(0)
+        group = torch.empty_like(order).index_copy_(0, order, group_sorted)
+        # for each group (padded to n of them): its id, its first and last row
+        first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
+        last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
+        used = first < count
+        group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
+        # which of them go on in an open lane
+        match = (group_id.unsqueeze(1) == self._trajectory) & open_lane & ~self._old & used.unsqueeze(1)
+        # ids begin at 0 again: what was going on before does not go on
+        begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
+        restarted = begins_again.any()
+        match &= (first < pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
+        request = used & ~match.any(1)
+        closes = used & ended[last]
+        # the others request a lane at their first row; a group that ends releases its lane at its last row. Counted
+        # along the rows, the k-th request can be met if k lanes were free or released before it.
+        row_or_none = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        requested = row_or_none.index_add(0, first, request.to(torch.int64))[:count].cumsum(0)
+        released = row_or_none.index_add(0, last, closes.to(torch.int64))[:count].cumsum(0)
+        clipped = first.clamp_max(count - 1)
+        number = requested[clipped] - 1
+        released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
+        missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
+        # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
+        seen_before = (request & (group_id <= self._max_trajectory)).any()
+        available = open_lane & ~match.any(0) & (self._old | self._doubtful | seen_before)
+        if is_traced():
+            self.broken_off.add_((missing - available.sum()).clamp_min(0))
+        elif bool(missing > available.sum()):
+            self._raise_too_many(open_lane.sum(), group_id[request][-1])
+        age = pick(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
+        stolen = available & (age < missing)
+        closed = ~open_lane | stolen
+        free = torch.argsort(~closed, stable=True)
+        num_free = closed.sum()
+        # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
+        # releases it, which may itself have taken it from another; the chain is followed by doubling
+        release = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        release.index_copy_(0, pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
+        inherits = request & (number >= num_free)
+        parent = pick(inherits, release[(number - num_free).clamp(0, count)], rows)
+        lane = pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
+        for _ in range(count.bit_length()):
+            parent = parent[parent]
+        self._count_trajectories(trajectory, restarted)
+        lane = lane[parent][group]
+        self._old.index_fill_(0, lane, False)
+        self._doubtful.index_fill_(0, lane, False)
+        untouched = torch.ones_like(self._old).index_fill_(0, lane, False)
+        return lane, stolen, restarted & untouched
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state, by name."""
+        return {
+            "lane_trajectory": self._trajectory,
+            "lane_written": self._written,
+            "lane_old": self._old,
+            "lane_doubtful": self._doubtful,
+            "max_trajectory": self._max_trajectory,
+            "zero_seen": self._zero_seen,
+            "cursor": self._cursor,
+            "broken_off": self.broken_off,
+        }
+
+    def clear_(self) -> None:
+        """Forget everything."""
+        for name, tensor in self.tensors().items():
+            tensor.fill_(-1 if name in ("lane_trajectory", "max_trajectory") else 0)
