@@ -4,7 +4,7 @@ from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
 from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
-from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss
+from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceEstimator
 from torchrl_replay_ext.samplers import (
     DecoupledSampler,
     EventTableSampler,
@@ -32,6 +32,7 @@ __all__ = [
     "ProportionalSampler",
     "RankBasedSampler",
     "ReaPERSampler",
+    "RetraceEstimator",
     "SeparateValueNetworks",
     "StochasticDuelingNetwork",
     "SumTree",

@@ -1,0 +1,736 @@
+"""Retrace as a TorchRL value estimator, against a loop over single steps, and as the targets of a DQN."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical, Normal
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.modules import MaskedCategorical, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, QValueActor
+from torchrl.objectives import A2CLoss, DQNLoss, SoftUpdate
+from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
+
+from torchrl_replay_ext import RetraceEstimator
+
+OBSERVATION, ACTIONS, GAMMA = 3, 4, 0.9
+
+
+def mlp(outputs=ACTIONS):
+    return nn.Sequential(nn.Linear(OBSERVATION, 8), nn.Tanh(), nn.Linear(8, outputs)).to(torch.float64)
+
+
+def critic(network=None, in_key="observation", out_key="action_value"):
+    return TensorDictModule(network or mlp(), in_keys=[in_key], out_keys=[out_key])
+
+
+def actor(network=None, distribution=Categorical, in_key="observation", **arguments):
+    module = TensorDictModule(network or mlp(), in_keys=[in_key], out_keys=["logits"])
+    return ProbabilisticActor(module, in_keys=["logits"], distribution_class=distribution, **arguments)
+
+
+def experience(*shape, seed=0):
+    """Rows [*shape] of a random policy, with ends of both kinds."""
+    g = torch.Generator().manual_seed(seed)
+    double = {"dtype": torch.float64, "generator": g}
+    done = torch.rand(*shape, 1, generator=g) < 0.25
+    logits = torch.randn(*shape, ACTIONS, **double)
+    action = torch.multinomial(logits.softmax(-1).reshape(-1, ACTIONS), 1, generator=g).reshape(*shape, 1)
+    return TensorDict(
+        {
+            "observation": torch.randn(*shape, OBSERVATION, **double),
+            "action": action.squeeze(-1),
+            "action_log_prob": logits.log_softmax(-1).gather(-1, action).squeeze(-1),
+            "next": {
+                "observation": torch.randn(*shape, OBSERVATION, **double),
+                "reward": torch.randn(*shape, 1, **double),
+                "done": done,
+                "terminated": done & (torch.rand(*shape, 1, generator=g) < 0.5),
+            },
+        },
+        shape,
+    )
+
+
+@torch.no_grad()
+def naive(batch, value, policy=None, *, lmbda=1.0, c=1.0, power=1.0):
+    """Q^ret [S, T, 1] by Algorithm 2's loop; without ``policy``, of the greedy one."""
+
+    def probabilities(x):
+        if policy is not None:
+            return policy(x).softmax(-1)
+        return nn.functional.one_hot(value(x).argmax(-1), ACTIONS).to(x.dtype)
+
+    result = torch.zeros(*batch.shape, 1, dtype=torch.float64)
+    for s in range(batch.shape[0]):
+        for t in reversed(range(batch.shape[1])):
+            step = batch[s, t]
+            behind = step["next", "observation"]
+            v = 0.0 if step["next", "terminated"] else (probabilities(behind) * value(behind)).sum()
+            total = step["next", "reward"] + GAMMA * v
+            if t + 1 < batch.shape[1] and not step["next", "done"]:
+                after = batch[s, t + 1]
+                x, a = after["observation"], after["action"]
+                rho = probabilities(x)[a] / after["action_log_prob"].exp()
+                total = total + GAMMA * lmbda * min(c, float(rho**power)) * (result[s, t + 1] - value(x)[a])
+            result[s, t] = total
+    return result
+
+
+def expected_value(x, value, policy=None):
+    q = value(x)
+    return (q.max(-1).values if policy is None else (policy(x).softmax(-1) * q).sum(-1)).unsqueeze(-1).detach()
+
+
+# --- values
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+@pytest.mark.parametrize(("lmbda", "c", "power"), [(1.0, 1.0, 1.0), (0.8, 3.0, 0.5), (1.0, math.inf, 1.0)])
+def test_targets_and_advantages_against_a_loop(policy, lmbda, c, power):
+    value, pi = mlp(), mlp() if policy == "actor" else None
+    batch = experience(3, 9)
+    estimator = RetraceEstimator(
+        gamma=GAMMA,
+        lmbda=lmbda,
+        value_network=critic(value),
+        actor_network=pi and actor(pi),
+        rho_thresh=c,
+        rho_power=power,
+        policy=policy,
+    )
+    expected = naive(batch, value, pi, lmbda=lmbda, c=c, power=power)
+    assert estimator.value_estimate(batch.clone()).sub(expected).abs().max() < 1e-10
+    kept = batch.clone()
+    result = estimator(batch)
+    assert result is batch
+    assert batch["value_target"].sub(expected).abs().max() < 1e-10
+    advantage = expected - expected_value(batch["observation"], value, pi)
+    assert batch["advantage"].sub(advantage).abs().max() < 1e-10
+    assert batch["advantage"].shape == batch["value_target"].shape == (3, 9, 1)
+    # no more is written, and the rest is as it was
+    assert (batch.exclude("value_target", "advantage") == kept).all()
+
+
+@pytest.mark.parametrize("action", ["[S, T]", "[S, T, 1]", "int32", "one-hot", "one-hot bool", "one-hot float"])
+@pytest.mark.parametrize("distribution", [Categorical, OneHotCategorical])
+def test_index_and_one_hot_actions(action, distribution):
+    value, pi, batch = mlp(), mlp(), experience(3, ACTIONS)
+    expected = naive(batch, value, pi)
+    index = batch["action"]
+    one_hot = nn.functional.one_hot(index, ACTIONS)
+    batch["action"] = {
+        "[S, T]": index,
+        "[S, T, 1]": index.unsqueeze(-1),
+        "int32": index.to(torch.int32),
+        "one-hot": one_hot,
+        "one-hot bool": one_hot.to(torch.bool),
+        "one-hot float": one_hot.to(torch.float32),
+    }[action]
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi, distribution))
+    assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+
+
+def test_the_behaviour_may_be_stored_as_log_probabilities_or_as_logits():
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    behaviour = mlp()
+    logits = behaviour(batch["observation"]).detach()
+    batch["action_log_prob"] = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    expected = naive(batch, value, pi)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    for changed in (
+        {"action_log_prob": batch["action_log_prob"].unsqueeze(-1)},
+        {"action_log_prob": None, "logits": logits - 7},
+        # the log-probability counts if there are both
+        {"logits": torch.zeros_like(logits)},
+    ):
+        other = batch.clone().update({k: v for k, v in changed.items() if v is not None})
+        other = other.exclude(*(k for k, v in changed.items() if v is None))
+        assert estimator.value_estimate(other).sub(expected).abs().max() < 1e-10
+    batch["mu", "probs"] = logits.softmax(-1)
+    del batch["action_log_prob"]
+    estimator.set_keys(behaviour=("mu", "probs"))
+    assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+
+
+def test_any_batch_shape_and_time_dimension():
+    value, pi, batch = mlp(), mlp(), experience(6, 5)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    expected = naive(batch, value, pi)
+
+    def same(result, shape):
+        return bool(result.sub(shape(expected)).abs().max() < 1e-10)
+
+    assert same(estimator.value_estimate(batch.reshape(2, 3, 5)), lambda x: x.reshape(2, 3, 5, 1))
+    assert same(estimator.value_estimate(batch[0]), lambda x: x[0])
+    across = batch.transpose(0, 1).contiguous()
+    for time_dim in (0, -2):
+        assert same(estimator.value_estimate(across, time_dim=time_dim), lambda x: x.transpose(0, 1))
+        fixed = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), time_dim=time_dim)
+        assert same(fixed(across.clone())["value_target"], lambda x: x.transpose(0, 1))
+    named = TensorDict(across.to_dict(), across.shape, names=["time", None])
+    assert same(estimator(named)["value_target"], lambda x: x.transpose(0, 1))
+
+
+def test_a_transition_is_td_0():
+    value, pi, batch = mlp(), mlp(), experience(7, 1)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    v = expected_value(batch["next", "observation"], value, pi).masked_fill(batch["next", "terminated"], 0.0)
+    assert estimator.value_estimate(batch).sub(batch["next", "reward"] + GAMMA * v).abs().max() < 1e-12
+
+
+def test_actions_that_are_not_allowed():
+    """π is 0 and Q may be infinite there."""
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    allowed = torch.tensor([True, True, False, True])
+    batch["action"] = batch["action"].clone()
+    batch["action"][batch["action"] == 2] = 3
+    masked = lambda network, fill: lambda x: network(x).masked_fill(~allowed, fill)  # noqa: E731
+    expected = naive(batch, masked(value, 0.0), masked(pi, -math.inf))
+
+    class Masked(nn.Module):
+        def __init__(self, network, fill):
+            super().__init__()
+            self.network, self.fill = network, fill
+
+        def forward(self, x):
+            return self.network(x).masked_fill(~allowed, self.fill)
+
+    distribution = lambda logits: MaskedCategorical(logits=logits, mask=allowed.expand_as(logits))  # noqa: E731
+    for fill in (-math.inf, math.nan, torch.finfo(torch.float64).min):
+        estimator = RetraceEstimator(
+            gamma=GAMMA, value_network=critic(Masked(value, fill)), actor_network=actor(pi, distribution)
+        )
+        assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+
+
+# --- parameters
+
+
+def test_which_parameters_are_used_for_what():
+    nets = {name: mlp() for name in ("own", "params", "target")}
+    pi, batch = mlp(), experience(3, 9)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(nets["own"]), actor_network=actor(pi))
+    of = {name: TensorDict.from_module(critic(net)) for name, net in nets.items() if name != "own"}
+
+    def check(result, target, value):
+        expected = naive(batch, nets[target], pi)
+        assert result["value_target"].sub(expected).abs().max() < 1e-10
+        advantage = expected - expected_value(batch["observation"], nets[value], pi)
+        assert result["advantage"].sub(advantage).abs().max() < 1e-10
+
+    check(estimator(batch.clone()), "own", "own")
+    check(estimator(batch.clone(), params=of["params"]), "params", "params")
+    check(estimator(batch.clone(), params=of["params"], target_params=of["target"]), "target", "params")
+    check(estimator(batch.clone(), target_params=of["target"]), "target", "own")
+    for target, arguments in (("own", {}), ("target", {"target_params": of["target"]})):
+        result = estimator.value_estimate(batch, **arguments)
+        assert result.sub(naive(batch, nets[target], pi)).abs().max() < 1e-10
+
+
+def test_next_values_may_be_given():
+    value, pi, batch = mlp(), mlp(), experience(3, 1)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    given = torch.randn(3, 1, 1, dtype=torch.float64)
+    expected = batch["next", "reward"] + GAMMA * given.masked_fill(batch["next", "terminated"], 0.0)
+    torch.testing.assert_close(estimator.value_estimate(batch, next_value=given), expected)
+    with pytest.raises(ValueError, match="next_state_value has shape"):
+        estimator.value_estimate(batch, next_value=given.squeeze(-1))
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+def test_gradients(policy):
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    value[0].weight.requires_grad_(False)
+    flags = [p.requires_grad for p in value.parameters()]
+    batch["next", "reward"].requires_grad_()
+    for differentiable in (False, True):
+        estimator = RetraceEstimator(
+            gamma=GAMMA,
+            value_network=critic(value),
+            actor_network=actor(pi),
+            policy=policy,
+            differentiable=differentiable,
+        )
+        result = estimator(batch.clone())
+        assert result["value_target"].requires_grad is result["advantage"].requires_grad is differentiable
+    result["value_target"].sum().backward()
+    assert batch["next", "reward"].grad.abs().sum() > 0
+    assert all(p.grad is None for p in (*value.parameters(), *pi.parameters()))
+    assert [p.requires_grad for p in value.parameters()] == flags
+    # parameters that are given are not constants
+    params = TensorDict.from_module(critic(other := mlp()))
+    estimator.value_estimate(batch, target_params=params).sum().backward()
+    assert all(p.grad.isfinite().all() for p in other.parameters())
+
+
+# --- what must not leak
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+def test_terminal_observations_may_be_anything(bad, policy):
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    estimator = RetraceEstimator(
+        gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), policy=policy, differentiable=True
+    )
+    params, results = TensorDict.from_module(critic(value)), []
+    for observation in (0.0, bad):
+        batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = observation
+        estimate = estimator.value_estimate(batch, target_params=params)
+        results.append((estimate.detach(), torch.autograd.grad(estimate.sum(), value.parameters())))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("mask_shape", [(4, 9), (4, 9, 1)])
+def test_masked_steps_end_a_trajectory(mask_shape):
+    value, pi, batch = mlp(), mlp(), experience(4, 9)
+    lengths = torch.tensor([9, 5, 1, 8])
+    valid = torch.arange(9) < lengths.unsqueeze(-1)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    expected = [naive(batch[i : i + 1, :length], value, pi)[0] for i, length in enumerate(lengths.tolist())]
+    batch["collector", "mask"] = valid.reshape(mask_shape)
+    batch["next", "reward"][~valid] = math.nan
+    result = estimator(batch)["value_target"]
+    for row, length, of_row in zip(result, lengths.tolist(), expected, strict=True):
+        assert row[:length].sub(of_row).abs().max() < 1e-10
+    # all steps valid: as without a mask
+    batch = experience(4, 9)
+    kept = estimator.value_estimate(batch)
+    batch["collector", "mask"] = torch.ones(mask_shape, dtype=torch.bool)
+    assert torch.equal(estimator.value_estimate(batch), kept)
+
+
+def test_ratios_of_any_size():
+    batch = experience(3, 20).apply(lambda x: x.to(torch.float32) if x.is_floating_point() else x)
+    batch["action_log_prob"] = torch.where(torch.rand(3, 20) < 0.5, -300.0, 0.0)
+    decided = mlp().to(torch.float32)
+    with torch.no_grad():
+        decided[2].weight.mul_(1000)
+    pi = actor(decided)
+    assert pi.get_dist(batch).logits.min() < -200
+    for c in (1.0, 10.0):
+        value = critic(mlp().to(torch.float32))
+        estimator = RetraceEstimator(gamma=GAMMA, value_network=value, actor_network=pi, rho_thresh=c)
+        assert estimator.value_estimate(batch).isfinite().all()
+
+
+# --- the manners of TorchRL's estimators
+
+
+def test_keys():
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    expected = naive(batch, value, pi)
+    renamed = TensorDict(
+        {
+            "agent": {"x": batch["observation"], "a": batch["action"]},
+            "mu": batch["action_log_prob"],
+            "next": {
+                "agent": {"x": batch["next", "observation"], "r": batch["next", "reward"]},
+                "d": batch["next", "done"],
+                "t": batch["next", "terminated"],
+            },
+        },
+        batch.shape,
+    )
+    estimator = RetraceEstimator(
+        gamma=GAMMA,
+        value_network=critic(value, ("agent", "x"), ("agent", "q")),
+        actor_network=actor(pi, in_key=("agent", "x")),
+    )
+    estimator.set_keys(
+        action=("agent", "a"),
+        action_value=("agent", "q"),
+        sample_log_prob="mu",
+        reward=("agent", "r"),
+        done="d",
+        terminated="t",
+        value_target="target",
+        advantage=("agent", "advantage"),
+        value="ignored",
+    )
+    assert estimator(renamed)["target"].sub(expected).abs().max() < 1e-10
+    assert renamed["agent", "advantage"].shape == (3, 9, 1)
+    assert estimator.out_keys == [("agent", "advantage"), "target"]
+    assert estimator.in_keys == [
+        ("agent", "x"),
+        ("agent", "a"),
+        "mu",
+        ("next", "agent", "r"),
+        ("next", "d"),
+        ("next", "t"),
+        ("next", "agent", "x"),
+    ]
+    with pytest.raises(KeyError, match="not an accepted tensordict key"):
+        estimator.set_keys(state="x")
+
+
+def test_dispatch():
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    entries = {key if isinstance(key, str) else "_".join(key): batch[key] for key in estimator.in_keys}
+    advantage, target = estimator(**entries)
+    expected = estimator(batch)
+    assert torch.equal(advantage, expected["advantage"])
+    assert torch.equal(target, expected["value_target"])
+
+
+def test_skip_existing():
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    other = mlp()
+    expected = naive(batch, other, pi)
+    batch["action_value"] = other(batch["observation"]).detach()
+    batch["next", "action_value"] = other(batch["next", "observation"]).detach()
+    for skip_existing in (True, None, False):
+        estimator = RetraceEstimator(
+            gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), skip_existing=skip_existing
+        )
+        same = estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+        assert bool(same) is (skip_existing is True)
+
+
+def test_scalars_may_be_tensors():
+    batch, value, pi = experience(3, 9), critic(), actor()
+    arguments = {"gamma": 0.5, "lmbda": 0.5, "rho_thresh": 2.0, "rho_power": 0.5}
+    expected = RetraceEstimator(**arguments, value_network=value, actor_network=pi).value_estimate(batch)
+    tensors = {key: torch.tensor(x) for key, x in arguments.items()}
+    estimator = RetraceEstimator(**tensors, value_network=value, actor_network=pi, device="cpu")
+    assert torch.equal(estimator.value_estimate(batch), expected)
+
+
+def test_copies():
+    batch = experience(3, 9)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=actor(), lmbda=0.5)
+    expected = estimator.value_estimate(batch)
+    for other in (copy.deepcopy(estimator), pickle.loads(pickle.dumps(estimator))):
+        assert torch.equal(other.value_estimate(batch), expected)
+
+
+def test_the_registry():
+    assert default_value_kwargs("retrace") == {"gamma": 0.99, "lmbda": 1.0}
+    loss = DQNLoss(critic(), action_space="categorical")
+    estimator = build_value_estimator(loss, "retrace", policy="greedy", gamma=GAMMA)
+    assert isinstance(estimator, RetraceEstimator)
+    assert estimator.value_network is loss.value_network
+    with pytest.raises(TypeError, match="actor_network must be a ProbabilisticActor"):
+        build_value_estimator(loss, "retrace")
+
+
+def test_for_a_loss_with_an_actor():
+    pi, value, batch = mlp(), mlp(), experience(3, 9)
+    state_value = TensorDictModule(mlp(1), in_keys=["observation"], out_keys=["state_value"])
+    for functional in (True, False):
+        loss = A2CLoss(actor(pi, return_log_prob=True), state_value, functional=functional)
+        estimator = build_value_estimator(loss, "retrace", value_network=critic(value), gamma=GAMMA)
+        for _ in range(2):
+            assert estimator.value_estimate(batch).sub(naive(batch, value, pi)).abs().max() < 1e-10
+            # the actor learns
+            with torch.no_grad():
+                pi[2].weight.mul_(-1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_in_one_graph():
+    torch._dynamo.reset()
+    batch = experience(3, 9)
+    loss, _ = dqn(critic(), actor_network=actor())
+    eager = loss(batch.clone())["loss"]
+    compiled = torch.compile(lambda batch: loss(batch)["loss"], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch), eager)
+    torch._dynamo.reset()
+
+
+# --- in DQN's loss
+
+
+def dqn(network, *, policy="actor", actor_network=None, value_network=None, **arguments):
+    loss = DQNLoss(network, action_space="categorical", **{"delay_value": True, **arguments})
+    SoftUpdate(loss, eps=0.9)
+    estimator = RetraceEstimator(
+        gamma=GAMMA, value_network=value_network or network, actor_network=actor_network, policy=policy
+    )
+    loss.make_value_estimator(estimator)
+    return loss, estimator
+
+
+def perturb(params):
+    params.apply_(lambda x: x.data.add_(torch.randn_like(x)))
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+@pytest.mark.parametrize("delay_value", [True, False])
+@pytest.mark.parametrize("template", [True, False])
+def test_targets_in_dqn_loss(policy, delay_value, template):
+    """Q^ret of the target network, whether the estimator holds the user's network or the loss's."""
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    network = critic(value)
+    loss = DQNLoss(network, action_space="categorical", delay_value=delay_value)
+    if delay_value:
+        SoftUpdate(loss, eps=0.9)
+        perturb(loss.target_value_network_params)
+    estimator = RetraceEstimator(
+        gamma=GAMMA,
+        value_network=loss.value_network if template else network,
+        actor_network=actor(pi) if policy == "actor" else None,
+        policy=policy,
+    )
+    loss.make_value_estimator(estimator)
+    target = copy.deepcopy(value)
+    if delay_value:
+        loss.target_value_network_params.data.to_module(critic(target))
+    expected = naive(batch, target, pi if policy == "actor" else None)
+    taken = value(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1))
+    error = nn.functional.mse_loss(taken, expected)
+    result = loss(batch)["loss"]
+    torch.testing.assert_close(result, error)
+    torch.testing.assert_close(batch["td_error"], (taken - expected).square().detach())
+    gradients = torch.autograd.grad(error, value.parameters())
+    result.backward()
+    for p, gradient in zip(value.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+    assert all(p.grad is None for p in pi.parameters())
+
+
+def test_the_estimator_adds_nothing_to_the_loss():
+    pi, network = actor(), critic()
+    loss, _ = dqn(network, actor_network=pi)
+    alone = DQNLoss(network, action_space="categorical")
+    assert [n for n, _ in loss.named_parameters()] == [n for n, _ in alone.named_parameters()]
+    assert list(loss.state_dict()) == list(alone.state_dict())
+    loss.set_keys(reward="r")
+    assert loss.value_estimator.tensor_keys.reward == "r"
+
+
+def test_masks_in_dqn_loss():
+    batch = experience(4, 9)
+    loss, _ = dqn(critic(), actor_network=actor())
+    lengths = torch.tensor([9, 5, 1, 8])
+    rows = [loss(batch[i : i + 1, :n].clone())["loss"] * n for i, n in enumerate(lengths.tolist())]
+    batch["collector", "mask"] = torch.arange(9) < lengths.unsqueeze(-1)
+    torch.testing.assert_close(loss(batch)["loss"], sum(rows) / lengths.sum())
+
+
+def test_a_network_that_replaces_the_actions_taken():
+    value, batch = mlp(), experience(3, 9)
+    qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
+    loss, estimator = dqn(qvalue_actor, policy="greedy")
+    with pytest.raises(ValueError, match=r"replaced the actions taken, 'action', by greedy ones"):
+        loss(batch.clone())
+    # by itself, also with what a collector stored
+    expected = naive(batch, value)
+    assert (
+        estimator(qvalue_actor(batch.clone()).detach().update(batch))["value_target"].sub(expected).abs().max() < 1e-10
+    )
+    assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+    # its first module writes values alone
+    plain, _ = dqn(qvalue_actor[0], policy="greedy")
+    result = plain(batch.clone())["loss"]
+    # or there is a copy
+    batch["taken"] = batch["action"]
+    estimator.set_keys(action="taken")
+    torch.testing.assert_close(loss(batch)["loss"], result)
+
+
+def test_double_dqn():
+    """V(x_{t+1}) is the target network's, of the action that the network would take."""
+    value, batch = mlp(), experience(5, 1)
+    qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
+    loss, estimator = dqn(qvalue_actor, policy="greedy", double_dqn=True)
+    perturb(loss.target_value_network_params)
+    estimator.set_keys(action="taken")
+    batch["taken"] = batch["action"]
+    target = copy.deepcopy(value)
+    loss.target_value_network_params.data["module", "0", "module"].to_module(target)
+    behind = batch["next", "observation"]
+    v = target(behind).gather(-1, value(behind).argmax(-1, keepdim=True)).masked_fill(batch["next", "terminated"], 0.0)
+    taken = value(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1))
+    expected = nn.functional.mse_loss(taken, batch["next", "reward"] + GAMMA * v)
+    torch.testing.assert_close(loss(batch)["loss"], expected)
+
+
+# --- a chain
+
+
+class Chain:
+    """Left or right through a row of states; a reward of 1 and the end behind the last; at most 12 steps."""
+
+    states, limit = 5, 12
+
+    def __init__(self):
+        self.go = torch.zeros(self.states, 2, self.states + 1, dtype=torch.float64)
+        for x in range(self.states):
+            self.go[x, 0, max(x - 1, 0)] = self.go[x, 1, x + 1] = 1.0
+
+    def solve(self, pi):
+        """Q^π [X, A], or Q* without ``pi``."""
+        q = torch.zeros(self.states, 2, dtype=torch.float64)
+        for _ in range(500):
+            v = q.max(-1).values if pi is None else (pi * q).sum(-1)
+            q = self.go @ torch.cat([GAMMA * v, torch.ones(1)])
+        return q
+
+    def collect(self, rows, length, mu, generator):
+        x, age, steps = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), []
+        one_hot = lambda x: nn.functional.one_hot(x, self.states + 1)[..., : self.states].float()  # noqa: E731
+        for _ in range(length):
+            action = torch.multinomial(mu[x], 1, generator=generator).squeeze(-1)
+            behind, age = self.go[x, action].argmax(-1), age + 1
+            terminated = behind == self.states
+            done = terminated | (age == self.limit)
+            content = {
+                "observation": one_hot(x),
+                "action": action,
+                "action_log_prob": mu[x, action].log(),
+                "next": {
+                    # behind the last there is nothing to be seen
+                    "observation": one_hot(behind).masked_fill(terminated.unsqueeze(-1), math.nan),
+                    "reward": terminated.float().unsqueeze(-1),
+                    "done": done.unsqueeze(-1),
+                    "terminated": terminated.unsqueeze(-1),
+                },
+            }
+            steps.append(TensorDict(content, [rows]))
+            x, age = behind.masked_fill(done, 0), age.masked_fill(done, 0)
+        return torch.stack(steps, 1)
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+def test_a_dqn_learns_from_replayed_trajectories(policy):
+    """Q* from the steps of a random policy; or Q^π, be it unlike the policy that acted."""
+    generator = torch.Generator().manual_seed(1)
+    chain = Chain()
+    mu = torch.full((chain.states, 2), 0.5)
+    pi = torch.tensor([[0.2, 0.8]]).expand(chain.states, 2)
+    policy_network = nn.Linear(chain.states, 2)
+    nn.init.zeros_(policy_network.weight)
+    policy_network.bias.data.copy_(pi[0].log())
+
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(400), batch_size=32)
+    replay.extend(chain.collect(400, 20, mu, generator))
+    table = nn.Linear(chain.states, 2, bias=False)
+    loss = DQNLoss(critic(table), action_space="categorical", delay_value=True)
+    targets = SoftUpdate(loss, eps=0.8)
+    estimator = RetraceEstimator(
+        gamma=GAMMA,
+        value_network=loss.value_network,
+        actor_network=actor(policy_network) if policy == "actor" else None,
+        policy=policy,
+    )
+    loss.make_value_estimator(estimator)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
+    for step in range(300):
+        if step == 200:
+            optimizer.param_groups[0]["lr"] = 0.005
+        loss(replay.sample())["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        targets.step()
+    expected = chain.solve(pi.double() if policy == "actor" else None)
+    assert table.weight.T.sub(expected).abs().max() < 0.04
+
+
+# --- bad input
+
+
+def broken(**changes):
+    """A batch in which entries, named with "__" for "next", are replaced or, if None, missing."""
+    batch = experience(3, 9)
+    for key, change in changes.items():
+        key = ("next", key[2:]) if key.startswith("__") else key
+        value = batch.get(key)
+        batch = batch.exclude(key)
+        if change is not None:
+            batch[key] = change(value)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"observation": None}, KeyError, "no entry 'observation'; the networks read it; the environment writes it"),
+        ({"__observation": None}, KeyError, r"no entry \('next', 'observation'\); the networks read it"),
+        ({"__reward": None}, KeyError, r"no entry \('next', 'reward'\); the environment writes it"),
+        ({"__done": None}, KeyError, r"no entry \('next', 'done'\)"),
+        ({"__terminated": None}, KeyError, r"no entry \('next', 'terminated'\)"),
+        ({"action": None}, KeyError, "no entry 'action'; the collector stores what the policy chose"),
+        (
+            {"action_log_prob": None},
+            KeyError,
+            r"neither 'action_log_prob' nor 'logits'.*the collector stores.*ProbabilisticActor\(return_log_prob=True\)",
+        ),
+        ({"__reward": lambda x: x.squeeze(-1)}, ValueError, r"'reward'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
+        ({"__done": lambda x: x.squeeze(-1)}, ValueError, r"'done'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
+        (
+            {"action_log_prob": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)},
+            ValueError,
+            r"'action_log_prob' has shape \(3, 9, 4\), expected \(3, 9\)",
+        ),
+        (
+            {"action_log_prob": None, "logits": lambda _: torch.zeros(3, 9, 2)},
+            ValueError,
+            r"'logits' has shape \(3, 9, 2\), expected \(3, 9, 4\)",
+        ),
+        ({"action": lambda x: x.double()}, ValueError, r"'action' has shape \(3, 9\) and dtype torch.float64"),
+        ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, 2)}, ValueError, r"'action' has shape \(3, 9, 2\)"),
+        ({"action": lambda x: x + ACTIONS}, ValueError, r"indices that are not in \[0, 4\)"),
+        ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)}, ValueError, "is not one-hot"),
+        ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', of transitions over"),
+    ],
+)
+def test_bad_batches(changes, error, message):
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=actor())
+    for function in (estimator, estimator.value_estimate):
+        with pytest.raises(error, match=message):
+            function(broken(**changes))
+
+
+def test_a_batch_without_time():
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=actor())
+    with pytest.raises(RuntimeError, match=r"must have the shape \[\*B, T\]"):
+        estimator(experience(3, 9)[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gamma": 1.1}, r"RetraceEstimator\(gamma=1.1\): gamma must be in \[0, 1\]"),
+        ({"lmbda": -0.1}, r"\(lmbda=-0.1\): lmbda must be in \[0, 1\]"),
+        ({"rho_thresh": -1.0}, r"\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
+        ({"rho_power": 0.0}, r"\(rho_power=0.0\): rho_power must be > 0 and finite"),
+        ({"policy": "softmax"}, r"\(policy='softmax'\): policy must be one of actor, greedy"),
+    ],
+)
+def test_arguments_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RetraceEstimator(**{"gamma": GAMMA, "value_network": critic(), "actor_network": actor(), **arguments})
+
+
+def test_networks_that_do_not_fit():
+    for wrong in (None, critic()):
+        with pytest.raises(TypeError, match="actor_network must be a ProbabilisticActor"):
+            RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=wrong)
+    batch = experience(3, 9)
+    gaussian = ProbabilisticActor(
+        TensorDictModule(
+            nn.Sequential(mlp(2), NormalParamExtractor()), in_keys=["observation"], out_keys=["loc", "scale"]
+        ),
+        in_keys=["loc", "scale"],
+        distribution_class=Normal,
+    )
+    for wrong, found in ((gaussian, "no logits"), (actor(mlp(2)), r"logits of shape \(3, 9, 2\)")):
+        estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=wrong)
+        with pytest.raises(ValueError, match=f"actor_network's distribution has {found}"):
+            estimator(batch)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(out_key="q"), actor_network=actor())
+    with pytest.raises(
+        KeyError, match=r"no entry 'action_value'; value_network writes it; .*set_keys\(action_value=\)"
+    ):
+        estimator(batch)
+    several = critic()
+    several.action_space = "mult_one_hot"
+    with pytest.raises(ValueError, match="value_network has actions 'mult_one_hot'"):
+        RetraceEstimator(gamma=GAMMA, value_network=several, policy="greedy")
