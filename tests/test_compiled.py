@@ -36,6 +36,7 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     SumTree,
     Threshold,
+    TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.tracing import uniform
@@ -190,6 +191,15 @@ def inside(kind: str, **arguments: Any) -> dict[str, Any]:
     return {"kind": kind, "beta": Anneal(0.4, 1.0, 30), **arguments}
 
 
+def slices(anchors: Callable[[int], Any] | None = None, **arguments: Any) -> Callable[[int], Any]:
+    def sampler(capacity: int) -> Any:
+        drawn_by = "uniform" if anchors is None else anchors(capacity)
+        settings = {"slice_len": 4, "behaviour_keys": ("obs",), "anchors": drawn_by, **arguments}
+        return TrajectoryRetraceSampler(capacity, **settings)
+
+    return sampler
+
+
 # a new sampler needs one more line here
 CASES = {
     "uniform": Case(lambda _: RandomSampler()),
@@ -221,6 +231,14 @@ CASES = {
         events(priority={"kind": "reaper", "num_streams": 2}, correction="mixture"), TwoStreams, extends=False
     ),
     "events, rank": Case(events(priority=inside("rank")), extends=False),
+    "slices, uniform": Case(slices()),
+    "slices, uniform, two streams": Case(slices(num_streams=2), TwoStreams),
+    "slices, uniform, two streams, not padded": Case(slices(num_streams=2, pad=False), TwoStreams),
+    "slices, uniform, two columns": Case(slices(), TwoColumns),
+    "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), TwoColumns),
+    "slices, proportional": Case(slices(proportional())),
+    "slices, proportional, two streams": Case(slices(proportional(), num_streams=2), TwoStreams),
+    "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name]
 
@@ -255,8 +273,18 @@ def assert_same_state(first: dict[str, Any], second: dict[str, Any], but: tuple[
             assert first[key] == second[key], key
 
 
+def parts_of(sampler: Any) -> list[PrioritySampler]:
+    """What keeps the state of a sampler."""
+    if isinstance(sampler, TrajectoryRetraceSampler):
+        return sampler._samplers()
+    return [sampler] if isinstance(sampler, PrioritySampler) else []
+
+
 def assert_valid(sampler: Any) -> None:
     """All sums of a sampler are those of its leaves."""
+    if isinstance(sampler, TrajectoryRetraceSampler):
+        for part in parts_of(sampler):
+            assert_valid(part)
     if isinstance(sampler, PrioritySampler):
         sampler._tree.check_valid()
     if isinstance(sampler, ReaPERSampler):
@@ -307,11 +335,12 @@ def compare(case: Case) -> None:
     assert eager.write_count == compiled.write_count
     for key, value in eager[:].items(True, True):
         assert torch.equal(value, compiled[:][key]), key
-    if isinstance(eager.sampler, PrioritySampler):
-        assert_same_state(eager.sampler.state_dict(), compiled.sampler.state_dict())
-        assert eager.sampler.stats()["dropped_updates"] == 0
-        assert_valid(eager.sampler)
-        assert_valid(compiled.sampler)
+    for first, second in zip(parts_of(eager.sampler), parts_of(compiled.sampler), strict=True):
+        assert_same_state(first.state_dict(), second.state_dict())
+        assert torch.equal(first._tree.leaves, second._tree.leaves)
+        assert first.stats()["dropped_updates"] == 0
+        assert_valid(first)
+        assert_valid(second)
 
 
 @pytest.mark.usefixtures("same_numbers")
@@ -322,12 +351,33 @@ def test_one_graph_for_life_draws_what_eager_code_draws(name):
 
 @pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize("width", [1, 256, 512])
-@pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "events, uniform", "events, rank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "proportional",
+        "rank",
+        "reaper",
+        "events, uniform",
+        "events, rank",
+        "slices, uniform, two streams, not padded",
+        "slices, proportional",
+    ],
+)
 def test_every_width_of_vector_code(name, width):
     if width == pick_vec_isa().bit_width():
         pytest.skip("what the test above compiles")
     with torch._inductor.config.patch({"cpp.simdlen": width}):
         compare(CASES[name])
+
+
+def test_the_newest_slices_in_a_graph():
+    case = CASES["slices, proportional, two streams"]
+    buffer, experience = case.buffer(), case.experience()
+    buffer.extend(experience.take(2))
+    newest = torch.compile(lambda: buffer.sampler.newest(buffer), fullgraph=True)
+    for _ in range(case.capacity):
+        assert_same_batch(buffer.sampler.newest(buffer), newest())
+        buffer.extend(experience.take(3))
 
 
 # --- random numbers
@@ -580,7 +630,7 @@ def constant(name: str) -> Case:
 
     def sampler(capacity: int) -> Any:
         result = case.sampler(capacity)
-        result.alpha = 0.6
+        parts_of(result)[-1].alpha = 0.6
         return result
 
     return Case(sampler, case.experience, case.capacity, case.extends)
@@ -628,7 +678,8 @@ def test_outside_graphs_it_is_a_stock_buffer(name, tmp_path):
             theirs.extend(data)
     assert len(ours) == len(theirs) == case.capacity
     assert ours.write_count == theirs.write_count
-    assert_same_state(ours.sampler.state_dict(), theirs.sampler.state_dict())
+    for first, second in zip(parts_of(ours.sampler), parts_of(theirs.sampler), strict=True):
+        assert_same_state(first.state_dict(), second.state_dict())
     assert_valid(ours.sampler)
 
 
@@ -825,6 +876,7 @@ class CopiesFromTheCPU(TorchFunctionMode):
 def test_nothing_in_a_step_waits_for_the_device(traced, name):
     case = CASES[name]
     buffer, experience, on_device = case.buffer(), case.experience(), OnDevice()
+    buffer.extend(experience.take(8))
     for _ in range(3):
         step(buffer, experience.take(4))
     for part in (buffer._storage, buffer._writer, buffer._sampler):

@@ -11,6 +11,7 @@ from torchrl_replay_ext.samplers import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.tracing import compile_step
 from torchrl_replay_ext.tree import SumTree
@@ -37,5 +38,6 @@ __all__ = [
     "StochasticDuelingNetwork",
     "SumTree",
     "Threshold",
+    "TrajectoryRetraceSampler",
     "compile_step",
 ]

@@ -5,5 +5,13 @@ from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
 from torchrl_replay_ext.samplers.rank import RankBasedSampler
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
+from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 
-__all__ = ["DecoupledSampler", "EventTableSampler", "ProportionalSampler", "RankBasedSampler", "ReaPERSampler"]
+__all__ = [
+    "DecoupledSampler",
+    "EventTableSampler",
+    "ProportionalSampler",
+    "RankBasedSampler",
+    "ReaPERSampler",
+    "TrajectoryRetraceSampler",
+]

@@ -1,0 +1,928 @@
+"""Slices against plain lists of transitions."""
+
+import copy
+import pickle
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from tests.samplers.experience import LAYOUTS, ReplayWithReference, assert_same_state
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+FLAT = ("interleaved", "env_major", "uneven")
+
+
+def state_of(buffer):
+    """All state but the shape of the storage, which is that of the storage whatever happens."""
+    state = copy.deepcopy(buffer.sampler.state_dict())
+    for part in state.values():
+        del part["storage_shape"]
+    return state
+
+
+@contextmanager
+def refuses(buffer, error, match):
+    """Expects an error, and the sampler exactly as it was."""
+    before = state_of(buffer)
+    with pytest.raises(error, match=match):
+        yield
+    assert_same_state(state_of(buffer), before)
+
+
+class Slices(ReplayWithReference):
+    """A buffer of slices, and what is stored as plain lists: the reference of PER knows what is in each slot."""
+
+    def __init__(self, layout, *, slice_len, pad=True, proportional=False, **arguments):
+        super().__init__("per", layout=layout, **arguments)
+        self.slice_len, self.pad, self.proportional = slice_len, pad, proportional
+        self.env_of: dict[int, int] = {}
+        step = self.environments.step
+
+        def remembered(env):
+            taken = step(env)
+            self.env_of[taken.episode] = env
+            return taken
+
+        self.environments.step = remembered
+        self.sampler = TrajectoryRetraceSampler(
+            self.capacity,
+            slice_len=slice_len,
+            num_streams=self.num_envs if layout in FLAT else 1,
+            behaviour_keys=("observation",),
+            pad=pad,
+            anchors=ProportionalSampler(self.capacity) if proportional else "uniform",
+        )
+        storage = LazyTensorStorage(self.capacity, ndim=2 if layout == "two_dim" else 1)
+        self.buffer = TensorDictReplayBuffer(storage=storage, sampler=self.sampler)
+
+    # --- what is stored, in order
+
+    def stored(self):
+        return sorted(self.reference.transitions.items(), key=lambda item: item[1].written)
+
+    def legal(self) -> dict[int, list[int]]:
+        """Of each stored slot, the slots of the slice that begins there."""
+        episodes: dict[int, list[int]] = {}
+        for slot, transition in self.stored():
+            episodes.setdefault(transition.episode, []).append(slot)
+        return {
+            slot: slots[place : place + self.slice_len]
+            for slots in episodes.values()
+            for place, slot in enumerate(slots)
+        }
+
+    def starts(self) -> list[int]:
+        return [slot for slot, row in self.legal().items() if self.pad or len(row) == self.slice_len]
+
+    # --- operations
+
+    def sample(self, batch_size):
+        if not self.starts():
+            with pytest.raises(RuntimeError, match=rf"slice_len={self.slice_len}.*pad=True"):
+                self.buffer.sample(batch_size * self.slice_len)
+            return None
+        batch = super().sample(batch_size * self.slice_len)
+        self.check_rows(batch, batch_size)
+        return batch
+
+    def check_rows(self, batch, batch_size):
+        legal, starts = self.legal(), set(self.starts())
+        rows = torch.tensor(self.slots(batch["index"])).view(batch_size, self.slice_len).tolist()
+        flags = {
+            key: batch[key].view(batch_size, self.slice_len, -1).squeeze(-1).tolist()
+            for key in (("collector", "mask"), *(("next", name) for name in ("done", "terminated", "truncated")))
+        }
+        assert batch["next", "done"].shape == batch["next", "truncated"].shape == (len(batch), 1)
+        for number, slots in enumerate(rows):
+            mask, done, terminated, truncated = (values[number] for values in flags.values())
+            expected = legal[slots[0]]
+            assert slots[0] in starts
+            assert slots == expected + [expected[-1]] * (self.slice_len - len(expected))
+            assert mask == [place < len(expected) for place in range(self.slice_len)]
+            self.check_flags(slots, len(expected), {len(expected) - 1}, done, terminated, truncated)
+
+    def check_flags(self, slots, count, cuts, done, terminated, truncated):
+        """The flags of a row with ``count`` real steps; ``cuts``: no trace goes on behind these."""
+        for place, slot in enumerate(slots):
+            stored = self.reference.transitions[slot]
+            ended, cut = stored.terminated or stored.truncated, place in cuts or place >= count
+            assert done[place] == (ended or cut)
+            assert terminated[place] == stored.terminated
+            assert truncated[place] == (stored.truncated or (cut and not ended))
+
+    def update(self, batch):
+        if batch is None:
+            return
+        mask = batch["collector", "mask"]
+        # whatever a loss leaves at padded rows
+        td_error = self.random_td_errors(len(batch))
+        batch["td_error"] = torch.where(mask, td_error, torch.nan) if self.rng.random() < 0.5 else td_error * 1.0
+        self.buffer.update_tensordict_priority(batch)
+        real = mask.nonzero().squeeze(1).tolist()
+        slots, stamps = self.slots(batch["index"]), batch["stamp"].tolist()
+        if self.proportional:
+            self.reference.update(
+                [slots[row] for row in real], [td_error[row].item() for row in real], [stamps[row] for row in real]
+            )
+
+    def update_directly(self, count):
+        if self.proportional:
+            super().update_directly(count)
+
+    def check(self):
+        expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
+        if not self.proportional:
+            starts = self.starts()
+            expected = torch.zeros(len(self.buffer), dtype=torch.float64)
+            expected[torch.tensor(starts, dtype=torch.int64)] = 1 / max(len(starts), 1)
+        torch.testing.assert_close(self.probabilities(), expected, rtol=1e-4, atol=1e-9)
+        if self.reference.transitions:
+            if self.proportional:
+                self.update(self.sample(3))
+            else:
+                self.sample(3)
+            self.check_newest()
+
+    def check_newest(self):
+        batch = self.sampler.newest(self.buffer)
+        rows = torch.tensor(self.slots(batch["index"])).view(-1, self.slice_len).tolist()
+        lanes = self.num_envs
+        assert len(rows) == lanes
+        mask = batch["collector", "mask"].view(lanes, -1)
+        flags = [batch["next", name].view(lanes, -1).tolist() for name in ("done", "terminated", "truncated")]
+        legal, stored = self.legal(), self.reference.transitions
+        ends = set()
+        for number, slots in enumerate(rows):
+            count = int(mask[number].sum())
+            assert mask[number].tolist() == [place < count for place in range(self.slice_len)]
+            real = slots[:count]
+            written = [stored[slot].written for slot in real]
+            assert written == sorted(set(written))
+            assert slots[count:] == ([real[-1]] if real else slots[:1]) * (self.slice_len - count)
+            follows = [[*legal[a], None][1] == b for a, b in pairwise(real)]
+            if self.slice_len > 1:
+                cuts = {place for place, goes_on in enumerate([*follows, False]) if not goes_on}
+                self.check_flags(slots, count, cuts, *(values[number] for values in flags))
+            ends.update(real[-1:])
+            if self.layout not in FLAT:
+                ours = [s for s, t in self.stored() if self.layout != "two_dim" or self.env_of[t.episode] == number]
+                assert real == ours[-self.slice_len :]
+        # what goes on is in one of them
+        newest = {transition.episode: slot for slot, transition in self.stored()}
+        going_on = {step.episode for step in self.environments.open.values()}
+        assert {slot for episode, slot in newest.items() if episode in going_on} <= ends
+
+
+def assert_tree_valid(sampler):
+    sampler._starts._tree.check_valid()
+    rebuilt = copy.deepcopy(sampler._starts)
+    rebuilt._restored()
+    assert torch.equal(rebuilt._tree.leaves, sampler._starts._tree.leaves)
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_long_random_sequences(layout, pad, seed):
+    replay = Slices(
+        layout, slice_len=2 + seed, pad=pad, capacity=13 + 4 * seed, num_envs=2 + seed, seed=seed, end_probability=0.1
+    )
+    for number in range(80):
+        replay.random_operation()
+        if number % 4 == 0:
+            replay.check()
+    assert replay.reference.writes > 5 * replay.capacity
+    assert_tree_valid(replay.sampler)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_random_sequences_with_anchors(layout):
+    replay = Slices(layout, slice_len=3, proportional=True, capacity=16, num_envs=3, seed=5, end_probability=0.2)
+    for _ in range(80):
+        replay.random_operation()
+        if replay.reference.transitions:
+            replay.check()
+    assert replay.sampler.stats()["dropped_updates"] > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    slice_len=st.integers(1, 6),
+    pad=st.booleans(),
+    capacity=st.integers(1, 14),
+    num_envs=st.integers(1, 4),
+    end_probability=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 2**16),
+    operations=st.integers(0, 20),
+)
+def test_any_sequence(layout, slice_len, pad, capacity, num_envs, end_probability, seed, operations):
+    replay = Slices(
+        layout,
+        slice_len=slice_len,
+        pad=pad,
+        capacity=capacity,
+        num_envs=num_envs,
+        seed=seed,
+        end_probability=end_probability,
+    )
+    for number in range(operations):
+        replay.random_operation()
+        if replay.reference.transitions and number % 3 == 0:
+            replay.check()
+    if replay.reference.transitions:
+        replay.check()
+        assert_tree_valid(replay.sampler)
+
+
+# --- by hand
+
+
+def rows(count, done=(), truncated=(), ids=None, first=0, **extra):
+    """``count`` transitions that tell their number, from ``first`` on."""
+    terminated = torch.zeros(count, 1, dtype=torch.bool)
+    terminated[list(done)] = True
+    cut = torch.zeros(count, 1, dtype=torch.bool)
+    cut[list(truncated)] = True
+    number = torch.arange(first, first + count)
+    data = TensorDict(
+        {
+            "number": number,
+            "logits": torch.randn(count, 2),
+            "next": {"done": terminated | cut, "terminated": terminated, "truncated": cut},
+            **extra,
+        },
+        [count],
+    )
+    if ids is not None:
+        data["collector", "traj_ids"] = torch.tensor(ids)
+    return data
+
+
+def buffer_of(capacity=20, slice_len=4, *, ndim=1, slices=4, prefetch=None, generator=None, **sampler):
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity, ndim=ndim),
+        sampler=TrajectoryRetraceSampler(capacity, slice_len=slice_len, **sampler),
+        batch_size=slices * slice_len,
+        prefetch=prefetch,
+        generator=generator,
+    )
+
+
+def slices_by_start(buffer, key, tries=50):
+    """The values of ``key`` in the slice from each start."""
+    found = {}
+    length = buffer.sampler._slice_len
+    for _ in range(tries):
+        batch = buffer.sample().reshape(-1, length)
+        for row in batch:
+            found[int(row["number"][0])] = row[key].reshape(length, -1).squeeze(-1).tolist()
+    return found
+
+
+def test_marks_by_hand():
+    buffer = buffer_of(slice_len=3)
+    buffer.extend(rows(8, done=[3], truncated=[5]))  # 0 1 2 3T | 4 5C | 6 7
+    no, yes = False, True
+    assert slices_by_start(buffer, "number") == {
+        0: [0, 1, 2],
+        1: [1, 2, 3],
+        2: [2, 3, 3],
+        3: [3, 3, 3],
+        4: [4, 5, 5],
+        5: [5, 5, 5],
+        6: [6, 7, 7],
+        7: [7, 7, 7],
+    }
+    mask = slices_by_start(buffer, ("collector", "mask"))
+    assert [mask[0], mask[2], mask[3], mask[6]] == [
+        [yes, yes, yes],
+        [yes, yes, no],
+        [yes, no, no],
+        [yes, yes, no],
+    ]
+    done = slices_by_start(buffer, ("next", "done"))
+    assert [done[0], done[1], done[2], done[4]] == [[no, no, yes], [no, no, yes], [no, yes, yes], [no, yes, yes]]
+    truncated = slices_by_start(buffer, ("next", "truncated"))
+    assert [truncated[n] for n in (0, 1, 2, 4, 6)] == [
+        [no, no, yes],
+        [no, no, no],
+        [no, no, no],
+        [no, yes, yes],
+        [no, yes, yes],
+    ]
+    terminated = slices_by_start(buffer, ("next", "terminated"))
+    assert [terminated[0], terminated[1], terminated[2]] == [[no, no, no], [no, no, yes], [no, yes, yes]]
+    # what is stored stays as it is
+    assert buffer[:]["next", "done"].squeeze(-1).nonzero().squeeze(1).tolist() == [3, 5]
+    assert ("collector", "mask") not in buffer[:].keys(True, True)
+
+
+def test_the_ring_is_no_episode():
+    buffer = buffer_of(10, slice_len=4)
+    buffer.extend(rows(10))
+    buffer.extend(rows(3, first=10))  # one episode, and 3..9 is what is left of its beginning
+    numbers = slices_by_start(buffer, "number")
+    assert sorted(numbers) == list(range(3, 13))
+    assert numbers[8] == [8, 9, 10, 11] and numbers[11] == [11, 12, 12, 12]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 10, 13, 25])
+@pytest.mark.parametrize("pad", [True, False])
+def test_chunks_make_no_difference(chunk, pad):
+    whole, parts = buffer_of(10, 3, pad=pad), buffer_of(10, 3, pad=pad)
+    done = [n for n in range(100) if n % 9 in (4, 8)]
+    data = rows(100, done=done)
+    for part in data.split(1):
+        whole.extend(part)
+    for part in data.split(chunk):
+        parts.extend(part)
+    assert torch.equal(whole.sampler.probabilities(whole.storage), parts.sampler.probabilities(parts.storage))
+    assert slices_by_start(whole, "number") == slices_by_start(parts, "number")
+    assert torch.equal(whole.sampler.newest(whole)["number"], parts.sampler.newest(parts)["number"])
+
+
+def test_flags_are_shaped_like_those_that_are_stored():
+    buffer = buffer_of(slice_len=2)
+    data = rows(6, done=[2])
+    del data["next", "truncated"]
+    data["next", "done"] = data["next", "done"].squeeze(-1)
+    buffer.extend(data)
+    batch = buffer.sample()
+    assert batch["next", "done"].shape == batch["next", "truncated"].shape == (8,)
+    cut = batch["next", "done"] & ~batch["next", "terminated"].squeeze(-1)
+    assert torch.equal(batch["next", "truncated"], cut)
+
+
+def test_other_keys():
+    buffer = buffer_of(slice_len=2, done_key="end", traj_key="id", behaviour_keys=("mu", ("nested", "scale")))
+    data = TensorDict({"number": torch.arange(6), "mu": torch.zeros(6), "nested": {"scale": torch.zeros(6, 1)}}, [6])
+    data["end"] = torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.uint8)
+    data["id"] = torch.tensor([0, 0, 0, 1, 1, 1])
+    buffer.extend(data)
+    assert slices_by_start(buffer, "number")[2] == [2, 2]
+    assert slices_by_start(buffer, "end")[3] == [False, True]
+    assert slices_by_start(buffer, "truncated")[2] == [False, False]
+
+
+def test_slices_of_one_step():
+    buffer = buffer_of(slice_len=1)
+    buffer.extend(rows(6, done=[2]))
+    batch = buffer.sample()
+    assert batch["collector", "mask"].all() and batch["next", "done"].all()
+    assert torch.equal(batch["next", "truncated"], ~batch["next", "terminated"])
+
+
+# --- the distribution
+
+
+def chi_square(starts, expected):
+    counts = starts.bincount(minlength=len(expected)).double()
+    possible = expected > 0
+    assert (counts[~possible] == 0).all()
+    expected = expected[possible] * len(starts)
+    assert expected.min() >= 5
+    return stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_starts_are_uniform_and_the_test_can_fail(pad):
+    buffer = buffer_of(64, 5, pad=pad, slices=1000)
+    ends = [2, 3, 30, 38, 60]
+    buffer.extend(rows(64, done=ends))
+    buffer.extend(rows(20, done=[11], first=64))
+    torch.manual_seed(3)
+    index = torch.cat([buffer.sample()["index"].view(-1, 5)[:, 0] for _ in range(50)])
+    expected = buffer.sampler.probabilities(buffer.storage)
+    assert chi_square(index, expected) > 1e-4
+    # by time: 20..30, 31..38, 39..60, 61..75, 76..83
+    episode = torch.bucketize(torch.cat([torch.arange(64, 84), torch.arange(20, 64)]), torch.tensor([30, 38, 60, 75]))
+    assert int((expected > 0).sum()) == (64 if pad else 64 - 5 * 4)
+    # uniform over episodes, as many samplers draw
+    wrong = (expected > 0).double() / episode.bincount()[episode]
+    assert chi_square(index, wrong / wrong.sum()) < 1e-4
+
+
+def test_draws_come_from_the_buffers_generator_alone():
+    def draws(seed, global_seed):
+        generator = torch.Generator().manual_seed(seed)
+        buffer = buffer_of(generator=generator)
+        buffer.extend(rows(20, done=[5]))
+        torch.manual_seed(global_seed)
+        return [buffer.sample()["index"].tolist() for _ in range(3)]
+
+    assert draws(0, 1) == draws(0, 2) != draws(1, 1)
+
+
+# --- anchors
+
+
+def proportional(**arguments):
+    return ProportionalSampler(20, alpha=1.0, eps=0.0, td_error="absolute", **arguments)
+
+
+def compilable(capacity=20, slice_len=4, slices=4, **sampler):
+    return CompilableReplayBuffer(
+        storage=CompilableTensorStorage(capacity),
+        sampler=TrajectoryRetraceSampler(capacity, slice_len=slice_len, **sampler),
+        batch_size=slices * slice_len,
+    )
+
+
+@pytest.mark.parametrize("make", [buffer_of, compilable])
+def test_weights_belong_to_the_slice(make):
+    buffer = make(anchors=proportional(beta=1.0))
+    buffer.extend(rows(20, done=[9]))
+    buffer.update_priority(torch.arange(20), torch.arange(1.0, 21.0))
+    batch = buffer.sample().reshape(-1, 4)
+    weight = batch["priority_weight"]
+    assert weight.dtype == torch.float32
+    # the smallest priority of the buffer is 1
+    torch.testing.assert_close(weight, (1.0 / (batch["index"][:, :1] + 1)).expand(-1, 4))
+
+
+@pytest.mark.parametrize("make", [buffer_of, compilable])
+def test_padded_rows_change_nothing(make):
+    torch.manual_seed(0)
+    buffer = make(anchors=proportional(), slices=8)
+    buffer.extend(rows(12, done=[2, 6]))
+    for number in range(10):
+        batch = buffer.sample()
+        before = buffer.sampler.anchors._priority.clone()
+        mask = batch["collector", "mask"]
+        assert not mask.all()
+        batch["td_error"] = torch.where(mask, 1.0 + batch["index"] + number, torch.nan if number % 2 else 1e6)
+        buffer.update_tensordict_priority(batch)
+        expected = before.clone()
+        expected[batch["index"][mask]] = 1.0 + batch["index"][mask] + number
+        assert torch.equal(buffer.sampler.anchors._priority, expected)
+    assert buffer.sampler.stats()["max_priority"] == 21
+    assert buffer.sampler.stats()["dropped_updates"] == buffer.sampler.stats()["rejected_updates"] == 0
+
+
+@pytest.mark.parametrize("make", [buffer_of, compilable])
+def test_updates_of_overwritten_slots_are_dropped(make):
+    buffer = make(anchors=proportional(), slices=20)
+    buffer.extend(rows(20, done=[9]))
+    batch, other = buffer.sample(), buffer.sample()
+    buffer.extend(rows(5, first=20))
+    for drawn, value in ((batch, 7.0), (other, 9.0)):
+        mask, index = drawn["collector", "mask"], drawn["index"]
+        drawn["td_error"] = torch.full((80,), value)
+        buffer.update_tensordict_priority(drawn)
+        priority = buffer.sampler.anchors._priority
+        assert priority[:5].tolist() == [-1.0] * 5
+        kept = index[mask & (index >= 5)]
+        assert (priority[kept] == value).all()
+        buffer.update_priority(torch.arange(5, 20), torch.ones(15))
+        assert buffer.sampler.stats()["max_priority"] >= value
+        buffer.sampler.anchors._priority[:5] = -1.0
+
+
+def test_batches_from_before_empty_change_nothing():
+    buffer = buffer_of(anchors=proportional())
+    buffer.extend(rows(20))
+    batch = buffer.sample()
+    buffer.empty()
+    buffer.extend(rows(20))
+    batch["td_error"] = torch.full((16,), 100.0)
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([0.05] * 20)
+
+
+def test_errors_are_still_errors():
+    buffer = buffer_of(anchors=proportional())
+    buffer.extend(rows(20, done=[9]))
+    for bad in (torch.nan, -1.0):
+        batch = buffer.sample()
+        batch["td_error"] = torch.full((16,), 1.0)
+        batch["td_error"][0] = bad
+        with refuses(buffer, ValueError, "TD error"):
+            buffer.update_tensordict_priority(batch)
+    with refuses(buffer, ValueError, "one TD error per transition"):
+        buffer.update_priority(buffer.sample()["index"], torch.ones(3))
+    with pytest.raises(IndexError, match="out of range"):
+        buffer.update_priority(torch.tensor([25]), torch.ones(1))
+
+
+def test_td_errors_that_come_with_the_data_are_taken():
+    buffer = buffer_of(anchors=proportional())
+    buffer.extend(rows(4, td_error=torch.tensor([1.0, 2.0, 3.0, 4.0])))
+    buffer.add(rows(1, first=4, td_error=torch.tensor([5.0]))[0])
+    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([k / 15 for k in range(1, 6)])
+
+
+def event_sampler(capacity):
+    tables = EventTables([EventSpec("end", ("next", "done"), 3)], {"end": 6})
+    return EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}, min_size=1, priority={"kind": "proportional"})
+
+
+@pytest.mark.parametrize("kind", ["proportional", "rank", "reaper", "events"])
+def test_every_prioritized_sampler_draws_anchors(kind):
+    capacity = 24
+    makes = {"proportional": ProportionalSampler, "rank": RankBasedSampler, "reaper": ReaPERSampler}
+    anchors = event_sampler(capacity) if kind == "events" else makes[kind](capacity)
+    writer = {"writer": EventTableWriter(anchors.tables)} if kind == "events" else {}
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity),
+        sampler=TrajectoryRetraceSampler(capacity, slice_len=3, anchors=anchors),
+        batch_size=12,
+        **writer,
+    )
+    for first in range(0, 100, 5):
+        buffer.extend(rows(5, done=[first % 5], first=first))
+        batch = buffer.sample()
+        grid = batch.reshape(-1, 3)
+        steps = grid["number"][:, 1:] - grid["number"][:, :-1]
+        assert torch.equal(steps == 1, grid["collector", "mask"][:, 1:])
+        assert grid["collector", "mask"][:, 0].all()
+        assert "write_stamp" not in batch
+        extra = {"events": ["table", "sample_probability"]}.get(kind, [])
+        for key in ("priority_weight", *extra):
+            assert (grid[key] == grid[key][:, :1]).all()
+        batch["td_error"] = torch.rand(12)
+        buffer.update_tensordict_priority(batch)
+        assert not torch.equal(batch["index"], buffer.sampler.newest(buffer)["index"])
+    expected = anchors.probabilities(buffer.storage)
+    assert torch.equal(buffer.sampler.probabilities(buffer.storage), expected)
+    assert buffer.sampler.stats()["never_updated"] < 1
+
+
+def test_schedulers_reach_the_anchors():
+    buffer = buffer_of(anchors=proportional(beta=0.4))
+    scheduler = LinearScheduler(buffer.sampler.anchors, "beta", final_value=1.0, num_steps=2)
+    scheduler.step()
+    assert buffer.sampler.anchors.beta == pytest.approx(0.7)
+
+
+def test_uniform_anchors_take_no_priorities():
+    buffer = buffer_of()
+    buffer.extend(rows(20, done=[9]))
+    before = copy.deepcopy(buffer.sampler.state_dict())
+    batch = buffer.sample()
+    assert "priority_weight" not in batch
+    batch["td_error"] = torch.rand(16)
+    buffer.update_tensordict_priority(batch)
+    buffer.update_priority(torch.arange(3), torch.ones(3))
+    assert_same_state(buffer.sampler.state_dict(), before)
+    assert set(buffer.sampler.stats().keys()) == {"num_items", "num_starts", "broken_off"}
+
+
+def test_inside_a_decoupled_sampler():
+    from tensordict.nn import TensorDictModule
+
+    policy = TensorDictModule(torch.nn.Linear(2, 2), in_keys=["logits"], out_keys=["action"])
+    sampler = DecoupledSampler(TrajectoryRetraceSampler(20, slice_len=4), policy)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8)
+    actor = sampler.actor_buffer(buffer)
+    buffer.extend(rows(20, done=[9], action=torch.randn(20, 2)))
+    assert buffer.sample()["collector", "mask"].view(2, 4)[:, 0].all()
+    assert actor.sample().shape == (8,)
+    assert sampler.critic_sampler.newest(buffer)["number"].tolist() == [16, 17, 18, 19]
+
+
+# --- the newest
+
+
+def test_the_newest_by_hand():
+    buffer = buffer_of(slice_len=5)
+    buffer.extend(rows(3))
+    batch = buffer.sampler.newest(buffer)
+    assert batch["number"].tolist() == [0, 1, 2, 2, 2]
+    assert batch["collector", "mask"].tolist() == [True] * 3 + [False] * 2
+    assert batch["next", "done"].squeeze(-1).tolist() == [False, False, True, True, True]
+    buffer.extend(rows(7, done=[2], truncated=[4], first=3))  # 3 4 5T 6 7C 8 9
+    batch = buffer.sampler.newest(buffer)
+    assert batch["number"].tolist() == [5, 6, 7, 8, 9]
+    assert batch["next", "done"].squeeze(-1).tolist() == [True, False, True, False, True]
+    assert batch["next", "terminated"].squeeze(-1).tolist() == [True, False, False, False, False]
+    assert batch["next", "truncated"].squeeze(-1).tolist() == [False, False, True, False, True]
+    assert set(batch.keys(True, True)) == set(buffer.sample().keys(True, True))
+
+
+def test_the_newest_where_a_trajectory_breaks_off():
+    buffer = buffer_of(slice_len=4)
+    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=torch.tensor([True, False, True, False])))
+    batch = buffer.sampler.newest(buffer)
+    assert batch["next", "done"].squeeze(-1).tolist() == [False, True, False, True]
+    assert batch["next", "truncated"].squeeze(-1).tolist() == [False, True, False, True]
+
+
+def test_the_newest_of_each_stream():
+    buffer = buffer_of(40, slice_len=3, num_streams=2)
+    buffer.extend(rows(10, done=[4], ids=[0, 1, 0, 1, 0, 1, 2, 1, 2, 2]))
+    # trajectory 0 has ended, 2 took its lane
+    batch = buffer.sampler.newest(buffer).reshape(2, 3)
+    assert batch["number"].tolist() == [[6, 8, 9], [3, 5, 7]]
+    assert batch["collector", "mask"].all()
+
+
+def test_a_stream_without_steps_has_no_newest():
+    buffer = buffer_of(40, slice_len=3, num_streams=2)
+    buffer.extend(rows(2, ids=[0, 0]))
+    batch = buffer.sampler.newest(buffer).reshape(2, 3)
+    assert batch["collector", "mask"].tolist() == [[True, True, False], [False] * 3]
+    assert batch["next", "done"][1].all()
+
+
+def test_td_errors_of_the_newest_are_priorities():
+    buffer = buffer_of(slice_len=4, anchors=proportional())
+    buffer.extend(rows(3))
+    batch = buffer.sampler.newest(buffer)
+    assert batch["priority_weight"].tolist() == [1.0] * 4
+    batch["td_error"] = torch.tensor([1.0, 2.0, 3.0, 100.0])
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+def test_the_newest_goes_through_transforms_and_beside_prefetched_batches():
+    buffer = buffer_of(slice_len=4, prefetch=2)
+    buffer.append_transform(lambda td: td.set("number", td["number"] + 100))
+    buffer.extend(rows(20))
+    buffer.sample()
+    buffer.extend(rows(2, first=20))
+    assert buffer.sampler.newest(buffer)["number"].tolist() == [118, 119, 120, 121]
+    assert buffer.sample().shape == (16,)
+
+
+def test_the_newest_of_nothing():
+    buffer = buffer_of()
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sampler.newest(buffer)
+    buffer.extend(rows(3))
+    with pytest.raises(ValueError, match="must be the buffer that has this sampler"):
+        buffer.sampler.newest(buffer_of())
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sampler.newest(buffer)
+
+
+# --- state
+
+
+def continued(original, how, path):
+    if how == "deepcopy":
+        return copy.deepcopy(original)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(original))
+    restored = Slices(**original.arguments).buffer
+    if how == "state_dict":
+        restored.load_state_dict(copy.deepcopy(original.buffer.state_dict()))
+    else:
+        original.buffer.dumps(path)
+        restored.loads(path)
+    result = copy.deepcopy(original)
+    result.buffer, result.sampler = restored, restored.sampler
+    return result
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict", "dumps"])
+@pytest.mark.parametrize("proportional", [False, True])
+@pytest.mark.parametrize("layout", ["single", "interleaved", "two_dim"])
+def test_continued_from_a_copy(layout, proportional, how, tmp_path):
+    arguments = {"slice_len": 3, "pad": proportional, "proportional": proportional, "capacity": 16, "num_envs": 2}
+    replay = Slices(layout, seed=3, end_probability=0.1, **arguments)
+    replay.arguments = {"layout": layout, **arguments}
+    # a closure, for pickle
+    del replay.environments.step
+    for _ in range(15):
+        replay.extend(3)
+        if proportional:
+            replay.update(replay.sample(4))
+    other = continued(replay, how, tmp_path)
+    assert_same_state(other.sampler.state_dict(), replay.sampler.state_dict())
+    assert_tree_valid(other.sampler)
+    for _ in range(5):
+        for each in (replay, other):
+            each.extend(2)
+        drawn = []
+        for each in (replay, other):
+            torch.manual_seed(0)
+            drawn.append(each.buffer.sample(12))
+            drawn.append(each.sampler.newest(each.buffer))
+        for first, second in zip(drawn[:2], drawn[2:], strict=True):
+            for key, value in first.items(True, True):
+                assert torch.equal(value, second[key]), key
+    assert_same_state(other.sampler.state_dict(), replay.sampler.state_dict())
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    buffer = buffer_of(anchors=proportional())
+    buffer.extend(rows(20, done=[9]))
+    for donor in (buffer_of(), buffer_of(slice_len=3, anchors=proportional()), buffer_of(anchors=RankBasedSampler(20))):
+        donor.extend(rows(20))
+        with refuses(buffer, ValueError, "load_state_dict"):
+            buffer.sampler.load_state_dict(donor.sampler.state_dict())
+    # that of padded slices serves the others
+    donor, restored = buffer_of(), buffer_of(pad=False)
+    donor.extend(rows(20, done=[9]))
+    restored.load_state_dict(donor.state_dict())
+    assert int(restored.sampler.stats()["num_starts"]) == 14
+
+
+def test_attached_to_what_is_there(tmp_path):
+    source = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
+    source.extend(rows(10, done=[6]))
+    source.extend(rows(4, done=[1], first=10))
+    for anchors in ("uniform", proportional()):
+        attached = TensorDictReplayBuffer(
+            storage=source.storage, sampler=TrajectoryRetraceSampler(20, slice_len=4, anchors=anchors), batch_size=16
+        )
+        numbers = slices_by_start(attached, "number")
+        assert sorted(numbers) == list(range(4, 14))
+        assert numbers[4] == [4, 5, 6, 6] and numbers[9] == [9, 10, 11, 11] and numbers[12] == [12, 13, 13, 13]
+    # a loaded ring shows with the first write where it begins
+    source.dumps(tmp_path)
+    loaded = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=16)
+    loaded.loads(tmp_path)
+    loaded.set_sampler(TrajectoryRetraceSampler(10, slice_len=4))
+    loaded.sample()
+    loaded.extend(rows(2, first=14))
+    numbers = slices_by_start(loaded, "number")
+    assert numbers[9] == [9, 10, 11, 11] and numbers[12] == [12, 13, 14, 15]
+    newest = TrajectoryRetraceSampler(10, slice_len=4)
+    loaded.set_sampler(newest)
+    assert newest.newest(loaded)["number"].tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_empty_forgets_everything(pad):
+    buffer = buffer_of(pad=pad, slice_len=2)
+    fresh = state_of(buffer)
+    buffer.extend(rows(33, done=[7]))
+    buffer.empty()
+    assert_same_state(state_of(buffer), fresh)
+    assert not buffer.sampler._starts._tree.leaves.any()
+    buffer.extend(rows(4, done=[1]))
+    assert set(slices_by_start(buffer, "number")) == ({0, 1, 2, 3} if pad else {0, 2})
+
+
+def test_marking_again_keeps_the_slices():
+    buffer = buffer_of(6, slice_len=3)
+    buffer.extend(rows(6, done=[2]))
+    for again in (torch.arange(3), torch.tensor([0, 0, 3]), 5):
+        buffer.mark_update(again)
+    expected = {0: [0, 1, 2], 1: [1, 2, 2], 2: [2, 2, 2], 3: [3, 4, 5], 4: [4, 5, 5], 5: [5, 5, 5]}
+    assert slices_by_start(buffer, "number") == expected
+    buffer.extend(rows(2, first=6))
+    assert slices_by_start(buffer, "number")[4] == [4, 5, 6]
+
+
+def test_prefetch():
+    buffer = buffer_of(anchors=proportional(), prefetch=2)
+    for first in range(0, 200, 4):
+        buffer.extend(rows(4, done=[2], first=first))
+        batch = buffer.sample()
+        assert (batch["index"] == batch["number"] % 20).all()
+        batch["td_error"] = torch.rand(16)
+        buffer.update_tensordict_priority(batch)
+    assert_tree_valid(buffer.sampler)
+
+
+def test_repr():
+    assert repr(TrajectoryRetraceSampler(5, slice_len=2)) == (
+        "TrajectoryRetraceSampler(capacity=5, slice_len=2, pad=True, anchors='uniform')"
+    )
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, r"capacity=0\): capacity must be an integer >= 1"),
+        ({"capacity": True}, "capacity must be an integer"),
+        ({"slice_len": 0}, "slice_len must be an integer >= 1"),
+        ({"slice_len": 2.0}, "slice_len must be an integer"),
+        ({"num_streams": 0}, "num_streams must be an integer >= 1"),
+        ({"done_key": ("next", "terminated")}, r"\('next', 'done'\) is"),
+        ({"anchors": "per"}, "anchors must be 'uniform' or a prioritized sampler"),
+        ({"anchors": RandomSampler()}, "anchors must be 'uniform' or a prioritized sampler"),
+        ({"anchors": ProportionalSampler(5), "pad": False}, "pad=False.*use pad=True, or anchors='uniform'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TrajectoryRetraceSampler(**{"capacity": 5, "slice_len": 2, **arguments})
+
+
+def test_pinned_tables_are_refused():
+    tables = EventTables([EventSpec("end", ("next", "done"), 3)], {"end": 6, "default": 14}, retention="pinned")
+    anchors = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5})
+    with pytest.raises(ValueError, match="retention='ring'"):
+        TrajectoryRetraceSampler(20, slice_len=2, anchors=anchors)
+
+
+@pytest.mark.parametrize("batch_size", [0, 3, 6])
+def test_batches_hold_whole_slices(batch_size):
+    buffer = buffer_of()
+    buffer.extend(rows(10))
+    with refuses(buffer, ValueError, rf"batch_size={batch_size}.*multiple of slice_len=4"):
+        buffer.sampler.sample(buffer.storage, batch_size)
+
+
+def test_sampling_from_an_empty_buffer():
+    for anchors in ("uniform", proportional()):
+        buffer = buffer_of(anchors=anchors)
+        with pytest.raises(RuntimeError, match="empty storage"):
+            buffer.sample()
+
+
+def test_no_slice_is_long_enough():
+    buffer = buffer_of(pad=False)
+    buffer.extend(rows(9, done=[2, 5]))
+    with refuses(buffer, RuntimeError, r"slice_len=4, pad=False.*smaller slice_len=, or pad=True"):
+        buffer.sample()
+    buffer.extend(rows(1, first=9))
+    assert buffer.sample()["number"].tolist() == [6, 7, 8, 9] * 4
+
+
+@pytest.mark.parametrize("anchors", ["uniform", "proportional"])
+@pytest.mark.parametrize("missing", ["logits", ("next", "done"), ("collector", "traj_ids")])
+def test_missing_entries_are_named(missing, anchors):
+    streams = 2 if missing == ("collector", "traj_ids") else 1
+    arguments = {"num_streams": streams, "anchors": proportional() if anchors == "proportional" else anchors}
+    data = rows(4, ids=[0, 0, 0, 0])
+    del data[missing]
+    message = {"logits": "'logits'.*policy in the collector.*ProbabilisticActor.*behaviour_keys="}.get(
+        missing, rf"{missing[1]}.*(environment|collector).*(done_key|traj_key)="
+    )
+    buffer = buffer_of(**arguments)
+    with refuses(buffer, KeyError, message):
+        buffer.extend(data)
+    # held by a storage that was filled before
+    filled = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
+    filled.extend(data)
+    filled.set_sampler(buffer_of(**arguments).sampler)
+    with refuses(filled, KeyError, message):
+        filled.sample()
+
+
+def test_too_many_trajectories():
+    buffer = buffer_of(num_streams=2)
+    buffer.extend(rows(4, ids=[0, 1, 0, 1]))
+    with refuses(buffer, ValueError, "more simultaneous trajectories than num_streams=2.*Pass num_streams="):
+        buffer.extend(rows(2, ids=[2, 0]))
+    single = buffer_of()
+    with refuses(single, ValueError, "more simultaneous trajectories than num_streams=1"):
+        single.extend(rows(4, ids=[0, 1, 0, 1]))
+
+
+def test_writes_go_on_after_a_refused_one():
+    buffer = buffer_of(6, slice_len=2)
+    buffer.extend(rows(6, ids=[0] * 6))
+    with refuses(buffer, ValueError, "num_streams=1"):
+        buffer.extend(rows(2, ids=[1, 2], first=6))
+    # the refused rows are in the storage, but nobody knows what they are: they are not drawn
+    buffer.extend(rows(1, ids=[0], first=8))
+    assert slices_by_start(buffer, "number") == {3: [3, 4], 4: [4, 5], 5: [5, 5], 8: [8, 8]}
+    assert buffer.sampler.newest(buffer)["number"].tolist() == [8, 8]
+    buffer.extend(rows(2, ids=[0, 0], first=9))
+    assert slices_by_start(buffer, "number")[8] == [8, 9]
+
+
+def test_only_writers_in_turn():
+    storage, writer = LazyTensorStorage(6), TensorDictMaxValueWriter(rank_key="rank")
+    buffer = TensorDictReplayBuffer(
+        storage=storage, sampler=TrajectoryRetraceSampler(6, slice_len=2), writer=writer, batch_size=2
+    )
+    buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
+    with pytest.raises(ValueError, match="round-robin"):
+        buffer.extend(rows(2, rank=torch.tensor([9.0, 8.0])))
+
+
+def test_storages():
+    with pytest.raises(TypeError, match="TensorDicts in a tensor storage"):
+        ReplayBuffer(
+            storage=ListStorage(6), sampler=TrajectoryRetraceSampler(6, slice_len=2), batch_size=2, collate_fn=list
+        ).extend(list("abc"))
+    with pytest.raises(ValueError, match="capacity must not be smaller than the storage"):
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(6), sampler=TrajectoryRetraceSampler(5, slice_len=2), batch_size=2
+        ).extend(rows(2))
+    buffer = buffer_of(6, slice_len=2, ndim=2)
+    buffer.extend(torch.stack([rows(2), rows(2, first=10)]))
+    assert slices_by_start(buffer, "number") == {0: [0, 1], 1: [1, 1], 10: [10, 11], 11: [11, 11]}
+    assert buffer.sample()["index"].shape == (8, 2)

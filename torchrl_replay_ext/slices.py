@@ -1,0 +1,167 @@
+"""Where slices of episodes may begin in a ring buffer, and which transition follows each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.streams import Streams, at_last, shifted
+from torchrl_replay_ext.tracing import pick, put, take
+from torchrl_replay_ext.tree import SumTree
+
+
+class SliceIndex:
+    """The successor of each transition within its episode, kept at writes.
+
+    A ring overwrites the oldest first, so the successor of a stored transition is stored too: what begins at any slot
+    and follows the successors is a run of one episode in time order, which ends where the episode does, or where it has
+    got to. Layouts are those of :class:`~torchrl_replay_ext.streams.Streams`. All shapes are static and nothing waits
+    for the device.
+
+    Args:
+        steps: length of the ring in slots per lane if fixed, in slots if assigned.
+        lanes: number of lanes.
+        length: steps of a slice.
+        padded: slices may begin anywhere; otherwise only where ``length`` steps are stored.
+        assigned: lanes are assigned by trajectory id.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        lanes: int = 1,
+        *,
+        length: int,
+        padded: bool,
+        assigned: bool = False,
+        device: torch.device | str | None = None,
+    ):
+        self.streams = Streams(steps, lanes, assigned=assigned, device=device)
+        self.size = self._none = size = self.streams.size
+        self.length, self._padded = length, padded
+        self.device = torch.device(device or "cpu")
+        # the slot that follows, itself if none does; one place more for writes that are masked out
+        narrow = torch.int32 if size < 2**31 - 1 else torch.int64
+        self._next = torch.arange(size + 1, device=device).to(narrow)
+        # of each lane: its newest slots, the newest last (none: not stored), and how many steps the episode that goes
+        # on has, up to the length of a slice (0: none goes on)
+        self._recent = torch.full((lanes, length), size, dtype=torch.int64, device=device)
+        self._run = torch.zeros(lanes, dtype=torch.int64, device=device)
+        # mass 1 where a slice may begin
+        self.starts = SumTree(size + 1, device=device)
+
+    def write(
+        self,
+        slots: Tensor,
+        clock: Tensor,
+        *,
+        ended: Tensor,
+        trajectory: Tensor | None = None,
+        initial: Tensor | None = None,
+    ) -> None:
+        """Take in new transitions, in the order of writing, over whatever their slots held.
+
+        Args:
+            slots: int64 [n], following each other in the ring, n <= size.
+            clock: int64 [], number of this write; larger than all before.
+            ended: bool [n], the episode ends with this transition.
+            trajectory: int64 [n], trajectory ids; needed where lanes are assigned.
+            initial: bool [n], the transition is the first of its episode.
+
+        Raises:
+            ValueError: if there are more simultaneous trajectories than lanes; nothing is changed then.
+        """
+        count, oldest = slots.shape[0], slots[:1]
+        order, lane, first, new, stolen = self.streams.follow(
+            slots, self._run > 0, clock, ended=ended, trajectory=trajectory, initial=initial
+        )
+        slots, ended = slots[order], ended[order]
+        recent = pick((self._recent - oldest) % self.size < count, self._none, self._recent)
+        run = self._run if stolen is None else self._run * ~stolen
+
+        rows = torch.arange(count, device=slots.device)
+        rank = rows - pick(first, rows, torch.zeros_like(rows)).cummax(0).values
+        # steps of the row's episode up to it: since it began among these rows, or earlier
+        age = rows - pick(new, rows, torch.full_like(rows, -1)).cummax(0).values
+        age = 1 + pick(age <= rank, age, run[lane] + rank)
+        previous = pick(new, self._none, pick(first, recent[lane, -1], shifted(slots, 0)))
+        put(self._next, slots, slots.to(self._next.dtype))
+        followed = pick(previous == self._none, self._none, slots)
+        put(self._next, previous, followed.to(self._next.dtype))
+
+        if self._padded:
+            self.starts.write(slots, torch.ones_like(slots))
+        else:
+            back = self.length - 1
+            start = pick(
+                rank >= back, slots[(rows - back).clamp_min(0)], recent[lane, (rank + 1).clamp_max(self.length - 1)]
+            )
+            enough = (age >= self.length) & (start != self._none)
+            mass = torch.cat([torch.zeros_like(slots), enough.to(torch.int64)])
+            self.starts.write(torch.cat([slots, pick(enough, start, self._none + torch.zeros_like(start))]), mass)
+
+        written = torch.zeros_like(run).index_add_(0, lane, torch.ones_like(lane)).unsqueeze(1)
+        place = torch.arange(self.length, device=slots.device).expand_as(recent)
+        row = written.cumsum(0) - self.length + place
+        kept = recent.gather(1, (place + written).clamp_max(self.length - 1))
+        self._recent.copy_(pick(self.length - place <= written, slots[row.clamp(0, count - 1)], kept))
+        self._run.copy_(at_last(lane, age.clamp_max(self.length) * ~ended, run))
+
+    def drop(self, slots: Tensor) -> None:
+        """Forget what ``slots`` [n] held, the oldest; what goes on does not go on after them."""
+        put(self._next, slots, slots.to(self._next.dtype))
+        self.starts.write(slots, torch.zeros_like(slots))
+        self._recent.fill_(self._none)
+        if not self.streams.assigned:
+            self._run.zero_()
+
+    def forget(self) -> None:
+        """Drop all content, before a write of more rows than there are slots, whose first rows go unseen."""
+        self.drop(torch.arange(self.size, device=self.device))
+        self.streams.lose_track(self._run > 0)
+
+    def walk(self, starts: Tensor) -> Tensor:
+        """The slots of slices from ``starts`` [n] on, int64 [n, length]; the last of an episode is repeated."""
+        slots = [starts]
+        for _ in range(self.length - 1):
+            slots.append(take(self._next, slots[-1]))
+        return torch.stack([slot.to(torch.int64) for slot in slots], 1)
+
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """The newest transitions of each lane in time order, whatever their episodes.
+
+        Returns:
+            Slots, int64 [lanes, length], and how many of each row are real, [lanes]; the last one is repeated.
+        """
+        count = (self._recent != self._none).sum(1)
+        place = self.length - count.unsqueeze(1) + torch.arange(self.length, device=self.device)
+        return self._recent.gather(1, place.clamp_max(self.length - 1)) % self.size, count
+
+    def is_followed(self, slots: Tensor) -> Tensor:
+        """Whether each of ``slots`` [n, k] is followed by the one behind it, bool [n, k - 1]."""
+        before, behind = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
+        return ((take(self._next, before) == behind) & (before != behind)).view(slots.shape[0], -1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state from which the rest is recomputed, by name."""
+        return {"next": self._next, "recent": self._recent, "run": self._run, **self.streams.tensors()}
+
+    def rebuild_(self, stored: Tensor) -> None:
+        """Recompute where slices may begin; ``stored``: bool [size], the slots that hold something."""
+        begins = stored.clone()
+        slots = torch.arange(self.size, device=self.device)
+        for _ in range(0 if self._padded else self.length - 1):
+            following = take(self._next, slots).to(torch.int64)
+            begins &= following != slots
+            slots = following
+        self.starts.leaves.view(-1)[: self.size] = begins.to(torch.int64)
+        self.starts.rebuild_()
+
+    def clear_(self) -> None:
+        """Forget everything."""
+        self._next.copy_(torch.arange(self.size + 1, device=self.device))
+        self._recent.fill_(self._none)
+        self._run.zero_()
+        self.starts.clear_()
+        self.streams.clear_()
