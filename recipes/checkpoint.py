@@ -37,7 +37,7 @@ def load_checkpoint(run_dir: Path, device: torch.device, **components: Any) -> N
     try:
         _bind(components).load(run_dir / CHECKPOINT, map_location=device)
     except CheckpointError as error:
-        raise ConfigError(f"resume={run_dir}: {error}") from error
+        raise ConfigError(f"{run_dir}: {error}") from error
 
 
 def _bind(components: dict[str, Any]) -> Checkpoint:

@@ -45,7 +45,7 @@ def run_recipe(train: Callable[[DictConfig, Path], int], config_name: str) -> No
     def job(config: DictConfig) -> None:
         run_dir = output_dir = Path(HydraConfig.get().runtime.output_dir)
         try:
-            if config.resume is not None:
+            if config.get("resume") is not None:
                 run_dir = Path(run_directory(config.resume, ""))
                 config = resumed_config(config, run_dir, list(HydraConfig.get().overrides.task))
             code = train(config, run_dir)

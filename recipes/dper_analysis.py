@@ -1,0 +1,228 @@
+"""How much on-policyness does choosing among candidate batches buy? On the buffer of a TD3 run (source 004, App. A).
+
+    python -m recipes.td3 env=halfcheetah sampler=uniform num_envs=8 compile=true
+    python -m recipes.dper_analysis run=runs/td3/halfcheetah/uniform/seed1-...
+
+DPER takes, of K uniform batches, the one whose actions are nearest to the current policy's, and more candidates do not
+help it, which its authors leave unexplained. Here buffer and policy are those of a run's checkpoint, DecoupledSampler
+draws the actor's batches, and counted is how much nearer they are than uniform ones. Writes dper_analysis.png and
+dper_analysis.csv, a row for each granularity and K; each ratio is followed by its 95 % bootstrap interval over draws:
+
+- *score*: what was chosen by, of the chosen over the mean of the candidates: the KL to the exploration noise of a
+  batch or a group, the squared difference of an action from the policy's (in units of the noise) of a transition;
+- *squared_difference*: that of the rows of the actor's batch over that of uniform rows, the same for all granularities;
+- *kl*: the KL of the actor's whole batch over that of a uniform one, the same for all granularities;
+- *spread*: standard deviation of the candidates' scores over their mean. Choosing cannot buy more than it offers: the
+  smallest of K normal values is expected .56 (K = 2), .85 (3), 1.16 (5), 1.54 (10) standard deviations below the mean.
+
+For comparison, rows "newest 0.5" ... have the squared difference of that share of the buffer, the last to be written.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from omegaconf import MISSING, DictConfig, OmegaConf
+from tensordict.nn import TensorDictModule
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from tqdm import tqdm
+
+from recipes import td3
+from recipes.checkpoint import load_checkpoint
+from recipes.environment import make_continuous_env
+from recipes.replay import make_replay
+from recipes.run import CHECKPOINT, CONFIG, DONE, ConfigError, run_recipe, seed_everything, typed
+from torchrl_replay_ext import DecoupledSampler
+from torchrl_replay_ext.functional import gaussian_policy_kl
+
+RESAMPLES = 1000
+SHARES = (0.5, 0.25, 0.1)
+MEASURES = {
+    "score": "score chosen by, of the mean candidate's",
+    "squared_difference": "squared difference of actions, of uniform rows'",
+    "kl": "KL of the whole batch, of a uniform one's",
+}
+
+
+@dataclass
+class Config:
+    """All of conf/dper_analysis.yaml."""
+
+    run: str | None = None
+    num_candidates: list[int] = MISSING
+    granularity: list[str] = MISSING
+    draws: int = MISSING
+    seed: int = MISSING
+    num_threads: int = MISSING
+
+    def __post_init__(self) -> None:
+        for key, least in (("draws", 2), ("seed", 0), ("num_threads", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)}: must be >= {least}")
+        for key in ("num_candidates", "granularity"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}=[]: name at least one")
+
+
+def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, float]:
+    """Buffer and policy of a TD3 run, and the standard deviation of its exploration noise.
+
+    Raises:
+        ConfigError: there is no checkpoint of recipes.td3, or it does not fit.
+    """
+    for name in (CONFIG, CHECKPOINT):
+        if not (run_dir / name).is_file():
+            raise ConfigError(f"run={run_dir}: no {name} there; pass the directory of a run of recipes.td3")
+    config = OmegaConf.load(run_dir / CONFIG)
+    if "td3" not in config:
+        raise ConfigError(f"run={run_dir}: its {CONFIG} is not one of recipes.td3")
+    cfg = typed(config, td3.Config)  # pyright: ignore[reportArgumentType]
+    env = make_continuous_env(cfg.env)
+    sizes = flatdim(env.observation_space), flatdim(env.action_space)
+    env.close()
+    device = torch.device("cpu")
+    network, loss_module = td3.make_loss(cfg.td3, *sizes, device)
+    policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
+    noise_scale = cfg.td3.exploration_noise
+    replay = make_replay(cfg, device, td_error="squared", policy=policy, noise_scale=noise_scale)
+    load_checkpoint(run_dir, device, loss=loss_module, replay=replay)
+    if not len(replay):
+        raise ConfigError(f"run={run_dir}: its buffer is empty")
+    return replay, policy, noise_scale
+
+
+@torch.no_grad()
+def measure(buffer: TensorDictReplayBuffer, policy: TensorDictModule, noise_scale: float, draws: int) -> np.ndarray:
+    """Draws batches of the actor's.
+
+    Returns:
+        [draws, 5]: the mean score of the chosen, of the candidates, and of the squares of the latter; the mean squared
+        difference of the batch's actions from the policy's; its KL.
+    """
+    rows = []
+    for _ in range(draws):
+        batch = buffer.sample()
+        score, candidates = batch["score"], batch["candidate_scores"]
+        difference = batch["action"] - policy(batch.select("observation"))["action"]
+        kl = gaussian_policy_kl(difference, noise_scale)
+        means = (score, candidates, candidates.square(), difference.square())
+        rows.append([*(value.double().mean().item() for value in means), kl.item()])
+    return np.array(rows)
+
+
+def ratio(numbers: np.ndarray, references: np.ndarray) -> tuple[float, float, float]:
+    """Mean of `numbers` over that of `references`, [draws] both, and its 95 % bootstrap interval over the draws."""
+    rng = np.random.default_rng(0)
+    draws = rng.integers(len(numbers), size=(RESAMPLES, len(numbers)))
+    low, high = np.quantile(numbers[draws].mean(1) / references[draws].mean(1), [0.025, 0.975])
+    return float(numbers.mean() / references.mean()), float(low), float(high)
+
+
+@torch.no_grad()
+def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[str, float]:
+    """Squared difference of the newest transitions' actions from the policy's over that of all, by their share."""
+    count = len(replay)
+    newest_first = (replay.write_count - 1 - torch.arange(count)) % replay.storage.max_size
+    stored = replay[newest_first]
+    squares = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean(1)
+    return {
+        f"newest {share:g}": (squares[: math.ceil(share * count)].mean() / squares.mean()).item() for share in SHARES
+    }
+
+
+def format_table(rows: list[dict], newest: dict[str, float]) -> str:
+    """A line for each granularity and K, and those to compare with."""
+    lines = [f"{'granularity':<13}{'K':>3}{'score':>23}{'squared difference':>23}{'KL of the batch':>23}{'spread':>8}"]
+    for row in rows:
+        columns = (f"{row[name]:>7.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
+        lines.append(f"{row['granularity']:<13}{row['num_candidates']:>3} {' '.join(columns)}{row['spread']:>8.3f}")
+    lines += [f"{name:<17}{'':>23}{value:>8.3f}" for name, value in newest.items()]
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], newest: dict[str, float], path: Path) -> None:
+    """Draws the ratios against K, with their intervals."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (name, title) in zip(figure.subplots(1, len(MEASURES), sharey=True), MEASURES.items(), strict=True):
+        for granularity in dict.fromkeys(row["granularity"] for row in rows):
+            of = sorted(
+                (row for row in rows if row["granularity"] == granularity), key=lambda row: row["num_candidates"]
+            )
+            count, value, low, high = (
+                [row[key] for row in of] for key in ("num_candidates", name, f"{name}_low", f"{name}_high")
+            )
+            (line,) = panel.plot(count, value, marker="o", markersize=3, label=granularity)
+            panel.fill_between(count, low, high, color=line.get_color(), alpha=0.2)
+        for share, value in newest.items() if name == "squared_difference" else ():
+            panel.axhline(value, color="grey", linewidth=0.8, linestyle=":")
+            panel.annotate(share, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="grey")
+        panel.set_title(title, fontsize="medium")
+        panel.set_xlabel("candidates K")
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+        panel.legend(loc="lower left")
+    figure.savefig(path, dpi=150)
+
+
+def analyse(config: DictConfig, run_dir: Path) -> int:
+    """Measures, prints the table, and leaves dper_analysis.csv and dper_analysis.png in `run_dir`.
+
+    Returns:
+        The exit code.
+    """
+    cfg = typed(config, Config)
+    if cfg.run is None:
+        raise ConfigError("run=null: pass the directory of a run of recipes.td3")
+    torch.set_num_threads(cfg.num_threads)
+    seed_everything(cfg.seed)
+    replay, policy, noise_scale = load_run(Path(cfg.run))
+
+    def actor_buffer(granularity: str, num_candidates: int) -> TensorDictReplayBuffer:
+        keywords = {"num_candidates": num_candidates, "granularity": granularity, "noise_scale": noise_scale}
+        sampler = DecoupledSampler(RandomSampler(), policy, **keywords)
+        replay.set_sampler(sampler)
+        return sampler.actor_buffer(replay)
+
+    settings = [(granularity, count) for granularity in cfg.granularity for count in cfg.num_candidates]
+    try:
+        buffers = [actor_buffer(*setting) for setting in (("batch", 1), *settings)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    bar = tqdm(buffers, desc="dper_analysis", leave=False)
+    uniform, *results = [measure(buffer, policy, noise_scale, cfg.draws) for buffer in bar]
+
+    rows: list[dict] = []
+    for (granularity, count), result in zip(settings, results, strict=True):
+        chosen, candidates, squares, difference, kl = result.T
+        pairs = ((chosen, candidates), (difference, uniform[:, 3]), (kl, uniform[:, 4]))
+        row: dict = {"granularity": granularity, "num_candidates": count}
+        for name, pair in zip(MEASURES, pairs, strict=True):
+            row |= dict(zip((name, f"{name}_low", f"{name}_high"), ratio(*pair), strict=True))
+        row["spread"] = float(np.sqrt(squares.mean() / candidates.mean() ** 2 - 1))
+        rows.append(row)
+    newest = of_newest(replay, policy)
+    with (run_dir / "dper_analysis.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(
+            {key: f"{value:.5f}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        )
+        writer.writerows({"granularity": name, "squared_difference": f"{value:.5f}"} for name, value in newest.items())
+    plot(rows, newest, run_dir / "dper_analysis.png")
+    print(format_table(rows, newest))
+    print(f"written: {run_dir / 'dper_analysis.csv'}, {run_dir / 'dper_analysis.png'}")
+    return DONE
+
+
+if __name__ == "__main__":
+    run_recipe(analyse, "dper_analysis")

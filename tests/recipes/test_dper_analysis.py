@@ -1,0 +1,178 @@
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+
+from recipes import dper_analysis, sac, td3
+from recipes.run import DONE, ConfigError
+from torchrl_replay_ext import DecoupledSampler
+
+ROOT = Path(__file__).parents[2]
+TINY = ["total_steps=96", "learning_starts=32", "gradient_steps=2", "train_interval=2", "batch_size=32"]
+TINY += ["num_evaluations=1", "evaluation_episodes=1", "hidden_sizes=[16, 16]"]
+MEASURES = ("score", "squared_difference", "kl")
+
+
+def composed(name, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose(name, overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A short run of Pendulum."""
+    path = tmp_path_factory.mktemp("td3")
+    assert td3.train(composed("td3", *(f"td3.{word}" for word in TINY)), path) == DONE
+    return path
+
+
+def analysed(out, run_dir, *overrides):
+    assert dper_analysis.analyse(composed("dper_analysis", f"run={run_dir}", "draws=200", *overrides), out) == DONE
+    with (out / "dper_analysis.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows(tmp_path, run_dir, capsys):
+    *table, half, quarter, tenth = analysed(tmp_path, run_dir)
+    assert [(row["granularity"], int(row["num_candidates"])) for row in table] == [
+        (granularity, count) for granularity in ("batch", "group", "transition") for count in (1, 2, 3, 5, 10)
+    ]
+    for row in table:
+        for name in MEASURES:
+            low, value, high = (float(row[key]) for key in (f"{name}_low", name, f"{name}_high"))
+            assert 0 < low <= value <= high
+    for start in (0, 5, 10):
+        one, two, _, _, ten = table[start : start + 5]
+        assert float(one["score"]) == 1
+        for name in MEASURES:
+            assert float(one[name]) == pytest.approx(1, abs=0.1)
+            assert float(two[name]) < 1
+            # the nearest transitions alone hardly vary: the KL grows again
+            assert float(ten[name]) < float(two[name]) or (name, start) == ("kl", 10)
+    for row, share in ((half, 0.5), (quarter, 0.25), (tenth, 0.1)):
+        assert row["granularity"] == f"newest {share}"
+        assert row["num_candidates"] == row["score"] == "" and float(row["squared_difference"]) > 0
+    # finer parts choose more
+    score = [float(table[start + 1]["score"]) for start in (0, 5, 10)]
+    assert score == sorted(score, reverse=True)
+    assert "transition    10" in capsys.readouterr().out
+    assert (tmp_path / "dper_analysis.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_seed_decides(tmp_path, run_dir):
+    tables = []
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        tables.append(analysed(tmp_path / name, run_dir, "num_candidates=[2]", "granularity=[batch]", f"seed={seed}"))
+    assert tables[0] == tables[1] != tables[2]
+
+
+def test_numbers_are_those_of_the_run(run_dir):
+    """The policy that was learned, the transitions that were stored; a batch is chosen by its KL."""
+    replay, policy, noise_scale = dper_analysis.load_run(run_dir)
+    assert len(replay) == 96 and noise_scale == 0.1
+    _, again, _ = dper_analysis.load_run(run_dir)  # other parameters at first
+    for parameter, same in zip(policy.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+
+    sampler = DecoupledSampler(RandomSampler(), policy, num_candidates=2, noise_scale=noise_scale)
+    replay.set_sampler(sampler)
+    torch.manual_seed(0)
+    numbers = dper_analysis.measure(sampler.actor_buffer(replay), policy, noise_scale, 50)
+    np.testing.assert_allclose(numbers[:, 0], numbers[:, 4], rtol=1e-5)
+    assert (numbers[:, 0] < numbers[:, 1]).all()
+
+    sampler = DecoupledSampler(RandomSampler(), policy, num_candidates=1, noise_scale=noise_scale)
+    replay.set_sampler(sampler)
+    numbers = dper_analysis.measure(sampler.actor_buffer(replay), policy, noise_scale, 2000)
+    stored = replay[:]
+    with torch.no_grad():
+        mean = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean().item()
+    assert numbers[:, 3].mean() == pytest.approx(mean, rel=0.02)
+    np.testing.assert_allclose(numbers[:, 0], numbers[:, 1])
+
+
+def test_newest_transitions_are_the_last_to_be_written():
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+    policy = TensorDictModule(torch.nn.Identity(), in_keys=["observation"], out_keys=["action"])
+    for start in (0, 8):  # the second one overwrites 0 to 5
+        difference = torch.arange(start, start + 8).unsqueeze(1).float().sqrt()
+        replay.extend(TensorDict({"observation": torch.zeros(8, 1), "action": difference}, [8]))
+    newest = dper_analysis.of_newest(replay, policy)
+    assert newest == pytest.approx({"newest 0.5": 13 / 10.5, "newest 0.25": 14 / 10.5, "newest 0.1": 15 / 10.5})
+
+
+def test_ratio_of_means():
+    rng = np.random.default_rng(1)
+    numbers, references = rng.normal(3, 1, 400), rng.normal(2, 1, 400)
+    value, low, high = dper_analysis.ratio(numbers, references)
+    assert value == pytest.approx(numbers.mean() / references.mean())
+    # the delta method, 3.92 standard errors wide
+    error = np.std(numbers - value * references) / 400**0.5 / references.mean()
+    assert high - low == pytest.approx(3.92 * error, rel=0.1)
+    assert low < value < high
+    assert dper_analysis.ratio(2 * numbers, numbers) == pytest.approx((2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("draws=1", "draws=1: must be >= 2"),
+        ("seed=-1", "seed=-1: must be >= 0"),
+        ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
+        ("num_candidates=[]", "num_candidates=[]: name at least one"),
+        ("granularity=[row]", "granularity must be one of batch, group, transition"),
+        ("granularity=batch", "granularity"),
+        ("+beta=1", "Key 'beta' not in 'Config'"),
+        ("run=null", "run=null: pass the directory of a run of recipes.td3"),
+        ("run=nowhere", "run=nowhere: no config.yaml there; pass the directory of a run of recipes.td3"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, run_dir, override, message):
+    with pytest.raises(ConfigError) as error:
+        dper_analysis.analyse(composed("dper_analysis", f"run={run_dir}", override), tmp_path)
+    assert message in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_do_not_serve(tmp_path, run_dir):
+    other, without, small = tmp_path / "sac", tmp_path / "without", tmp_path / "small"
+    for path in (other, without, small):
+        path.mkdir()
+    assert sac.train(composed("sac", "sampler=uniform", *(f"sac.{word}" for word in TINY)), other) == DONE
+    (without / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+    words = [f"td3.{word}" for word in TINY if not word.startswith("batch_size")]
+    assert td3.train(composed("td3", *words, "td3.batch_size=8"), small) == DONE
+    for path, message in (
+        (other, f"run={other}: its config.yaml is not one of recipes.td3"),
+        (without, f"run={without}: no checkpoint.zip there"),
+        (small, "actor's batch_size is 8, group_size=16 must divide it"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            dper_analysis.analyse(composed("dper_analysis", f"run={path}"), tmp_path)
+        assert message in str(error.value)
+
+
+def test_command_line(tmp_path, run_dir):
+    words = {
+        f"hydra.run.dir={tmp_path / 'none'}": (2, "bad configuration: run=null: pass the directory"),
+        f"run={run_dir} draws=2 hydra.run.dir={tmp_path / 'out'}": (0, ""),
+    }
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "recipes.dper_analysis", *line.split()], cwd=ROOT, stderr=-1, text=True)
+        for line in words
+    ]
+    for process, (code, message) in zip(processes, words.values(), strict=True):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code and errors.startswith(message), errors
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dper_analysis.csv", "dper_analysis.png"}
+    assert not (tmp_path / "none").exists()
