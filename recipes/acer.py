@@ -1,0 +1,430 @@
+"""ACER (Wang et al. 2017): actor-critic from replayed trajectories, for discrete and for continuous actions.
+
+    python -m recipes.acer env=cartpole seed=1
+    python -m recipes.acer env=pendulum compile=true
+    python -m recipes.acer -m seed=1,2,3 acer.trust_region=true,false
+    python -m recipes.acer env=cartpole sampler=per
+    python -m recipes.acer resume=runs/acer/cartpole/uniform/seed1-...
+
+Algorithm 1 of the paper: a round is slice_len steps of each environment, an update on these steps, and then a number of
+updates on replayed slices that is drawn from a Poisson distribution of mean replay_ratio. With acer.on_policy=false the
+first update is left out, as the paper does for continuous actions. A prioritized sampler draws the slices' first steps.
+
+The parts that the paper's ablation removes: acer.returns=importance_sampling (Retrace), acer.dueling=false (the dueling
+network), acer.trust_region=false, acer.c=inf (truncation with bias correction).
+
+progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score of the policy's most
+probable actions, and return_0 ..., the episodes it is the mean of; training_return, the mean of the last 100 episodes
+that were trained on, of actions that were drawn; means over the updates since the row before: losses (loss_qvalue and
+loss_value of the critic), entropy, kl (of the average policy to the current one), rho (truncated importance weights),
+bc_weight (of the bias correction), tr_active (share of steps that the trust region changed); wall_time in seconds, that
+before a resume included; sampler/..., the scalars of the sampler's stats().
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Discrete, flatdim
+from omegaconf import MISSING, DictConfig
+from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from torchrl.modules import MLP, IndependentNormal
+from torchrl.objectives import SoftUpdate
+
+from recipes.collect import VectorCollector
+from recipes.config import LearningConfig, RunConfig
+from recipes.environment import make_env
+from recipes.replay import make_replay
+from recipes.run import ConfigError, run_recipe, typed
+from recipes.training import Agent, prepare, run
+from recipes.update import CompiledUpdate, eager_update
+from torchrl_replay_ext import (
+    ACERContinuousLoss,
+    ACERLoss,
+    CompilableReplayBuffer,
+    SeparateValueNetworks,
+    StochasticDuelingNetwork,
+    TrajectoryRetraceSampler,
+)
+
+# Observations are cut off at so many standard deviations, if they are normalized.
+OBSERVED = 10.0
+
+
+@dataclass
+class ACERConfig(LearningConfig):
+    """Hyperparameters; a step is one step of the environment. Continuous actions are in [-1, 1].
+
+    Args:
+        slice_len: k, steps of a trajectory in an update.
+        on_policy: whether a round begins with an update on the newest steps.
+        replay_ratio: mean number of replayed updates in a round.
+        lmbda: of Retrace.
+        c: truncation of the importance weights in the policy's gradient.
+        trust_region: whether there is one.
+        delta: its bound.
+        statistics: the space it is in, of discrete actions: "probs", "logits" or "log_probs".
+        average: share of itself that the average policy keeps at each update.
+        returns: "retrace" or "importance_sampling".
+        reward_scale: rewards are multiplied by it, for the losses.
+        normalize_observations: by their running mean and standard deviation.
+        shared_layers: one trunk for policy and values, of discrete actions.
+        sigma: standard deviation of the policy; this one and the following are of continuous actions only.
+        num_samples: n, of actions drawn for the dueling network.
+        value_coeff: weight of the loss of the state value.
+        use_q_opc: the actor learns from Q(λ) with off-policy corrections, not from Retrace.
+        dueling: whether Q and V are of a stochastic dueling network, not of two networks.
+    """
+
+    group = "acer"
+
+    slice_len: int = MISSING
+    learning_rate: float = MISSING
+    on_policy: bool = MISSING
+    replay_ratio: float = MISSING
+    lmbda: float = MISSING
+    c: float = MISSING
+    trust_region: bool = MISSING
+    delta: float = MISSING
+    average: float = MISSING
+    returns: str = MISSING
+    entropy_coeff: float = MISSING
+    critic_coeff: float = MISSING
+    max_grad_norm: float = MISSING
+    reward_scale: float = MISSING
+    normalize_observations: bool = MISSING
+    statistics: str = "probs"
+    shared_layers: bool = False
+    sigma: float = 0.3
+    num_samples: int = 5
+    value_coeff: float = 0.5
+    use_q_opc: bool = True
+    dueling: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("slice_len learning_rate max_grad_norm reward_scale sigma", lambda value: value > 0, "must be > 0")
+        self.check("replay_ratio", lambda value: 0 <= value < math.inf, "must be >= 0")
+        self.check("average", lambda value: 0 <= value < 1, "must be in [0, 1)")
+        self.check(
+            "batch_size",
+            lambda value: value % self.slice_len == 0,
+            f"must be a multiple of acer.slice_len={self.slice_len}",
+        )
+        self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
+        if not self.on_policy and not self.replay_ratio:
+            raise ValueError("acer.replay_ratio=0: nothing would be learned with acer.on_policy=false")
+
+    def num_updates(self) -> int:
+        """Gradient updates of a whole run, on average."""
+        return round(self.num_rounds() * (self.on_policy + self.replay_ratio))
+
+
+@dataclass
+class Config(RunConfig):
+    """All of conf/acer.yaml."""
+
+    acer: ACERConfig = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.acer.train_interval != self.num_envs * self.acer.slice_len:
+            raise ValueError(
+                f"acer.train_interval={self.acer.train_interval}: must be num_envs · acer.slice_len = "
+                f"{self.num_envs * self.acer.slice_len}"
+            )
+
+    @property
+    def learning(self) -> ACERConfig:
+        """The hyperparameters."""
+        return self.acer
+
+
+class Normalizer(nn.Module):
+    """Observations less their running mean, in units of their running standard deviation; or as they are."""
+
+    def __init__(self, size: int, *, active: bool):
+        super().__init__()
+        self.active = active
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, observations: Tensor) -> None:
+        """Take ``observations`` [n, size] into account."""
+        if self.active:
+            observations = observations.to(self.mean)
+            self.count.add_(len(observations))
+            share = len(observations) / self.count
+            self.mean.lerp_(observations.mean(0), share)
+            self.square.lerp_(observations.square().mean(0), share)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Normalized observations, in their own dtype."""
+        if not self.active:
+            return observations
+        deviation = (self.square - self.mean.square()).clamp_min(1e-8).sqrt()
+        known = (observations - self.mean) / torch.where(self.count > 1, deviation, torch.ones_like(deviation))
+        return known.clamp(-OBSERVED, OBSERVED).to(observations.dtype)
+
+
+class FixedScale(nn.Module):
+    """A network's output as the mean of a Gaussian of this standard deviation."""
+
+    def __init__(self, network: nn.Module, sigma: float):
+        super().__init__()
+        self.network, self.sigma = network, sigma
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation."""
+        loc = self.network(observation)
+        return loc, torch.full_like(loc, self.sigma)
+
+
+def _small(layer: nn.Linear) -> nn.Linear:
+    """A last layer of a policy that at first hardly depends on the state."""
+    with torch.no_grad():
+        layer.weight.mul_(0.01)
+        layer.bias.zero_()
+    return layer
+
+
+def make_discrete_loss(acer: ACERConfig, num_observed: int, num_actions: int, device: torch.device) -> ACERLoss:
+    """Networks and loss for discrete actions."""
+    *inner, width = acer.hidden_sizes
+    layers: dict[str, Any] = {"num_cells": inner, "activation_class": nn.Tanh, "activate_last_layer": True}
+
+    def trunk() -> MLP:
+        return MLP(num_observed, width, **layers, device=device)
+
+    policy_head, q_head = (nn.Linear(width, num_actions, device=device) for _ in range(2))
+    features = TensorDictModule(trunk(), in_keys=["observation"], out_keys=["hidden"])
+    actor = ProbabilisticTensorDictSequential(
+        features,
+        TensorDictModule(_small(policy_head), in_keys=["hidden"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical),
+    )
+    if acer.shared_layers:
+        critic = TensorDictModule(q_head, in_keys=["hidden"], out_keys=["action_value"])
+    else:
+        q_network = nn.Sequential(trunk(), q_head)
+        critic = TensorDictModule(q_network, in_keys=["observation"], out_keys=["action_value"])
+    return ACERLoss(
+        actor,
+        critic,
+        gamma=acer.gamma,
+        lmbda=acer.lmbda,
+        c=acer.c,
+        delta=acer.delta,
+        trust_region=acer.trust_region,
+        statistics=acer.statistics,
+        entropy_coeff=acer.entropy_coeff,
+        critic_coeff=acer.critic_coeff,
+        returns=acer.returns,
+    )
+
+
+def make_continuous_loss(
+    acer: ACERConfig, num_observed: int, num_actions: int, device: torch.device
+) -> ACERContinuousLoss:
+    """Networks and loss for continuous actions, whose policy has a fixed standard deviation, as in the paper."""
+
+    def mlp(inputs: int, outputs: int) -> MLP:
+        return MLP(inputs, outputs, num_cells=acer.hidden_sizes, activation_class=nn.Tanh, device=device)
+
+    mean = mlp(num_observed, num_actions)
+    _small(mean[-1])  # pyright: ignore[reportArgumentType]
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(FixedScale(mean, acer.sigma), in_keys=["observation"], out_keys=["loc", "scale"]),
+        ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=IndependentNormal),
+    )
+    critic = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
+    return ACERContinuousLoss(
+        actor,
+        critic(mlp(num_observed, 1), mlp(num_observed + num_actions, 1)),
+        gamma=acer.gamma,
+        lmbda=acer.lmbda,
+        c=acer.c,
+        delta=acer.delta,
+        trust_region=acer.trust_region,
+        num_samples=acer.num_samples,
+        entropy_coeff=acer.entropy_coeff,
+        critic_coeff=acer.critic_coeff,
+        value_coeff=acer.value_coeff,
+        use_q_opc=acer.use_q_opc,
+        returns=acer.returns,
+    )
+
+
+class CurrentPolicy:
+    """The behaviour μ: draws from the current policy and keeps the statistics of the distribution it drew from.
+
+    Args:
+        actor: the policy, without what draws.
+        normalizer: of observations.
+        device: of both.
+    """
+
+    def __init__(self, actor: nn.Module, normalizer: Normalizer, device: torch.device):
+        self._actor, self._normalizer, self._device = actor, normalizer, device
+
+    @torch.inference_mode()
+    def _statistics(self, observations: np.ndarray) -> tuple[Tensor, ...]:
+        observed = self._normalizer(torch.as_tensor(observations, dtype=torch.float32, device=self._device))
+        result = self._actor(observed)
+        return result if isinstance(result, tuple) else (result,)
+
+    def __call__(self, observations: np.ndarray) -> dict[str, np.ndarray]:
+        """Actions, drawn by torch's global generator, and statistics."""
+        first, *rest = self._statistics(observations)
+        if rest:
+            written = {"action": first + rest[0] * torch.randn_like(first), "loc": first, "scale": rest[0]}
+        else:
+            written = {"action": first.softmax(-1).multinomial(1).squeeze(-1), "logits": first}
+        return {key: value.cpu().numpy() for key, value in written.items()}
+
+    def most_probable(self, observations: np.ndarray) -> np.ndarray:
+        """The actions of the largest probability."""
+        first, *rest = self._statistics(observations)
+        return (first if rest else first.argmax(-1)).cpu().numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: networks and the global generator are saved by themselves."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class NewestSlices:
+    """The newest steps of each environment, in place of a buffer's draws."""
+
+    def __init__(self, replay: CompilableReplayBuffer):
+        self._replay = replay
+
+    def sample(self) -> TensorDictBase:
+        """One slice of each environment."""
+        return self._replay.sampler.newest(self._replay)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def update_tensordict_priority(self, batch: TensorDictBase) -> None:
+        """They were not drawn."""
+
+
+def slices_loss(
+    loss_module: ACERLoss | ACERContinuousLoss, normalizer: Normalizer, acer: ACERConfig, sample: TensorDictBase
+) -> TensorDictBase:
+    """The losses of a flat sample of slices; writes the TD errors into it."""
+    batch = sample.reshape(-1, acer.slice_len)
+    for key in ("observation", ("next", "observation")):
+        batch[key] = normalizer(batch[key])
+    batch["next", "reward"] = batch["next", "reward"] * acer.reward_scale
+    losses = loss_module(batch)
+    sample["td_error"] = batch["td_error"].reshape(-1)
+    return losses
+
+
+def train(config: DictConfig, run_dir: Path) -> int:
+    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+
+    Returns:
+        The exit code.
+    """
+    cfg = typed(config, Config)
+    acer = cfg.acer
+    device = prepare(cfg, run_dir)
+
+    # One environment per evaluation episode; those to learn in are made further down.
+    evaluation_envs = [make_env(cfg.env) for _ in range(acer.evaluation_episodes)]
+    action_space = evaluation_envs[0].action_space
+    num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
+
+    # Networks, losses, the average policy and the optimizer.
+    discrete = isinstance(action_space, Discrete)
+    make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss
+    try:
+        loss_module = make_loss(acer, num_observed, num_actions, device)
+    except ValueError as error:
+        raise ConfigError(f"acer: {error}") from error
+    average_policy = SoftUpdate(loss_module, eps=acer.average)
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=acer.learning_rate, fused=True)
+    normalizer = Normalizer(num_observed, active=acer.normalize_observations).to(device)
+
+    # The losses give SQUARED TD errors.
+    statistics = ("logits",) if discrete else ("loc", "scale")
+
+    def slices(anchors: Sampler) -> TrajectoryRetraceSampler:
+        return TrajectoryRetraceSampler(
+            acer.buffer_size,
+            slice_len=acer.slice_len,
+            num_streams=cfg.num_envs,
+            behaviour_keys=statistics,
+            anchors="uniform" if isinstance(anchors, RandomSampler) else anchors,
+        )
+
+    replay = make_replay(cfg, device, td_error="squared", wrap=slices)
+    loss_function = partial(slices_loss, loss_module, normalizer, acer)
+
+    def make_update(batches: Any) -> Callable[[], dict[str, Tensor]]:
+        arguments = batches, loss_function, [optimizer], acer.max_grad_norm, average_policy.step
+        return CompiledUpdate(*arguments, cudagraphs=cfg.cudagraphs) if cfg.compile else eager_update(*arguments)
+
+    # Made at the first updates, when the buffer holds something and a checkpoint has been loaded.
+    on_policy, replayed = lazily(make_update, NewestSlices(replay)), lazily(make_update, replay)
+
+    # The policy as functions of arrays: drawn to learn from, its most probable actions for evaluations.
+    policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
+    behaviour = CurrentPolicy(policy, normalizer, device)
+
+    # The environments run on the CPU, and their batches stay there until the buffer takes them.
+    collector = VectorCollector(
+        [partial(make_env, cfg.env)] * cfg.num_envs, behaviour, frames_per_batch=acer.train_interval, seed=cfg.seed
+    )
+
+    def learn(data: TensorDictBase, _steps: int) -> list[dict[str, Tensor]]:
+        replay.extend(data)
+        normalizer.update(data["observation"])
+        count = int(torch.poisson(torch.tensor(acer.replay_ratio)))
+        return [on_policy() for _ in range(acer.on_policy)] + [replayed() for _ in range(count)]
+
+    def columns(_steps: int) -> dict[str, float]:
+        returns = collector.returns
+        return {"training_return": sum(returns) / len(returns) if returns else math.nan}
+
+    agent = Agent(
+        collector=collector,
+        replay=replay,
+        explore=lambda _steps: None,
+        learn=learn,
+        policy=behaviour.most_probable,
+        columns=columns,
+        losses=tuple(loss_module.out_keys),
+        shown=("return_mean", "training_return", "entropy"),
+        stores=statistics,
+        state={"loss": loss_module, "optimizer": optimizer, "normalizer": normalizer},
+    )
+    return run(agent, evaluation_envs, cfg, config, run_dir, device)
+
+
+def lazily(make: Callable[[Any], Callable[[], dict[str, Tensor]]], batches: Any) -> Callable[[], dict[str, Tensor]]:
+    """An update that is made when it is called first."""
+    made: list[Callable[[], dict[str, Tensor]]] = []
+
+    def update() -> dict[str, Tensor]:
+        if not made:
+            made.append(make(batches))
+        return made[0]()
+
+    return update
+
+
+if __name__ == "__main__":
+    run_recipe(train, "acer")

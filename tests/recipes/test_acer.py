@@ -1,0 +1,218 @@
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from recipes import acer, training
+from recipes.config import EnvConfig
+from recipes.environment import make_env
+from recipes.run import DONE, INTERRUPTED, ConfigError
+from tests.recipes.runs import Composer, needs, rows
+
+TINY = [
+    "acer.total_steps=96",
+    "acer.slice_len=4",
+    "num_envs=4",
+    "acer.batch_size=8",
+    "acer.buffer_size=64",
+    "acer.num_evaluations=3",
+    "acer.evaluation_episodes=2",
+    "acer.hidden_sizes=[16, 16]",
+    "env.reward_threshold=null",
+]
+recipe = Composer("acer", acer.Config, TINY)
+DISCRETE, CONTINUOUS = "env=cartpole", "env=pendulum"
+
+
+@pytest.mark.parametrize("env", [DISCRETE, CONTINUOUS])
+@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
+def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, env, sampler):
+    assert acer.train(recipe.configuration(env, f"sampler={sampler}"), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert int(table[0]["updates"]) >= 2
+    may_lack = {"training_return"}  # no episode may have ended
+    assert all(np.isfinite(float(value)) for key, value in table[-1].items() if key not in may_lack)
+    assert float(table[-1]["loss_qvalue"]) > 0
+    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert capsys.readouterr().out.splitlines()[-1].startswith("96 steps | best return ")
+
+
+BOX2D, MUJOCO = ["lunarlander"], ["invertedpendulum", "halfcheetah", "walker2d", "humanoid"]
+
+
+@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
+@pytest.mark.parametrize(
+    "env",
+    [
+        "acrobot",
+        *(pytest.param(env, marks=needs("Box2D")) for env in BOX2D),
+        *(pytest.param(env, marks=needs("mujoco")) for env in MUJOCO),
+    ],
+)
+def test_every_environment_trains(tmp_path, monkeypatch, env):
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
+    words = ["acer.num_evaluations=1", "acer.evaluation_episodes=1", "num_envs=2"]
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert acer.train(recipe.configuration(f"env={env}", *words), run_dir) == DONE
+    assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
+
+
+def test_presets_hold_the_constants_of_the_paper():
+    for env in ("cartpole", "acrobot", "lunarlander"):
+        of_env = recipe.settings(f"env={env}")
+        assert (of_env.slice_len, of_env.c, of_env.delta, of_env.average) == (20, 10.0, 1.0, 0.99)
+        assert (of_env.gamma, of_env.replay_ratio, of_env.on_policy) == (0.99, 4.0, True)
+    for env in MUJOCO[1:]:
+        of_env = recipe.settings(f"env={env}")
+        assert (of_env.slice_len, of_env.c, of_env.average, of_env.num_samples) == (50, 5.0, 0.995, 5)
+        assert (of_env.sigma, of_env.gamma, of_env.buffer_size) == (0.3, 0.99, 8 * 5000)
+        assert 1e-4 <= of_env.learning_rate <= 10**-3.3
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        (["acer.returns=importance_sampling"], DISCRETE),
+        (["acer.statistics=logits", "acer.shared_layers=true"], DISCRETE),
+        (["acer.trust_region=false", "acer.c=inf"], DISCRETE),
+        (["acer.returns=importance_sampling", "acer.dueling=false", "acer.c=inf"], CONTINUOUS),
+        (["acer.use_q_opc=false", "acer.trust_region=false", "acer.normalize_observations=true"], CONTINUOUS),
+        (["acer.on_policy=false"], CONTINUOUS),
+    ],
+)
+def test_switches_of_the_ablation(tmp_path, words, env):
+    assert acer.train(recipe.configuration(env, *words), tmp_path) == DONE
+    last = rows(tmp_path)[-1]
+    assert np.isfinite([float(last[name]) for name in ("loss_actor", "loss_qvalue", "kl")]).all()
+    if "acer.trust_region=false" in words:
+        assert float(last["tr_active"]) == 0
+    if "acer.c=inf" in words:
+        assert float(last["bc_weight"]) == 0
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
+    """The newest steps once, then Poisson(replay_ratio) replayed batches."""
+    calls, names = [], "loss_actor loss_qvalue loss_entropy entropy kl rho bc_weight tr_active".split()
+
+    def fake(batches, *_):
+        def update():
+            calls.append("newest" if isinstance(batches, acer.NewestSlices) else "replayed")
+            return dict.fromkeys(names, torch.zeros(1))
+
+        return update
+
+    monkeypatch.setattr(acer, "eager_update", fake)
+    monkeypatch.setattr(training, "evaluate", lambda *_, **__: [0.0])
+    words = ["acer.total_steps=16000", "acer.replay_ratio=3", f"acer.on_policy={on_policy}", "acer.num_evaluations=1"]
+    assert acer.train(recipe.configuration(*words), tmp_path) == DONE
+    counts, rounds = np.unique(calls, return_counts=True), 1000
+    counts = dict(zip(*(column.tolist() for column in counts), strict=True))
+    assert counts.get("newest", 0) == rounds * on_policy
+    # 4 standard deviations
+    assert abs(counts["replayed"] - 3 * rounds) < 4 * math.sqrt(3 * rounds)
+    expected = acer.typed(recipe.configuration(*words), acer.Config).acer.num_updates()
+    assert expected == (3 + on_policy) * rounds
+
+
+def test_behaviour_keeps_what_it_drew_from():
+    torch.manual_seed(0)
+    observations = np.random.default_rng(0).normal(size=(5000, 3)).astype(np.float32)
+    normalizer = acer.Normalizer(3, active=False)
+    logits = torch.nn.Linear(3, 4)
+    drawn = acer.CurrentPolicy(logits, normalizer, torch.device("cpu"))(observations)
+    expected = logits(torch.as_tensor(observations)).detach()
+    np.testing.assert_allclose(drawn["logits"], expected, rtol=1e-5, atol=1e-6)
+    shares = np.bincount(drawn["action"], minlength=4) / 5000
+    np.testing.assert_allclose(shares, expected.softmax(-1).mean(0), atol=0.03)
+
+    policy = acer.FixedScale(torch.nn.Linear(3, 2), 0.4)
+    drawn = acer.CurrentPolicy(policy, normalizer, torch.device("cpu"))(observations)
+    whitened = (drawn["action"] - drawn["loc"]) / drawn["scale"]
+    assert (drawn["scale"] == np.float32(0.4)).all()
+    assert abs(whitened.mean()) < 0.05 and abs(whitened.std() - 1) < 0.05
+
+
+def test_normalizer():
+    torch.manual_seed(0)
+    data = 3 * torch.randn(1000, 2) + torch.tensor([1.0, -5.0])
+    normalizer = acer.Normalizer(2, active=True)
+    assert torch.equal(normalizer(data[:1] / 10), data[:1] / 10)  # nothing is known yet
+    for part in data.split(130):
+        normalizer.update(part)
+    expected = (data - data.mean(0)) / data.std(0, correction=0)
+    torch.testing.assert_close(normalizer(data), expected, rtol=1e-4, atol=1e-5)
+    assert normalizer(data).dtype == torch.float32
+    assert normalizer(1e6 * data).abs().max() == acer.OBSERVED
+
+
+def test_actions_out_of_range_count_as_the_bound():
+    env = make_env(EnvConfig(name="pendulum", id="Pendulum-v1", reward_threshold=None))
+    following = []
+    for action in (1.0, 7.0):
+        env.reset(seed=0)
+        following.append(env.step(np.array([action], dtype=np.float32))[0])
+    np.testing.assert_array_equal(*following)
+
+
+def test_interrupted_run_resumes(tmp_path, monkeypatch, capsys):
+    real, evaluations = training.evaluate, []
+
+    def evaluate(*arguments, **keywords):
+        evaluations.append(1)
+        if len(evaluations) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    words = [CONTINUOUS, "acer.normalize_observations=true"]
+    assert acer.train(recipe.configuration(*words), tmp_path) == INTERRUPTED
+    assert "go on with resume=" in capsys.readouterr().out
+    assert acer.train(recipe.resumed(tmp_path), tmp_path) == DONE
+    assert [int(row["env_steps"]) for row in rows(tmp_path)] == [32, 64, 96]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("acer.batch_size=10", r"acer.batch_size=10: must be a multiple of acer.slice_len=4"),
+        ("acer.replay_ratio=-1", r"acer.replay_ratio=-1.0: must be >= 0"),
+        ("acer.average=1", r"acer.average=1.0: must be in \[0, 1\)"),
+        ("acer.c=-1", r"acer: ACERLoss\(c=-1.0\): c must be >= 0"),
+        ("acer.delta=-1", r"acer: ACERLoss\(delta=-1.0\)"),
+        ("acer.statistics=odds", r"acer: ACERLoss\(statistics='odds'\)"),
+        ("acer.returns=monte_carlo", r"acer: ACERLoss\(returns='monte_carlo'\)"),
+        ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
+        ("+sampler.alpha=1", r"sampler=uniform: "),
+        ("sampler=dper", r"sampler=dper: there is no actor here"),
+        ("sampler=sset", r"sampler=sset: env=cartpole has no events"),
+    ],
+)
+def test_bad_configurations_are_refused_before_anything_is_written(tmp_path, word, message):
+    with pytest.raises(ConfigError, match=message):
+        acer.train(recipe.configuration(word), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_compiled_run_learns_what_an_eager_one_does(tmp_path):
+    """One graph of each kind of update; the same numbers, as far as the order of sums allows."""
+    losses = []
+    for compiled in (False, True):
+        run_dir = tmp_path / str(compiled)
+        run_dir.mkdir()
+        words = ["acer.replay_ratio=0", f"compile={compiled}", "acer.num_evaluations=1"]
+        assert acer.train(recipe.configuration(*words), run_dir) == DONE
+        losses.append([float(rows(run_dir)[-1][name]) for name in ("loss_actor", "loss_qvalue", "kl")])
+    np.testing.assert_allclose(*losses, rtol=1e-3, atol=1e-6)
+
+
+def test_compiled_run_with_replay(tmp_path):
+    assert acer.train(recipe.configuration(CONTINUOUS, "compile=true", "sampler=per"), tmp_path) == DONE
+    last = rows(tmp_path)[-1]
+    assert int(last["updates"]) > 6 and np.isfinite(float(last["loss_value"]))
