@@ -6,15 +6,17 @@ import torch
 from torch import Tensor, nn
 
 
-def _beside(features: Tensor, actions: Tensor) -> Tensor:
-    """``features`` [..., F] beside each of ``actions`` [..., m, A]: [..., m, F + A]."""
-    if actions.ndim != features.ndim + 1 or actions.shape[:-2] != features.shape[:-1]:
-        raise ValueError(
-            f"actions have shape {tuple(actions.shape)}, expected {(*features.shape[:-1], 'm', 'A')}: m actions for "
-            "each state."
-        )
-    features = features.unsqueeze(-2).expand(*actions.shape[:-1], features.shape[-1])
-    return torch.cat([features, actions], -1)
+def _beside(name: str, features: Tensor, **actions: Tensor) -> Tensor:
+    """``features`` [..., F] beside each of all actions, of which there are some [..., m, A]: [..., Σ m, F + A]."""
+    size = actions["actions"].shape[-1]
+    for key, value in actions.items():
+        if value.ndim != features.ndim + 1 or (*value.shape[:-2], value.shape[-1]) != (*features.shape[:-1], size):
+            raise ValueError(
+                f"{name}: {key} of shape {tuple(value.shape)}, expected {(*features.shape[:-1], 'm', size)}: m actions "
+                "for each state."
+            )
+    joint = torch.cat(list(actions.values()), -2)
+    return torch.cat([features.unsqueeze(-2).expand(*joint.shape[:-1], -1), joint], -1)
 
 
 class StochasticDuelingNetwork(nn.Module):
@@ -59,7 +61,8 @@ class StochasticDuelingNetwork(nn.Module):
             raise ValueError("StochasticDuelingNetwork: policy_samples must hold at least one action for each state.")
         features = self.trunk(observation)
         value = self.value_net(features)
-        advantage = self.advantage_net(_beside(features, torch.cat([actions, policy_samples], -2)))
+        beside = _beside("StochasticDuelingNetwork", features, actions=actions, policy_samples=policy_samples)
+        advantage = self.advantage_net(beside)
         of_actions, of_samples = advantage.split([num_actions, num_samples], -2)
         return value.unsqueeze(-2) + of_actions - of_samples.mean(-2, keepdim=True), value
 
@@ -87,7 +90,8 @@ class SeparateValueNetworks(nn.Module):
     def forward(self, observation: Tensor, actions: Tensor, policy_samples: Tensor) -> tuple[Tensor, Tensor]:
         """Q [..., m, 1] of m actions, and V [..., 1]; ``policy_samples`` are not used."""
         features = self.trunk(observation)
-        return self.action_value_net(_beside(features, actions)), self.value_net(features)
+        beside = _beside("SeparateValueNetworks", features, actions=actions)
+        return self.action_value_net(beside), self.value_net(features)
 
     def state_value(self, observation: Tensor) -> Tensor:
         """V [..., 1] alone."""

@@ -8,28 +8,40 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams, dispatch
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictParams,
+    dispatch,
+)
 from torch import Tensor
+from torch.distributions import Categorical, OneHotCategorical
 
 from torchrl_replay_ext.functional import trust_region_projection
 from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
-from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss
+from torchrl_replay_ext.objectives.trajectory import Trajectories, TrajectoryLoss
 from torchrl_replay_ext.tracing import is_traced
 
 STATISTICS = ("probs", "logits", "log_probs")
+# TorchRL's distributions of one-hot actions are of the first kind.
+_DISTRIBUTIONS = (Categorical, OneHotCategorical)
 
 
 def _log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
     """Log-probabilities from logits, or from probabilities if the entry's name says so."""
     name = key if isinstance(key, str) else key[-1]
     if name.endswith("probs") and not name.endswith("log_probs"):
-        return (value / value.sum(-1, keepdim=True)).log()
+        value = value / value.sum(-1, keepdim=True)
+        possible = value > 0
+        # the derivative of log(0) is no number, also where nothing depends on it
+        return torch.where(possible, value, torch.ones_like(value)).log().masked_fill(~possible, -math.inf)
     return value.log_softmax(-1)
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The log of p/q, at most 40; 0 for actions that neither allows."""
-    return torch.where(log_p == log_q, torch.zeros_like(log_p), log_p - log_q).clamp_max(MAX_LOG_RATIO)
+    """The log of p/q, at most 40; p/q is 0 where p is, whatever q."""
+    return (log_p - log_q).masked_fill(log_p.isinf(), -math.inf).clamp_max(MAX_LOG_RATIO)
 
 
 class ACERLoss(TrajectoryLoss):
@@ -90,6 +102,7 @@ class ACERLoss(TrajectoryLoss):
 
     Raises:
         KeyError: if an entry is missing.
+        TypeError: if networks are no TensorDictModules, or a mask is not bool.
         ValueError: if an argument is out of range, a shape is wrong, or actions are none (not looked at in a graph).
 
     Examples:
@@ -150,6 +163,11 @@ class ACERLoss(TrajectoryLoss):
     ):
         if statistics not in STATISTICS:
             raise ValueError(f"ACERLoss(statistics={statistics!r}): statistics must be one of {', '.join(STATISTICS)}.")
+        if not isinstance(qvalue_network, TensorDictModuleBase):
+            raise TypeError(
+                f"ACERLoss: qvalue_network must be a TensorDictModule that writes the values of all actions, not "
+                f"{type(qvalue_network).__name__}."
+            )
         super().__init__(
             actor_network,
             ("qvalue_network", qvalue_network),
@@ -164,11 +182,13 @@ class ACERLoss(TrajectoryLoss):
             entropy_coeff=entropy_coeff,
             critic_coeff=critic_coeff,
         )
-        written = [str(key) for module in actor_network[:-1] for key in module.out_keys]  # pyright: ignore
-        parameters = [key for key in ("logits", "probs") if key in written]
-        if len(parameters) != 1:
+        parameters, kind = list(actor_network[-1].in_keys), getattr(actor_network[-1], "distribution_class", None)
+        known = isinstance(kind, type) and issubclass(kind, _DISTRIBUTIONS)
+        # what else a distribution reads, like a mask of actions, would change its probabilities
+        if not known or parameters not in (["logits"], ["probs"]):
             raise ValueError(
-                f"ACERLoss: the actor must write 'logits' or 'probs' of a categorical distribution, not {written}."
+                f"ACERLoss: the actor's distribution must be Categorical or OneHotCategorical and read 'logits' or "
+                f"'probs' alone, not {kind} that reads {parameters}."
             )
         self._parameter = parameters[0]
         self.statistics = statistics
@@ -179,9 +199,10 @@ class ACERLoss(TrajectoryLoss):
         return (self.tensor_keys.behaviour,)
 
     @property
-    def _observed(self) -> list[NestedKey]:
+    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
         of_critic = [key for key in self.qvalue_network.in_keys if key not in self.actor_network.out_keys]
-        return list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
+        keys = list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
+        return keys, keys
 
     def _evaluate(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Log-probabilities and values of all actions, [*B, T, A]."""
@@ -189,40 +210,48 @@ class ACERLoss(TrajectoryLoss):
             state = self.actor_network.get_dist_params(state)
         with self._params("qvalue_network"):
             state = self.qvalue_network(state)
-        return _log_probabilities(state.get(self._parameter), self._parameter), self._get(
-            state, self.tensor_keys.action_value, "qvalue_network writes it; name its key with set_keys(action_value=)"
-        )
+        log_pi, key = _log_probabilities(state.get(self._parameter), self._parameter), self.tensor_keys.action_value
+        value = self._get(state, key, "qvalue_network writes it; name its key with set_keys(action_value=)")
+        if value.shape != log_pi.shape:
+            raise ValueError(
+                f"ACERLoss: {key!r} has shape {tuple(value.shape)}, expected {tuple(log_pi.shape)}, a value of each of "
+                "the actor's actions; qvalue_network writes it."
+            )
+        return log_pi, value
 
     def _states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """What the networks read, of the states and of those that followed."""
         states = []
-        for prefix in ((), ("next",)):
+        for prefix, keys in zip(((), ("next",)), self._read, strict=True):
             content = {}
-            for key in self._observed:
+            for key in keys:
                 full = (*prefix, *((key,) if isinstance(key, str) else key))
                 content[key] = self._get(tensordict, full, "the networks read it; the environment writes it")
             states.append(TensorDict(content, tensordict.batch_size))
         return states[0], states[1]
 
-    def _taken(self, tensordict: TensorDictBase, num_actions: int) -> Tensor:
-        """The actions as indices, int64 [*B, T, 1]."""
+    def _taken(self, tensordict: TensorDictBase, rows: Trajectories, num_actions: int) -> Tensor:
+        """The actions as indices, int64 [*B, T, 1]; 0 where a step is not valid, whatever is stored there."""
         key = self.tensor_keys.action
         action = self._get(tensordict, key, "the collector stores what the policy chose")
         shape = tensordict.batch_size
         is_index = not action.is_floating_point() and action.dtype != torch.bool
         if action.shape == (*shape, num_actions) and (num_actions > 1 or not is_index):
-            if not is_traced() and not bool(((action != 0).sum(-1) == 1).all() & (action.sum(-1) == 1).all()):
-                raise ValueError(f"ACERLoss: {key!r} has the shape of one-hot actions, but is not one-hot.")
-            return action.to(torch.int64).argmax(-1, keepdim=True)
-        if action.shape not in (shape, (*shape, 1)) or not is_index:
+            index = action.to(torch.int64).argmax(-1, keepdim=True)
+            wrong = ((action != 0).sum(-1, keepdim=True) != 1) | (action.sum(-1, keepdim=True) != 1)
+            problem = "has the shape of one-hot actions, but is not one-hot"
+        elif action.shape in (shape, (*shape, 1)) and is_index:
+            index = action.reshape(*shape, 1).to(torch.int64)
+            wrong = (index < 0) | (index >= num_actions)
+            problem = f"holds indices that are not in [0, {num_actions})"
+        else:
             raise ValueError(
                 f"ACERLoss: {key!r} has shape {tuple(action.shape)} and dtype {action.dtype}, expected indices "
                 f"{tuple(shape)} or one-hot {(*shape, num_actions)}, as the actor's distribution gives them."
             )
-        index = action.reshape(*shape, 1).to(torch.int64)
-        if not is_traced() and not bool(((index >= 0) & (index < num_actions)).all()):
-            raise ValueError(f"ACERLoss: {key!r} holds indices that are not in [0, {num_actions}).")
-        return index
+        if not is_traced() and bool(rows.fill(wrong).any()):
+            raise ValueError(f"ACERLoss: {key!r} {problem}; the collector stores what the policy chose.")
+        return rows.fill(index)
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
@@ -238,7 +267,7 @@ class ACERLoss(TrajectoryLoss):
             log_average = _log_probabilities(average.get(self._parameter), self._parameter)
             (behaviour,) = self._statistics(tensordict, log_pi.shape)
             log_mu = _log_probabilities(behaviour, self.tensor_keys.behaviour)
-        taken = self._taken(tensordict, log_pi.shape[-1])
+        taken = self._taken(tensordict, rows, log_pi.shape[-1])
         q_taken = q.gather(-1, taken)
         with torch.no_grad():
             q_ret = self._returns(rows, log_pi.gather(-1, taken), log_mu.gather(-1, taken), q_taken, next_value)
@@ -287,7 +316,7 @@ class ACERLoss(TrajectoryLoss):
         z, active = g, torch.zeros_like(value.squeeze(-1))
         if self.trust_region:
             z, active = trust_region_projection(g, k, self.delta)
-        kl = (average * torch.where(log_average == log_pi, torch.zeros_like(pi), log_average - log_pi)).sum(-1)
+        kl = (average * (log_average - log_pi).masked_fill(average == 0, 0.0)).sum(-1)
         return z, {  # pyright: ignore[reportReturnType]
             "kl": kl,
             "rho": rho.squeeze(-1),

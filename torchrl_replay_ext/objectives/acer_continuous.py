@@ -70,7 +70,7 @@ class ACERContinuousLoss(TrajectoryLoss):
         critic_coeff: weight of the loss of Q̃, >= 0.
         value_coeff: weight of the loss of V, >= 0.
         retrace_thresh: truncation of Retrace's traces, >= 0.
-        rho_power: exponent of ρ in the traces; None: 1/d.
+        rho_power: exponent of ρ in the traces, > 0; None: 1/d.
         use_q_opc: the actor learns from Q^opc; otherwise from Q^ret.
         returns: "retrace", or "importance_sampling" in place of both, as in the paper's ablation (App. E.4).
         behaviour_keys: where μ's mean and standard deviation are stored.
@@ -85,6 +85,7 @@ class ACERContinuousLoss(TrajectoryLoss):
 
     Raises:
         KeyError: if an entry is missing.
+        TypeError: if a network is of the wrong kind, or a mask is not bool.
         ValueError: if an argument is out of range or a shape is wrong.
 
     Examples:
@@ -158,11 +159,16 @@ class ACERContinuousLoss(TrajectoryLoss):
             )
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"ACERContinuousLoss(num_samples={num_samples!r}): num_samples must be an integer >= 1.")
-        if rho_power is not None and not 0 <= rho_power < math.inf:
-            raise ValueError(f"ACERContinuousLoss(rho_power={rho_power}): rho_power must be >= 0 and finite, or None.")
+        if rho_power is not None and not 0 < rho_power < math.inf:
+            raise ValueError(f"ACERContinuousLoss(rho_power={rho_power}): rho_power must be > 0 and finite, or None.")
         if len(behaviour_keys) != 2:
             raise ValueError(
                 f"ACERContinuousLoss(behaviour_keys={behaviour_keys!r}): two are needed, of the mean and of the scale."
+            )
+        if not (isinstance(sdn, nn.Module) and callable(getattr(sdn, "state_value", None))):
+            raise TypeError(
+                f"ACERContinuousLoss: sdn must be a StochasticDuelingNetwork, or a module with its forward() and "
+                f"state_value(), not {type(sdn).__name__}."
             )
         super().__init__(
             actor_network,
@@ -189,8 +195,9 @@ class ACERContinuousLoss(TrajectoryLoss):
         return self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
 
     @property
-    def _observed(self) -> list[NestedKey]:
-        return list(dict.fromkeys([*self.actor_network.in_keys, self.tensor_keys.observation]))
+    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        observation = self.tensor_keys.observation
+        return list(dict.fromkeys([*self.actor_network.in_keys, observation])), [observation]
 
     def sample_actions(self, loc: Tensor, scale: Tensor, n: int) -> Tensor:
         """Draw n actions of the Gaussian policy for each state, before any tanh.
@@ -241,6 +248,12 @@ class ACERContinuousLoss(TrajectoryLoss):
             with torch.no_grad():
                 following = tensordict.get("next").get(self.tensor_keys.observation)
                 next_value = self.sdn.state_value(following)  # pyright: ignore[reportCallIssue]
+        shape = rows.reward.shape
+        if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
+            raise ValueError(
+                f"ACERContinuousLoss: sdn gave Q of shape {tuple(q_both.shape)} and V of shape {tuple(value.shape)}, "
+                f"expected {(*shape[:-1], 2, 1)} for two actions, and {tuple(shape)}."
+            )
         q = q_both[..., 0, :]
         with torch.no_grad():
             power = 1 / action.shape[-1] if self.rho_power is None else self.rho_power

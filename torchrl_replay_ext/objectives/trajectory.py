@@ -20,6 +20,7 @@ RETURNS = ("retrace", "importance_sampling")
 # Who is to blame if an entry is missing.
 _COLLECTOR = "the collector stores what the policy wrote"
 _ENVIRONMENT = "the environment writes it"
+_SAMPLER = "the sampler writes it"
 
 
 @dataclass(kw_only=True)
@@ -118,15 +119,15 @@ class TrajectoryLoss(LossModule):
 
     @property
     @abstractmethod
-    def _observed(self) -> list[NestedKey]:
-        """What the networks read of a state."""
+    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """What the networks read of a state, and of the one that followed."""
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """All entries that are read."""
-        keys = self.tensor_keys
-        of_step = [("next", key) for key in (keys.reward, keys.done, keys.terminated, *self._observed)]
-        return list(dict.fromkeys(unravel_key(k) for k in (*self._observed, keys.action, *self._behaviour, *of_step)))
+        keys, (of_state, of_following) = self.tensor_keys, self._read
+        of_step = [("next", key) for key in (keys.reward, keys.done, keys.terminated, *of_following)]
+        return list(dict.fromkeys(unravel_key(k) for k in (*of_state, keys.action, *self._behaviour, *of_step)))
 
     @in_keys.setter
     def in_keys(self, value: Any) -> None:
@@ -134,13 +135,22 @@ class TrajectoryLoss(LossModule):
 
     def _params(self, network: str, *, average: bool = False) -> AbstractContextManager:
         params: TensorDictParams = getattr(self, f"target_{network}_params" if average else f"{network}_params")
-        return params.to_module(getattr(self, network))
+        # otherwise it would leave parameters that require gradients in the place of the average policy's buffers
+        return params.to_module(getattr(self, network), preserve_module_state=False)
 
     def _get(self, tensordict: TensorDictBase, key: NestedKey, blame: str) -> Tensor:
         value = tensordict.get(key, None)
         if value is None:
             raise KeyError(f"{type(self).__name__}: the batch has no entry {key!r}; {blame}.")
         return value
+
+    def _of_steps(self, value: Tensor, key: NestedKey, shape: torch.Size) -> Tensor:
+        """What the sampler gave each step, [*B, T] or [*B, T, 1], as [*B, T]."""
+        if value.shape not in (shape, (*shape, 1)):
+            raise ValueError(
+                f"{type(self).__name__}: {key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}; {_SAMPLER}."
+            )
+        return value.reshape(shape)
 
     def _statistics(self, tensordict: TensorDictBase, shape: torch.Size) -> list[Tensor]:
         """The behaviour's statistics, which were stored; each of ``shape``."""
@@ -174,7 +184,9 @@ class TrajectoryLoss(LossModule):
         for key in self._loss_mask_keys():
             mask = tensordict.get(key, None)
             if mask is not None:
-                mask = mask.reshape(tensordict.batch_size)
+                if mask.dtype != torch.bool:
+                    raise TypeError(f"{type(self).__name__}: {key!r} is {mask.dtype}, must be bool; {_SAMPLER}.")
+                mask = self._of_steps(mask, key, tensordict.batch_size)
                 valid = mask if valid is None else valid & mask
         if valid is not None:
             goes_on = valid & torch.cat([valid[..., 1:], torch.ones_like(valid[..., :1])], -1)
@@ -209,12 +221,11 @@ class TrajectoryLoss(LossModule):
         td_error: Tensor,
     ) -> TensorDict:
         """Losses [*B, T] reduced, and the means of the rest; the squared TD errors are written to the batch."""
-        tensordict.set(self.tensor_keys.priority, td_error.detach().square().squeeze(-1))
         weights = self._maybe_get_priority_weight(tensordict)
-        result = {
-            key: self._reduce_loss(value, tensordict, weights=None if weights is None else weights.reshape(value.shape))
-            for key, value in losses.items()
-        }
+        if weights is not None:
+            weights = self._of_steps(weights, self.tensor_keys.priority_weight, tensordict.batch_size)
+        tensordict.set(self.tensor_keys.priority, td_error.detach().square().squeeze(-1))
+        result = {key: self._reduce_loss(value, tensordict, weights=weights) for key, value in losses.items()}
         result |= {key: rows.mean(value) for key, value in diagnostics.items()}
         self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._networks for t in ("", "target_")))
         return TensorDict(result)

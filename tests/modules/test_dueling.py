@@ -1,0 +1,115 @@
+"""Critics that estimate Q and V."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_replay_ext import SeparateValueNetworks, StochasticDuelingNetwork
+
+OBSERVATION, HIDDEN, ACTION = 3, 4, 2
+KINDS = [StochasticDuelingNetwork, SeparateValueNetworks]
+
+
+def make(kind: type[nn.Module], *, trunk: bool = True) -> nn.Module:
+    features = HIDDEN if trunk else OBSERVATION
+    beside = nn.Sequential(nn.Linear(features + ACTION, 5), nn.Tanh(), nn.Linear(5, 1))
+    shared = nn.Sequential(nn.Linear(OBSERVATION, HIDDEN), nn.Tanh()) if trunk else None
+    return kind(nn.Linear(features, 1), beside, shared).double()
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("trunk", [True, False])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+def test_is_equation_13(trunk, shape):
+    network = make(StochasticDuelingNetwork, trunk=trunk)
+    observation, actions, samples = randn(*shape, OBSERVATION), randn(*shape, 3, ACTION), randn(*shape, 4, ACTION)
+    q, v = network(observation, actions, samples)
+    assert q.shape == (*shape, 3, 1)
+    assert v.shape == (*shape, 1)
+    for place in itertools.product(*map(range, shape)):
+        features = network.trunk(observation[place])
+        value = network.value_net(features)
+        advantage = [network.advantage_net(torch.cat([features, a])) for a in actions[place]]
+        mean = sum(network.advantage_net(torch.cat([features, u])) for u in samples[place]) / 4
+        torch.testing.assert_close(v[place], value)
+        torch.testing.assert_close(q[place], torch.stack([value + a - mean for a in advantage]))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+def test_separate_networks(shape):
+    network = make(SeparateValueNetworks)
+    observation, actions = randn(*shape, OBSERVATION), randn(*shape, 3, ACTION)
+    q, v = network(observation, actions, randn(*shape, 4, ACTION))
+    assert v.shape == (*shape, 1)
+    for place in itertools.product(*map(range, shape)):
+        features = network.trunk(observation[place])
+        expected = [network.action_value_net(torch.cat([features, a])) for a in actions[place]]
+        torch.testing.assert_close(q[place], torch.stack(expected))
+        torch.testing.assert_close(v[place], network.value_net(features))
+    assert torch.equal(network(observation, actions, randn(*shape, 1, ACTION))[0], q)
+
+
+def test_the_mean_of_q_is_v():
+    """Over a policy of three actions: over all that may be taken, and all pairs of samples that may be drawn."""
+    network, observation = make(StochasticDuelingNetwork), randn(OBSERVATION)
+    probability, atoms = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), randn(3, ACTION)
+    mean = torch.zeros(1, dtype=torch.float64)
+    for a, first, second in itertools.product(range(3), repeat=3):
+        q, v = network(observation, atoms[[a]], atoms[[first, second]])
+        mean = mean + probability[[a, first, second]].prod() * q[0]
+    torch.testing.assert_close(mean, v)
+
+
+def test_a_target_of_q_trains_v():
+    network = make(StochasticDuelingNetwork)
+    q, _ = network(randn(8, OBSERVATION), randn(8, 1, ACTION), randn(8, 5, ACTION))
+    found = torch.autograd.grad(q.sum(), list(network.value_net.parameters()))
+    torch.testing.assert_close(found[1], torch.full((1,), 8.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_value_alone(kind):
+    network, observation = make(kind), randn(6, OBSERVATION)
+    _, v = network(observation, randn(6, 1, ACTION), randn(6, 1, ACTION))
+    assert torch.equal(network.state_value(observation), v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind):
+    network = make(kind)
+    inputs = [randn(2, OBSERVATION), randn(2, 2, ACTION), randn(2, 3, ACTION)]
+    assert torch.autograd.gradcheck(network, [x.requires_grad_() for x in inputs])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(kind, duplicate):
+    network = make(kind)
+    inputs = randn(2, OBSERVATION), randn(2, 2, ACTION), randn(2, 3, ACTION)
+    for one, other in zip(network(*inputs), duplicate(network)(*inputs), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(4, ACTION), (4, 1, 1, ACTION), (3, 1, ACTION)])
+def test_shapes_that_do_not_fit(kind, shape):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: actions of shape .*expected \(4, 'm', 2\)"):
+        make(kind)(randn(4, OBSERVATION), randn(*shape), randn(4, 2, ACTION))
+
+
+@pytest.mark.parametrize("shape", [(4, ACTION), (3, 2, ACTION), (4, 2, ACTION + 1)])
+def test_samples_that_do_not_fit(shape):
+    with pytest.raises(ValueError, match="StochasticDuelingNetwork: policy_samples of shape"):
+        make(StochasticDuelingNetwork)(randn(4, OBSERVATION), randn(4, 1, ACTION), randn(*shape))
+
+
+def test_no_samples():
+    with pytest.raises(ValueError, match="StochasticDuelingNetwork: policy_samples must hold at least one"):
+        make(StochasticDuelingNetwork)(randn(4, OBSERVATION), randn(4, 1, ACTION), randn(4, 0, ACTION))

@@ -1,0 +1,852 @@
+"""ACER for continuous actions, against a loop over single steps that is written from Algorithm 3."""
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution, kl_divergence
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal
+from torchrl.objectives import SoftUpdate
+
+from tests.objectives.trajectories import (
+    HIDDEN,
+    OBSERVATION,
+    Sums,
+    assert_agrees,
+    assert_compiles,
+    assert_same_gradients,
+    cut_rows,
+    episodes,
+    gradients,
+    losses,
+    project,
+    set_average,
+    unlike,
+)
+from torchrl_replay_ext import ACERContinuousLoss, SeparateValueNetworks, StochasticDuelingNetwork
+
+ACTION = 2
+LOC, BOTH = ("loc",), ("loc", "scale")
+
+
+class GaussianHead(nn.Module):
+    """Mean and standard deviation, which depends on the state or not."""
+
+    def __init__(self, fixed: bool):
+        super().__init__()
+        self.mean = nn.Linear(HIDDEN, ACTION)
+        self.log_scale = None if fixed else nn.Linear(HIDDEN, ACTION)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        loc = self.mean(features)
+        if self.log_scale is None:
+            return loc, torch.full_like(loc, 0.5)
+        return loc, (self.log_scale(features) - 0.5).exp()
+
+
+class Networks(nn.Module):
+    """Policy and critic, with a trunk that both have or each its own."""
+
+    def __init__(self, *, fixed: bool = False, shared: bool = False, dueling: bool = True):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(OBSERVATION, HIDDEN), nn.Tanh())
+        other = self.trunk if shared else nn.Sequential(nn.Linear(OBSERVATION, HIDDEN), nn.Tanh())
+        self.head = GaussianHead(fixed)
+        kind = StochasticDuelingNetwork if dueling else SeparateValueNetworks
+        beside = nn.Sequential(nn.Linear(HIDDEN + ACTION, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.critic = kind(nn.Linear(HIDDEN, 1), beside, other)
+        self.to(torch.float64)
+
+    def actor(self, observation: Any = "observation", keys: Any = ("loc", "scale"), **arguments: Any) -> Any:
+        module = TensorDictModule(nn.Sequential(self.trunk, self.head), in_keys=[observation], out_keys=list(keys))
+        arguments = {"distribution_class": IndependentNormal, **arguments}
+        return ProbabilisticActor(module, in_keys=dict(zip(("loc", "scale"), keys, strict=True)), **arguments)
+
+    def policy(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(self.trunk(observation))
+
+
+class Setting:
+    """A loss module that keeps what it draws, its networks, and an average policy unlike the current one."""
+
+    def __init__(
+        self,
+        *,
+        fixed: bool = False,
+        shared: bool = False,
+        dueling: bool = True,
+        distribution: Any = IndependentNormal,
+        distance: float = 0.3,
+        **arguments: Any,
+    ):
+        self.squashed = distribution is TanhNormal
+        self.networks = Networks(fixed=fixed, shared=shared, dueling=dueling)
+        self.average = unlike(copy.deepcopy(self.networks), distance)
+        # numbers that float32 knows
+        arguments = {"gamma": 0.9, "c": 1.0, "delta": 0.1, "num_samples": 3, "entropy_coeff": 0.25, **arguments}
+        self.loss = ACERContinuousLoss(
+            self.networks.actor(distribution_class=distribution), self.networks.critic, **arguments
+        )
+        self.updater = SoftUpdate(self.loss, eps=0.75)
+        set_average(self.loss, self.average.actor())
+        self.drawn: list[Tensor] = []
+
+    def record(self) -> "Setting":
+        draw = self.loss.sample_actions
+
+        def sample_actions(*arguments: Any) -> Tensor:
+            self.drawn.append(draw(*arguments))
+            return self.drawn[-1]
+
+        self.loss.sample_actions = sample_actions
+        return self
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.networks.parameters())
+
+
+def rows(*, mask: bool = False, squashed: bool = False) -> TensorDict:
+    """Rows [4, T] of a random behaviour; with a mask, what it hides is no distribution."""
+    batch = cut_rows(mask=mask)
+    shape = (*batch.shape, ACTION)
+    batch["loc"] = 0.5 * torch.randn(shape, dtype=torch.float64)
+    batch["scale"] = 0.3 + 0.7 * torch.rand(shape, dtype=torch.float64)
+    action = batch["loc"] + batch["scale"] * torch.randn(shape, dtype=torch.float64)
+    batch["action"] = action.tanh() if squashed else action
+    if mask:
+        for key in ("loc", "scale", "action"):
+            batch[key][~batch["collector", "mask"]] = 0
+    return batch
+
+
+# --- Algorithm 3
+
+
+def distribution(loc: Tensor, scale: Tensor, squashed: bool) -> Any:
+    gaussian = Independent(Normal(loc, scale), 1)
+    return TransformedDistribution(gaussian, [TanhTransform()]) if squashed else gaussian
+
+
+def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace") -> Sums:
+    """Values and gradients, in means over valid steps; one step at a time, with c, δ, ... of the loss module."""
+    loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
+    critic, squashed = networks.critic, setting.squashed
+    dueling = isinstance(critic, StochasticDuelingNetwork)
+    (drawn,) = setting.drawn
+    count = 0
+
+    def q_and_v(observation: Tensor, action: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        features = critic.trunk(observation)
+        v = critic.value_net(features)[0]
+        if not dueling:
+            return critic.action_value_net(torch.cat([features, action]))[0], v
+        q = v + critic.advantage_net(torch.cat([features, action]))[0]
+        for sample in u:
+            q = q - critic.advantage_net(torch.cat([features, sample]))[0] / len(u)
+        return q, v
+
+    for piece in episodes(batch):
+        last = batch["next"][piece[-1]]
+        ret = 0.0
+        if not last["terminated"]:
+            ret = critic.value_net(critic.trunk(last["observation"])).item()
+        opc = ret
+        for position in reversed(piece):
+            step, count = batch[position], count + 1
+            observation, a = step["observation"], step["action"]
+            other, *u = drawn[position]
+            if squashed:
+                other, u = other.tanh(), [sample.tanh() for sample in u]
+            assert len(u) == loss.num_samples
+            loc, scale = networks.policy(observation)
+            pi = distribution(loc.detach(), scale.detach(), squashed)
+            mu = distribution(step["loc"], step["scale"], squashed)
+            rho, rho_other = ((pi.log_prob(x) - mu.log_prob(x)).exp().item() for x in (a, other))
+            c_i = min(loss.retrace_thresh, rho ** (1 / ACTION if loss.rho_power is None else loss.rho_power))
+            q, v = q_and_v(observation, a, u)
+            q_other = q_and_v(observation, other, u)[0].item()
+            reward = step["next", "reward"].item()
+            ret, opc = reward + loss.gamma * ret, reward + loss.gamma * opc
+            of_actor = opc if loss.use_q_opc and returns == "retrace" else ret
+            # g and k, by autograd
+            live = loc if loss.statistics == LOC else torch.cat([loc, scale])
+            phi = live.detach().requires_grad_()
+            parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.split(ACTION)
+            f = distribution(*parameters, squashed)
+            weight = 0.0 if math.isinf(loss.c) else max(0.0, 1 - loss.c / rho_other)
+            g = min(loss.c, rho) * torch.autograd.grad(f.log_prob(a), phi)[0] * (of_actor - v.item())
+            f = distribution(*parameters, squashed)
+            g = g + weight * (q_other - v.item()) * torch.autograd.grad(f.log_prob(other), phi)[0]
+            loc_avg, scale_avg = (x.detach() for x in setting.average.policy(observation))
+            divergence = kl_divergence(distribution(loc_avg, scale_avg, False), distribution(*parameters, False))
+            (k,) = torch.autograd.grad(divergence, phi)
+            z = project(g, k, loss.delta) if loss.trust_region else g
+            sums.backpropagate("loss_actor", live, -z)
+            error = ret - q.item()
+            sums.backpropagate("loss_qvalue", q, -2 * loss.critic_coeff.item() * error)
+            v_gradient = min(1.0, rho) * error if dueling else rho * (ret - v.item())
+            sums.backpropagate("loss_value", v, -2 * loss.value_coeff.item() * v_gradient)
+            entropy = Normal(loc, scale).entropy().sum()
+            sums.backpropagate("loss_entropy", entropy, -loss.entropy_coeff.item())
+            sums.add("loss_actor", -(live @ z))
+            sums.add("loss_qvalue", loss.critic_coeff.item() * error**2)
+            v_loss = v_gradient**2 if dueling else rho * (ret - v.item()) ** 2
+            sums.add("loss_value", loss.value_coeff.item() * v_loss)
+            sums.add("loss_entropy", -loss.entropy_coeff.item() * entropy)
+            sums.add("entropy", entropy)
+            sums.add("kl", divergence)
+            sums.add("rho", min(loss.c, rho))
+            sums.add("bc_weight", weight)
+            sums.add("tr_active", float(not torch.equal(z, g)))
+            if returns == "importance_sampling":
+                ret = rho * ret
+            else:
+                ret = loss.lmbda * c_i * (ret - q.item()) + v.item()
+                opc = loss.lmbda * (opc - q.item()) + v.item()
+    return sums.means(count)
+
+
+@pytest.mark.parametrize("statistics", [LOC, BOTH])
+@pytest.mark.parametrize("trust_region", [True, False])
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 10.0, math.inf])
+def test_is_algorithm_3(statistics, trust_region, c):
+    setting, batch = Setting(c=c, trust_region=trust_region, statistics=statistics).record(), rows()
+    result = setting.loss(batch)
+    assert_agrees(result, algorithm_3(setting, batch))
+    if trust_region:
+        # of some steps
+        assert 0 < result["tr_active"] < 1
+    if c in (0.5, 1.0):
+        assert result["bc_weight"] > 0.05
+
+
+@pytest.mark.parametrize("distribution", [IndependentNormal, Normal, TanhNormal])
+@pytest.mark.parametrize("statistics", [LOC, BOTH])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dueling", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+def test_is_algorithm_3_for_any_networks_and_batches(distribution, statistics, shared, dueling, mask):
+    setting = Setting(shared=shared, dueling=dueling, distribution=distribution, statistics=statistics).record()
+    batch = rows(mask=mask, squashed=setting.squashed)
+    result = setting.loss(batch)
+    expected = algorithm_3(setting, batch)
+    assert_agrees(result, expected)
+    assert batch["td_error"].shape == batch.shape
+    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
+    assert not batch["td_error"][~valid].any()
+    mean = setting.loss.critic_coeff * batch["td_error"][valid].mean()
+    torch.testing.assert_close(mean.item(), expected.values["loss_qvalue"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lmbda": 0.7},
+        {"lmbda": 0.0},
+        {"retrace_thresh": 2.5},
+        {"rho_power": 1.0},
+        {"rho_power": 0.2},
+        {"use_q_opc": False},
+        {"num_samples": 1},
+        {"gamma": 1.0},
+        {"delta": 0.0},
+        {"critic_coeff": 0.75, "value_coeff": 0.125},
+        {"fixed": True},
+        {"returns": "importance_sampling"},
+        {"returns": "importance_sampling", "dueling": False},
+        {"returns": "importance_sampling", "use_q_opc": False, "distribution": TanhNormal},
+    ],
+    ids=str,
+)
+def test_is_algorithm_3_with_any_argument(arguments):
+    setting = Setting(**arguments).record()
+    batch = rows(mask=True, squashed=setting.squashed)
+    result = setting.loss(batch)
+    assert_agrees(result, algorithm_3(setting, batch, returns=arguments.get("returns", "retrace")))
+
+
+# --- identities
+
+
+def on_policy(setting: Setting) -> TensorDict:
+    batch = rows()
+    batch["loc"], batch["scale"] = (x.detach() for x in setting.networks.policy(batch["observation"]))
+    batch["action"] = Normal(batch["loc"], batch["scale"]).sample()
+    return batch
+
+
+def log_prob(setting: Setting, observation: Tensor, action: Tensor) -> Tensor:
+    return Normal(*setting.networks.policy(observation)).log_prob(action).sum(-1)
+
+
+def single_steps(setting: Setting, batch: TensorDict) -> None:
+    """Every step ends its episode, so that its return is its reward."""
+    batch["next", "done"].fill_(True)
+    batch["next", "terminated"].fill_(True)
+
+
+@pytest.mark.parametrize("c", [1.0, 5.0, math.inf])
+def test_on_policy_it_is_an_actor_critic(c):
+    setting = Setting(c=c, trust_region=False, statistics=BOTH)
+    batch = on_policy(setting)
+    result = setting.loss(batch)
+    assert abs(result["rho"].item() - 1) < 1e-12
+    assert result["bc_weight"].item() < 1e-12
+    single_steps(setting, batch)
+    result = setting.loss(batch)
+    advantage = batch["next", "reward"] - setting.networks.critic.state_value(batch["observation"])
+    log_pi = log_prob(setting, batch["observation"], batch["action"])
+    expected = -(advantage.squeeze(-1).detach() * log_pi).mean()
+    assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(expected, setting.parameters))
+
+
+def test_without_truncation_it_is_importance_sampling():
+    setting, batch = Setting(c=math.inf, trust_region=False, statistics=BOTH), rows()
+    single_steps(setting, batch)
+    result = setting.loss(batch)
+    log_pi = log_prob(setting, batch["observation"], batch["action"])
+    rho = (log_pi - Normal(batch["loc"], batch["scale"]).log_prob(batch["action"]).sum(-1)).exp()
+    advantage = batch["next", "reward"] - setting.networks.critic.state_value(batch["observation"])
+    expected = -((rho * advantage.squeeze(-1)).detach() * log_pi).mean()
+    assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(expected, setting.parameters))
+    assert result["bc_weight"] == 0
+
+
+def test_with_c_0_it_learns_from_q_alone():
+    setting, batch = Setting(c=0.0, trust_region=False, statistics=BOTH).record(), rows()
+    result = setting.loss(batch)
+    action, u = setting.drawn[0][..., :1, :], setting.drawn[0][..., 1:, :]
+    q, v = setting.networks.critic(batch["observation"], action, u)
+    log_pi = log_prob(setting, batch["observation"], action.squeeze(-2))
+    expected = -((q.squeeze(-2) - v).squeeze(-1).detach() * log_pi).mean()
+    assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(expected, setting.parameters))
+    assert result["rho"] == 0
+    assert result["bc_weight"] == 1
+
+
+@pytest.mark.parametrize("statistics", [LOC, BOTH])
+def test_the_trust_region_lets_go_where_the_average_is_the_policy(statistics):
+    found = []
+    for trust_region in (True, False):
+        torch.manual_seed(1)
+        setting = Setting(distance=0.0, trust_region=trust_region, statistics=statistics, delta=0.0)
+        result = setting.loss(rows())
+        assert abs(result["kl"].item()) < 1e-12
+        assert result["tr_active"] == 0
+        found.append(gradients(result["loss_actor"], setting.parameters))
+    assert_same_gradients(*found)
+
+
+@pytest.mark.parametrize("statistics", [LOC, BOTH])
+def test_no_step_leaves_the_trust_region(statistics):
+    setting, batch = Setting(statistics=statistics, reduction="sum"), rows()
+    outputs = []
+    setting.networks.head.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    result = setting.loss(batch)
+    # the first were those of the current policy
+    live = outputs[0][: len(statistics)]
+    z = [-g for g in torch.autograd.grad(result["loss_actor"], live)]
+    now = [x.detach().requires_grad_() for x in outputs[0]]
+    divergence = kl_divergence(
+        Normal(*(x.detach() for x in setting.average.policy(batch["observation"]))), Normal(*now)
+    )
+    k = torch.autograd.grad(divergence.sum(), now[: len(statistics)])
+    increase = sum((x * y).sum(-1) for x, y in zip(k, z, strict=True))
+    at_bound = (increase - setting.loss.delta).abs() < 1e-12
+    assert (at_bound | (increase < setting.loss.delta)).all()
+    assert at_bound.double().mean() == result["tr_active"]
+
+
+def test_a_scale_that_is_no_statistic_is_left_alone():
+    setting, batch = Setting(statistics=LOC), rows()
+    result = setting.loss(batch)
+    scale = list(setting.networks.head.log_scale.parameters())
+    assert torch.autograd.grad(result["loss_actor"], scale, allow_unused=True, retain_graph=True) == (None, None)
+    assert all(g.any() for g in gradients(result["loss_entropy"], scale))
+
+
+def test_the_tanh_cancels():
+    """Ratios, and what follows from them, are those of the Gaussian before it."""
+    found = []
+    for kind in (IndependentNormal, TanhNormal):
+        torch.manual_seed(1)
+        setting = Setting(distribution=kind, statistics=BOTH)
+        # a critic that does not see the actions
+        first = setting.networks.critic.advantage_net[0]
+        with torch.no_grad():
+            first.weight[:, HIDDEN:] = 0
+        result = setting.loss(rows(squashed=setting.squashed))
+        others = [p for p in setting.parameters if p is not first.weight]
+        found.append((result, gradients(losses(result), others)))
+    for key, value in found[0][0].items():
+        torch.testing.assert_close(found[1][0][key], value, rtol=0, atol=1e-9)
+    assert_same_gradients(found[0][1], found[1][1], 1e-9)
+
+
+# --- draws
+
+
+def test_draws_are_of_the_policy():
+    loss = Setting().loss
+    loc = torch.tensor([[1.0, -2.0], [0.0, 5.0]], dtype=torch.float64)
+    scale = torch.tensor([[0.1, 1.0], [2.0, 0.5]], dtype=torch.float64)
+    drawn = loss.sample_actions(loc, scale, 40_000)
+    assert drawn.shape == (2, 40_000, 2)
+    assert drawn.dtype == torch.float64
+    assert ((drawn.mean(-2) - loc) / scale).abs().max() < 5 / 200
+    assert (drawn.std(-2) / scale - 1).abs().max() < 0.02
+    correlation = torch.corrcoef(drawn.permute(0, 2, 1).reshape(4, -1)) - torch.eye(4)
+    assert correlation.abs().max() < 5 / 200
+
+
+# --- batches
+
+
+def sample_the_same(setting: Setting) -> None:
+    """Samples that do not depend on the batch's shape."""
+
+    def sample_actions(loc: Tensor, scale: Tensor, n: int) -> Tensor:
+        noise = torch.linspace(-1, 1, n * ACTION, dtype=loc.dtype).reshape(n, ACTION)
+        return loc.unsqueeze(-2) + scale.unsqueeze(-2) * noise
+
+    setting.loss.sample_actions = sample_actions
+
+
+def test_interior_ends_split_rows():
+    setting = Setting()
+    sample_the_same(setting)
+    first, second = rows()[2:4], rows()[2:4]
+    first["next", "done"][:, -1] = True
+    joined = setting.loss(torch.cat([first, second], 1))
+    apart = setting.loss(torch.cat([first, second], 0))
+    for key, value in apart.items():
+        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
+    assert_same_gradients(
+        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
+    )
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+@pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
+def test_padding_is_not_there(dueling, kind):
+    setting = Setting(dueling=dueling, distribution=kind, statistics=BOTH)
+    sample_the_same(setting)
+    real = rows(squashed=setting.squashed)[:, :5]
+    padded = torch.cat([real, torch.zeros_like(real)], 1)
+    padded["next", "reward"][:, 5:] = torch.nan
+    padded["collector", "mask"] = (torch.arange(10) < 5).expand(4, 10)
+    with_padding, without = setting.loss(padded), setting.loss(real)
+    for key, value in without.items():
+        torch.testing.assert_close(with_padding[key], value, rtol=0, atol=1e-12)
+    assert_same_gradients(
+        gradients(losses(with_padding), setting.parameters), gradients(losses(without), setting.parameters), 1e-13
+    )
+    torch.testing.assert_close(padded["td_error"][:, :5], real["td_error"])
+    assert not padded["td_error"][:, 5:].any()
+
+
+def test_any_number_of_batch_dimensions():
+    setting, batch = Setting(reduction="none"), rows()
+    sample_the_same(setting)
+    expected = setting.loss(batch)
+    nested, single = batch.clone().reshape(2, 2, -1), batch[1].clone()
+    of_nested, of_single = setting.loss(nested), setting.loss(single)
+    for key in setting.loss._LOSSES:
+        torch.testing.assert_close(of_nested[key].reshape(batch.shape), expected[key])
+        torch.testing.assert_close(of_single[key], expected[key][1])
+    assert nested["td_error"].shape == nested.shape
+    assert single["td_error"].shape == single.shape
+
+
+def test_keys_of_ones_own():
+    expected_setting, batch = Setting(), rows(mask=True)
+    sample_the_same(expected_setting)
+    networks = expected_setting.networks
+    observation = ("agent", "observation")
+    setting = copy.copy(expected_setting)
+    setting.loss = ACERContinuousLoss(
+        networks.actor(observation, ("mean", "std")),
+        networks.critic,
+        gamma=0.9,
+        c=1.0,
+        delta=0.1,
+        num_samples=3,
+        entropy_coeff=0.25,
+        behaviour_keys=(("mu", "loc"), ("mu", "scale")),
+    )
+    setting.loss.set_keys(
+        observation=observation,
+        action="move",
+        reward=("agent", "reward"),
+        done="over",
+        terminated="lost",
+        loc="mean",
+        scale="std",
+        priority=("replay", "error"),
+    )
+    setting.loss.loss_mask_key = "real"
+    sample_the_same(setting)
+    SoftUpdate(setting.loss, eps=0.75)
+    set_average(setting.loss, expected_setting.average.actor(observation))
+    renamed = TensorDict(
+        {
+            "agent": {"observation": batch["observation"]},
+            "mu": {"loc": batch["loc"], "scale": batch["scale"]},
+            "move": batch["action"],
+            "real": batch["collector", "mask"].unsqueeze(-1),
+            "next": {
+                "agent": {"observation": batch["next", "observation"], "reward": batch["next", "reward"]},
+                "over": batch["next", "done"],
+                "lost": batch["next", "terminated"],
+            },
+        },
+        batch.shape,
+    )
+    before = set(renamed.keys(True, True))
+    assert set(setting.loss.in_keys) == before - {"real"}
+    result, expected = setting.loss(renamed), expected_setting.loss(batch)
+    assert set(renamed.keys(True, True)) == before | {("replay", "error")}
+    assert torch.equal(renamed["replay", "error"], batch["td_error"])
+    for key, value in expected.items():
+        assert torch.equal(result[key], value)
+
+
+def test_what_the_actor_alone_reads_is_not_needed_of_the_next_state():
+    networks, batch = Networks(), rows()
+    loss = ACERContinuousLoss(networks.actor("features"), networks.critic)
+    SoftUpdate(loss, eps=0.75)
+    batch["features"] = batch["observation"]
+    assert ("next", "features") not in loss.in_keys
+    assert loss(batch)["loss_actor"].isfinite()
+
+
+# --- where gradients flow
+
+
+def test_only_the_networks_learn():
+    setting, batch = Setting(statistics=BOTH), rows()
+    for key in ("loc", "scale", "action", ("next", "observation"), ("next", "reward")):
+        batch[key].requires_grad_()
+    result = setting.loss(batch)
+    (result["loss_actor"] + result["loss_value"] + result["loss_entropy"]).backward()
+    for key in ("loc", "scale", "action", ("next", "observation"), ("next", "reward")):
+        assert batch[key].grad is None
+    assert not any(value.requires_grad for value in setting.loss.target_actor_network_params.values(True, True))
+    assert not batch["td_error"].requires_grad
+    assert all(not result[key].requires_grad for key in setting.loss._DIAGNOSTICS)
+
+
+def test_actor_and_critic_learn_from_their_own_loss():
+    """The policy learns neither from its samples u and a', nor does the critic from the actor's loss."""
+    setting, batch = Setting(statistics=BOTH), rows()
+    result = setting.loss(batch)
+    of_policy = [*setting.networks.trunk.parameters(), *setting.networks.head.parameters()]
+    of_critic = list(setting.networks.critic.parameters())
+    of_advantage = list(setting.networks.critic.advantage_net.parameters())
+    for key, others in (
+        ("loss_actor", of_critic),
+        ("loss_entropy", of_critic),
+        ("loss_qvalue", of_policy),
+        ("loss_value", of_policy + of_advantage),
+    ):
+        assert torch.autograd.grad(result[key], others, allow_unused=True, retain_graph=True) == (None,) * len(others)
+    assert {id(p) for p in setting.loss.parameters()} == {id(p) for p in of_policy + of_critic}
+
+
+def test_gradcheck_where_nothing_is_constant():
+    """The entropy; and the loss of Q of steps that end, whose return is the reward."""
+    setting, batch = Setting(), rows()
+    single_steps(setting, batch)
+    fixed = torch.randn(*batch.shape, 4, ACTION, dtype=torch.float64)
+    setting.loss.sample_actions = lambda loc, scale, n: fixed
+
+    def evaluate(observation: Tensor) -> tuple[Tensor, ...]:
+        result = setting.loss(batch.clone().set("observation", observation))
+        return result["loss_entropy"], result["loss_qvalue"]
+
+    assert torch.autograd.gradcheck(evaluate, batch["observation"].clone().requires_grad_())
+
+
+# --- extremes
+
+
+@pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
+@pytest.mark.parametrize("statistics", [LOC, BOTH])
+@pytest.mark.parametrize("c", [0.0, 5.0, math.inf])
+@pytest.mark.parametrize("dueling", [False, True])
+def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
+    """Actions at the bounds; behaviour, average and policy many standard deviations from each other."""
+    setting, batch = Setting(c=c, statistics=statistics, distribution=kind, dueling=dueling), rows(squashed=True)
+    setting.loss.to(torch.float32)
+    batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
+    batch["next", "observation"].nan_to_num_()
+    batch["action"][0], batch["action"][1] = 1.0, -1.0
+    batch["loc"][2] += 100 * batch["scale"][2]
+    batch["scale"][3] *= 1e-3
+    with torch.no_grad():
+        setting.average.head.mean.bias += 50
+    set_average(setting.loss, setting.average.actor())
+    result = setting.loss(batch)
+    assert all(value.dtype == torch.float32 and value.isfinite() for value in result.values())
+    assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
+
+
+# --- the manners of a loss module
+
+
+def test_the_average_policy_moves_slowly():
+    setting = Setting()
+    before = [p.clone() for p in setting.average.actor().parameters()]
+    now = [p.detach().clone() for p in setting.networks.actor().parameters()]
+    critic = [p.clone() for p in setting.networks.critic.parameters()]
+    setting.updater.step()
+    moved = list(setting.loss.target_actor_network_params.values(True, True))
+    for theta_avg, theta, result in zip(before, now, moved, strict=True):
+        torch.testing.assert_close(result.data, 0.75 * theta_avg + 0.25 * theta, rtol=0, atol=1e-15)
+    for theta, parameter in zip(now, setting.networks.actor().parameters(), strict=True):
+        assert torch.equal(theta, parameter)
+    for theta, parameter in zip(critic, setting.networks.critic.parameters(), strict=True):
+        assert torch.equal(theta, parameter)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_reductions(mask, weighted):
+    setting, batch = Setting(reduction="none"), rows(mask=mask)
+    sample_the_same(setting)
+    weight = torch.rand(batch.shape, dtype=torch.float64) if weighted else torch.ones(batch.shape)
+    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
+    single = setting.loss(batch)
+    if weighted:
+        batch["priority_weight"] = weight
+    each = setting.loss(batch)
+    for reduction in ("sum", "mean"):
+        setting.loss.reduction = reduction
+        result = setting.loss(batch)
+        for key in setting.loss._LOSSES:
+            assert each[key].shape == batch.shape
+            torch.testing.assert_close(each[key], single[key] * weight)
+            assert not each[key][~valid].any()
+            expected = each[key].sum()
+            if reduction == "mean":
+                expected = expected / weight[valid].sum()
+            torch.testing.assert_close(result[key], expected.to(torch.float64))
+        for key in setting.loss._DIAGNOSTICS:
+            assert torch.equal(result[key], single[key])
+
+
+def test_keyword_tensors():
+    setting, batch = Setting(), rows()
+    sample_the_same(setting)
+    expected = setting.loss(batch.clone())
+    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
+    values = setting.loss(**tensors)
+    assert setting.loss.out_keys[:4] == ["loss_actor", "loss_qvalue", "loss_value", "loss_entropy"]
+    assert set(setting.loss.out_keys) == set(expected.keys())
+    for key, value in zip(setting.loss.out_keys, values, strict=True):
+        assert torch.equal(value, expected[key])
+
+
+def test_state_dict_has_the_average_policy():
+    first, second, batch = Setting(), Setting(), rows()
+    second.loss.load_state_dict(first.loss.state_dict())
+    for setting in (first, second):
+        sample_the_same(setting)
+    expected, result = first.loss(batch), second.loss(batch)
+    for key, value in expected.items():
+        assert torch.equal(result[key], value)
+    assert any(key.startswith("target_actor_network_params") for key in first.loss.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("duplicate", "shared"),
+    [
+        (copy.deepcopy, False),
+        # copy.deepcopy of any of TorchRL's loss modules does not keep what two modules share
+        *((lambda x: pickle.loads(pickle.dumps(x)), shared) for shared in (False, True)),
+    ],
+)
+@pytest.mark.parametrize("dueling", [False, True])
+def test_copies(duplicate, shared, dueling):
+    setting, batch = Setting(shared=shared, dueling=dueling), rows()
+    twin = duplicate(setting.loss)
+    torch.manual_seed(1)
+    expected = setting.loss(batch)
+    torch.manual_seed(1)
+    result = twin(batch)
+    for key, value in expected.items():
+        assert torch.equal(result[key], value)
+    mine, theirs = list(setting.loss.parameters()), list(twin.parameters())
+    assert len(theirs) == len(mine) == (12 if shared else 14)
+    assert not {id(p) for p in mine} & {id(p) for p in theirs}
+    assert_same_gradients(gradients(losses(result), theirs), gradients(losses(expected), mine))
+    SoftUpdate(twin, eps=0.75).step()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_to_another_dtype(shared):
+    setting, batch = Setting(shared=shared, statistics=BOTH), rows()
+    sample_the_same(setting)
+    expected = setting.loss(batch)
+    setting.loss.to(torch.float32)
+    given = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
+    result = setting.loss(given)
+    for key, value in expected.items():
+        assert result[key].dtype == torch.float32
+        torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
+    assert given["td_error"].dtype == torch.float32
+    # what is shared stays so, and the updater goes on
+    assert len(list(setting.loss.parameters())) == (12 if shared else 14)
+    with torch.no_grad():
+        for parameter in setting.loss.parameters():
+            parameter.zero_()
+    for _ in range(200):
+        setting.updater.step()
+    assert all(p.abs().max() < 1e-6 for p in setting.loss.target_actor_network_params.values(True, True))
+
+
+def test_a_critic_of_ones_own():
+    """Any module with the same two methods."""
+
+    class OneNumber(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.number = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, observation: Tensor, actions: Tensor, policy_samples: Tensor) -> tuple[Tensor, Tensor]:
+            return self.number * actions.sum(-1, keepdim=True), self.state_value(observation)
+
+        def state_value(self, observation: Tensor) -> Tensor:
+            return self.number * observation.sum(-1, keepdim=True)
+
+    networks, batch = Networks(), rows()
+    loss = ACERContinuousLoss(networks.actor(), OneNumber())
+    SoftUpdate(loss, eps=0.75)
+    result = loss(batch)
+    assert torch.autograd.grad(result["loss_value"], loss.sdn.number)[0] != 0
+
+
+def test_in_one_graph():
+    setting, batch = Setting(statistics=BOTH, distribution=TanhNormal), rows(mask=True, squashed=True)
+    assert_compiles(setting.loss, batch, setting.parameters)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gamma", -0.1),
+        ("lmbda", 1.5),
+        ("c", -1.0),
+        ("delta", math.nan),
+        ("statistics", ("scale",)),
+        ("num_samples", 0),
+        ("num_samples", 2.0),
+        ("num_samples", True),
+        ("entropy_coeff", math.inf),
+        ("critic_coeff", -1.0),
+        ("value_coeff", -1.0),
+        ("retrace_thresh", -1.0),
+        ("rho_power", 0.0),
+        ("rho_power", math.inf),
+        ("returns", "monte_carlo"),
+        ("reduction", "median"),
+    ],
+)
+def test_arguments_out_of_range(key, value):
+    with pytest.raises(ValueError, match=rf"ACERContinuousLoss\({key}=.*\): {key} must be"):
+        Setting(**{key: value})
+
+
+def test_behaviour_needs_two_keys():
+    with pytest.raises(ValueError, match=r"behaviour_keys=\('loc',\)"):
+        Setting(behaviour_keys=("loc",))
+
+
+def test_networks_that_do_not_fit():
+    networks = Networks()
+    with pytest.raises(TypeError, match=r"actor_network must be a ProbabilisticActor.*TensorDictModule"):
+        ACERContinuousLoss(networks.actor()[0], networks.critic)
+    with pytest.raises(TypeError, match=r"sdn must be a StochasticDuelingNetwork.*state_value.*Linear"):
+        ACERContinuousLoss(networks.actor(), nn.Linear(5, 1))
+    with pytest.raises(ValueError, match=r"ACERContinuousLoss: the policy's distribution.*Laplace.*must be Normal"):
+        ACERContinuousLoss(networks.actor(distribution_class=torch.distributions.Laplace), networks.critic)
+    with pytest.raises(ValueError, match=r"low.*actions in \[-1, 1\]"):
+        ACERContinuousLoss(
+            networks.actor(distribution_class=TanhNormal, distribution_kwargs={"low": -2.0, "high": 2.0}),
+            networks.critic,
+        )
+
+
+def refuses(setting: Setting, batch: TensorDict, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        setting.loss(batch)
+    assert "td_error" not in set(batch.keys())
+
+
+@pytest.mark.parametrize(
+    ("key", "author"),
+    [
+        ("observation", "environment"),
+        ("action", "policy"),
+        ("loc", "policy"),
+        ("scale", "policy"),
+        (("next", "observation"), "environment"),
+        (("next", "reward"), "environment"),
+        (("next", "done"), "environment"),
+        (("next", "terminated"), "environment"),
+    ],
+    ids=str,
+)
+def test_missing_entries(key, author):
+    setting, batch = Setting(), rows()
+    last = key if isinstance(key, str) else key[-1]
+    refuses(setting, batch.exclude(key), KeyError, rf"ACERContinuousLoss: the batch has no entry .*{last}.*{author}")
+
+
+def test_statistics_of_another_name():
+    setting = Setting()
+    setting.loss.set_keys(loc="mean")
+    refuses(setting, rows(), KeyError, r"'mean'.*actor_network.*set_keys\(loc=")
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "words"),
+    [
+        (("next", "reward"), (4, 9), r"'reward'.*\(4, 9\), expected \(4, 9, 1\).*environment"),
+        (("next", "done"), (4, 9, 2), r"'done'.*\(4, 9, 2\), expected \(4, 9, 1\).*environment"),
+        ("loc", (4, 9, 3), r"'loc'.*\(4, 9, 3\), expected \(4, 9, 2\).*collector"),
+        ("scale", (4, 9), r"'scale'.*\(4, 9\), expected \(4, 9, 2\).*collector"),
+        ("action", (4, 9, 3), r"'action'.*\(4, 9, 3\).*expected.*\(4, 9, 2\).*policy"),
+        (("collector", "mask"), (4, 9, 2), r"'mask'.*\(4, 9, 2\), expected \(4, 9\).*sampler"),
+        ("priority_weight", (4, 9, 2), r"'priority_weight'.*\(4, 9, 2\), expected \(4, 9\).*sampler"),
+    ],
+    ids=str,
+)
+def test_shapes(key, shape, words):
+    setting, batch = Setting(), rows()
+    dtype = batch[key].dtype if key in batch.keys(True) else torch.bool
+    batch[key] = torch.zeros(shape, dtype=dtype)
+    refuses(setting, batch, ValueError, words)
+
+
+def test_actions_that_are_indices():
+    setting, batch = Setting(), rows()
+    refuses(setting, batch.set("action", batch["action"].long()), ValueError, "'action'.*int64.*real numbers")
+
+
+def test_values_of_another_shape():
+    setting = Setting()
+    setting.networks.critic.value_net = nn.Linear(HIDDEN, 2).double()
+    setting.loss = ACERContinuousLoss(setting.networks.actor(), setting.networks.critic)
+    SoftUpdate(setting.loss, eps=0.75)
+    refuses(setting, rows(), ValueError, r"sdn.*\(4, 9, 2\)")

@@ -1,0 +1,159 @@
+"""Trajectories for the losses that learn from them, and what their reference loops share."""
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrl.modules import ProbabilisticActor
+from torchrl.objectives import LossModule
+
+OBSERVATION, HIDDEN = 3, 4
+
+
+def cut_rows(*, mask: bool = False, time: int = 9) -> TensorDict:
+    """Four rows [4, T] with episodes that end inside, by termination or truncation, and at the end; or not at all.
+
+    What lies behind a termination is NaN, and with a mask so are rewards that it hides.
+    """
+    following = torch.randn(4, time, OBSERVATION, dtype=torch.float64)
+    reward = torch.randn(4, time, 1, dtype=torch.float64)
+    terminated, truncated, valid = torch.zeros(3, 4, time, dtype=torch.bool)
+    terminated[1, 3], truncated[1, 6], terminated[2, -1], truncated[3, 2] = True, True, True, True
+    valid |= True
+    if mask:
+        # a hole, and padding behind a row that ends and one that is cut
+        valid[0, 4], valid[1, 7:], valid[3, 5:] = False, False, False
+        reward[~valid] = torch.nan
+    done = terminated | truncated
+    first = torch.randn(4, time, OBSERVATION, dtype=torch.float64)
+    goes_on = valid[:, :-1] & valid[:, 1:] & ~done[:, :-1]
+    first[:, 1:] = torch.where(goes_on.unsqueeze(-1), following[:, :-1], first[:, 1:])
+    following[terminated] = torch.nan
+    flags = {"done": done.unsqueeze(-1), "terminated": terminated.unsqueeze(-1)}
+    rows = TensorDict({"observation": first, "next": {"observation": following, "reward": reward, **flags}}, [4, time])
+    if mask:
+        rows["collector", "mask"] = valid
+    return rows
+
+
+def episodes(rows: TensorDict) -> Iterator[list[tuple[int, int]]]:
+    """The (row, time) of the valid steps of each piece of an episode, in the order of time."""
+    for row in range(rows.shape[0]):
+        piece: list[tuple[int, int]] = []
+        for step in range(rows.shape[1]):
+            valid = rows["collector", "mask"][row, step] if ("collector", "mask") in rows.keys(True) else True
+            if valid:
+                piece.append((row, step))
+            if piece and (not valid or rows["next", "done"][row, step]):
+                yield piece
+                piece = []
+        if piece:
+            yield piece
+
+
+def project(g: Tensor, k: Tensor, delta: float) -> Tensor:
+    """Eq. 12 of one step."""
+    excess = float(k @ g) - delta
+    return g if excess <= 0 else g - excess / float(k @ k) * k
+
+
+class Sums:
+    """Sums of numbers and of gradients, by name."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.values: dict[str, float] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        self.values[name] = self.values.get(name, 0.0) + (value.item() if isinstance(value, Tensor) else value)
+
+    def backpropagate(self, name: str, output: Tensor, weight: Tensor | float) -> None:
+        """Adds the gradient of ``weight`` times ``output`` with respect to the parameters, if there is one."""
+        if not output.requires_grad:
+            return
+        weight = torch.as_tensor(weight, dtype=output.dtype).expand_as(output)
+        found = torch.autograd.grad(output, self.parameters, weight, allow_unused=True, retain_graph=True)
+        sums = self.gradients.setdefault(name, [torch.zeros_like(p) for p in self.parameters])
+        for total, gradient in zip(sums, found, strict=True):
+            if gradient is not None:
+                total += gradient
+
+    def means(self, count: int) -> "Sums":
+        self.values = {name: value / count for name, value in self.values.items()}
+        self.gradients = {name: [g / count for g in gradients] for name, gradients in self.gradients.items()}
+        return self
+
+
+def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Gradients with respect to parameters, 0 where there are none."""
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def assert_same_gradients(first: list[Tensor], second: list[Tensor], tolerance: float = 1e-10) -> None:
+    assert any(g.any() for g in first)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+def assert_agrees(result: TensorDict, expected: Sums, tolerance: float = 1e-9) -> None:
+    """Whether a loss module's result has the values and the parameter gradients of the reference."""
+    for name, value in expected.values.items():
+        assert abs(result[name].item() - value) < tolerance, (name, result[name].item(), value)
+    for name, expected_gradients in expected.gradients.items():
+        assert_same_gradients(gradients(result[name], expected.parameters), expected_gradients, tolerance)
+
+
+def unlike(network: nn.Module, distance: float = 0.3) -> nn.Module:
+    """Moves the parameters by random steps."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += distance * torch.randn_like(parameter)
+    return network
+
+
+def set_average(loss_module: LossModule, actor: ProbabilisticActor) -> None:
+    """Gives the average policy the parameters of another actor."""
+    source = TensorDict.from_module(actor)
+    for key, value in loss_module.target_actor_network_params.items(True, True):
+        value.data.copy_(source[key].data)
+
+
+def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter]) -> None:
+    """Whether values and gradients of float32, from one graph, are those of eager code; and so for other data."""
+    loss_module.to(torch.float32)
+    batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
+
+    def step(batch: TensorDict) -> tuple[Tensor, ...]:
+        result = loss_module(batch)
+        found = torch.autograd.grad(losses(result), parameters, allow_unused=True)
+        return *result.detach().values(), *found, batch["td_error"]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    compiling = (
+        torch._dynamo.config.patch(trace_autograd_ops=True),
+        torch._inductor.config.patch(fallback_random=True),
+        warnings.catch_warnings(),
+    )
+    with compiling[0], compiling[1], compiling[2]:
+        # torch's own
+        warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
+        for stance in ("default", "fail_on_recompile"):
+            torch.manual_seed(1)
+            expected = step(batch.clone())
+            torch.manual_seed(1)
+            with torch.compiler.set_stance(stance):
+                result = compiled(batch.clone())
+            for one, other in zip(result, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            batch["next", "reward"] += 1
+
+
+def losses(result: TensorDict) -> Tensor:
+    return sum(value for key, value in result.items() if key.startswith("loss_"))
