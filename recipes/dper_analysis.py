@@ -153,7 +153,8 @@ def plot(rows: list[dict], newest: dict[str, float], path: Path) -> None:
     """Draws the ratios against K, with their intervals."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for panel, (name, title) in zip(figure.subplots(1, len(MEASURES), sharey=True), MEASURES.items(), strict=True):
+    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    for panel, (name, title) in zip(panels, MEASURES.items(), strict=True):
         for granularity in dict.fromkeys(row["granularity"] for row in rows):
             of = sorted(
                 (row for row in rows if row["granularity"] == granularity), key=lambda row: row["num_candidates"]
@@ -170,7 +171,7 @@ def plot(rows: list[dict], newest: dict[str, float], path: Path) -> None:
         panel.set_xlabel("candidates K")
         panel.set_yscale("log")
         panel.grid(alpha=0.3)
-        panel.legend(loc="lower left")
+    panels[0].legend()
     figure.savefig(path, dpi=150)
 
 

@@ -149,8 +149,15 @@ def critic_loss(loss_module: TD3Loss, sample: TensorDictBase) -> dict[str, torch
 
 
 def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The actor's loss, without weights: like that of SAC, it holds in each state by itself (recipes/sac.py)."""
-    return {"loss_actor": loss_module.actor_loss(batch.exclude("priority_weight"))[0]}
+    """The actor's loss, without weights: like that of SAC, it holds in each state by itself (recipes/sac.py).
+
+    That of the loss module, but that it asks the first critic alone; there the second one is computed too.
+    """
+    actor, critic = loss_module.actor_network, loss_module.qvalue_network
+    with loss_module.actor_network_params.to_module(actor, preserve_module_state=False):
+        batch = actor(batch.select(*actor.in_keys))
+    with loss_module.qvalue_network_params.data[0].to_module(critic, preserve_module_state=False):
+        return {"loss_actor": -critic(batch)["state_action_value"].mean()}
 
 
 def train(config: DictConfig, run_dir: Path) -> int:

@@ -1,5 +1,6 @@
 """The update step of a recipe: as a loop of eager operations, or as one compiled graph."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,7 +10,6 @@ from functools import reduce
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.optim.adam import adam
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
@@ -303,30 +303,39 @@ def _compiling() -> Iterator[None]:
 
 
 class CompiledAdam:
-    """The step of an Adam with one group of parameters, on its own state, in a form that can be traced."""
+    """The step of an Adam with one group of parameters, on its own state, in a form that can be traced.
+
+    m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  x ← x − lr m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
+
+    Torch's own step computes the same, but compiled for a CPU it raises β to the power t anew for every few entries of
+    every parameter.
+
+    Raises:
+        ValueError: the optimizer is not a plain Adam.
+    """
 
     def __init__(self, optimizer: torch.optim.Adam):
-        self.parameters = parameters_of(optimizer)
         self._group = optimizer.param_groups[0]
-        self._state = _adam_state(optimizer)
+        for name in ("amsgrad", "maximize", "weight_decay"):
+            if self._group[name]:
+                raise ValueError(f"CompiledAdam: {name}={self._group[name]} is not supported.")
+        self.parameters = parameters_of(optimizer)
+        self._means, self._squares, self._counts = _adam_state(optimizer)
 
-    def __call__(self, gradients: list[Tensor]) -> None:
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Step along these gradients of the parameters."""
         beta1, beta2 = self._group["betas"]
-        adam(
-            self.parameters,
-            gradients,
-            *self._state,
-            foreach=False,
-            capturable=self.parameters[0].is_cuda,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=self._group["lr"],
-            weight_decay=self._group["weight_decay"],
-            eps=self._group["eps"],
-            maximize=False,
-        )
+        for count in self._counts:
+            count.add_(1)
+        # βᵗ as an exponential, which the compiler computes once, ahead of the loops that need it
+        power1, power2 = ((self._counts[0] * math.log(beta)).exp() for beta in (beta1, beta2))
+        rate, root = self._group["lr"] / (1 - power1), (1 - power2).sqrt()
+        for parameter, gradient, mean, square in zip(
+            self.parameters, gradients, self._means, self._squares, strict=True
+        ):
+            mean.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
 
 
 def parameters_of(optimizer: torch.optim.Adam) -> list[Tensor]:
@@ -346,8 +355,8 @@ def target_pairs(loss_module: LossModule) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """First and second moments, their maxima (none) and step counts; made by a step without gradient if need be."""
+def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """First and second moments, and step counts; made by a step without gradient if need be."""
     parameters = parameters_of(optimizer)
     if not optimizer.state:
         for parameter in parameters:
@@ -357,4 +366,4 @@ def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor]
             parameter.grad = None
             optimizer.state[parameter]["step"].zero_()
     states = [optimizer.state[parameter] for parameter in parameters]
-    return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states]
+    return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
