@@ -20,23 +20,12 @@ from torch.distributions import Categorical, OneHotCategorical
 
 from torchrl_replay_ext.functional import trust_region_projection
 from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
-from torchrl_replay_ext.objectives.trajectory import Trajectories, TrajectoryLoss
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
+from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss
 
 STATISTICS = ("probs", "logits", "log_probs")
 # TorchRL's distributions of one-hot actions are of the first kind.
 _DISTRIBUTIONS = (Categorical, OneHotCategorical)
-
-
-def _log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
-    """Log-probabilities from logits, or from probabilities if the entry's name says so."""
-    name = key if isinstance(key, str) else key[-1]
-    if name.endswith("probs") and not name.endswith("log_probs"):
-        value = value / value.sum(-1, keepdim=True)
-        possible = value > 0
-        # the derivative of log(0) is no number, also where nothing depends on it
-        return torch.where(possible, value, torch.ones_like(value)).log().masked_fill(~possible, -math.inf)
-    return value.log_softmax(-1)
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -210,7 +199,7 @@ class ACERLoss(TrajectoryLoss):
             state = self.actor_network.get_dist_params(state)
         with self._params("qvalue_network"):
             state = self.qvalue_network(state)
-        log_pi, key = _log_probabilities(state.get(self._parameter), self._parameter), self.tensor_keys.action_value
+        log_pi, key = log_probabilities(state.get(self._parameter), self._parameter), self.tensor_keys.action_value
         value = self._get(state, key, "qvalue_network writes it; name its key with set_keys(action_value=)")
         if value.shape != log_pi.shape:
             raise ValueError(
@@ -230,29 +219,6 @@ class ACERLoss(TrajectoryLoss):
             states.append(TensorDict(content, tensordict.batch_size))
         return states[0], states[1]
 
-    def _taken(self, tensordict: TensorDictBase, rows: Trajectories, num_actions: int) -> Tensor:
-        """The actions as indices, int64 [*B, T, 1]; 0 where a step is not valid, whatever is stored there."""
-        key = self.tensor_keys.action
-        action = self._get(tensordict, key, "the collector stores what the policy chose")
-        shape = tensordict.batch_size
-        is_index = not action.is_floating_point() and action.dtype != torch.bool
-        if action.shape == (*shape, num_actions) and (num_actions > 1 or not is_index):
-            index = action.to(torch.int64).argmax(-1, keepdim=True)
-            wrong = ((action != 0).sum(-1, keepdim=True) != 1) | (action.sum(-1, keepdim=True) != 1)
-            problem = "has the shape of one-hot actions, but is not one-hot"
-        elif action.shape in (shape, (*shape, 1)) and is_index:
-            index = action.reshape(*shape, 1).to(torch.int64)
-            wrong = (index < 0) | (index >= num_actions)
-            problem = f"holds indices that are not in [0, {num_actions})"
-        else:
-            raise ValueError(
-                f"ACERLoss: {key!r} has shape {tuple(action.shape)} and dtype {action.dtype}, expected indices "
-                f"{tuple(shape)} or one-hot {(*shape, num_actions)}, as the actor's distribution gives them."
-            )
-        if not is_traced() and bool(rows.fill(wrong).any()):
-            raise ValueError(f"ACERLoss: {key!r} {problem}; the collector stores what the policy chose.")
-        return rows.fill(index)
-
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Compute the losses of a batch [*B, T]."""
@@ -264,10 +230,18 @@ class ACERLoss(TrajectoryLoss):
             next_value = (next_log_pi.exp() * next_q).sum(-1, keepdim=True)
             with self._params("actor_network", average=True):
                 average = self.actor_network.get_dist_params(states.select(*self.actor_network.in_keys))
-            log_average = _log_probabilities(average.get(self._parameter), self._parameter)
+            log_average = log_probabilities(average.get(self._parameter), self._parameter)
             (behaviour,) = self._statistics(tensordict, log_pi.shape)
-            log_mu = _log_probabilities(behaviour, self.tensor_keys.behaviour)
-        taken = self._taken(tensordict, rows, log_pi.shape[-1])
+            log_mu = log_probabilities(behaviour, self.tensor_keys.behaviour)
+        key = self.tensor_keys.action
+        taken = action_index(
+            self._get(tensordict, key, "the collector stores what the policy chose"),
+            tensordict.batch_size,
+            log_pi.shape[-1],
+            name="ACERLoss",
+            key=key,
+            valid=rows.valid,
+        )
         q_taken = q.gather(-1, taken)
         with torch.no_grad():
             q_ret = self._returns(rows, log_pi.gather(-1, taken), log_mu.gather(-1, taken), q_taken, next_value)
