@@ -2,11 +2,12 @@
 
     python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole.png
     python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms.png
+    python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
 
-Runs are grouped by environment (a panel each for every column of progress.csv) and sampler (a line each). A run that
-stopped because it had reached the reward threshold keeps its last return from there on; one that is unfinished leaves
-the average where it ends. `--solved` prints after how many steps runs have solved their task: at the first of three
-evaluations in a row with at least that return.
+Runs are grouped by environment (a panel each for every column of progress.csv) and sampler (a line each), or by what
+`--by` names in their configuration. A run that stopped because it had reached the reward threshold keeps its last
+return from there on; one that is unfinished leaves the average where it ends. `--solved` prints after how many steps
+runs have solved their task: at the first of three evaluations in a row with at least that value of the last column.
 """
 
 import argparse
@@ -29,7 +30,13 @@ from recipes.run import BAD_CONFIG, CONFIG, ConfigError
 RESAMPLES = 1000
 RETURN = "return_mean"
 IN_A_ROW = 3
-LABELS = {RETURN: "return (mean of an evaluation)", "q_sum": "Q-values, summed", "q_error": "error of Q (RMS)"}
+SAMPLER = ("sampler.name",)
+LABELS = {
+    RETURN: "return (mean of an evaluation)",
+    "training_return": "return (mean of the last 100 episodes of training)",
+    "q_sum": "Q-values, summed",
+    "q_error": "error of Q (RMS)",
+}
 
 
 @dataclass
@@ -37,7 +44,7 @@ class Run:
     """One run's evaluations."""
 
     env: str
-    sampler: str
+    group: str
     seed: int
     threshold: float | None
     steps: np.ndarray
@@ -55,11 +62,11 @@ class Run:
         return values if self.solved else np.where(steps > self.steps[-1], np.nan, values)
 
 
-def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,)) -> Run:
+def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Run:
     """Reads a run's directory.
 
     Raises:
-        ConfigError: it holds no evaluations, or not these columns.
+        ConfigError: it holds no evaluations, or not these columns, or its configuration has no such keys.
     """
     for name in (CONFIG, PROGRESS):
         if not (run_dir / name).is_file():
@@ -71,9 +78,13 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,)) -> Run:
     for column in columns:
         if column not in rows[0]:
             raise ConfigError(f"{run_dir}: {PROGRESS} has no column {column}, only {', '.join(rows[0])}")
+    values = {key: OmegaConf.select(config, key) for key in by}
+    if missing := [key for key, value in values.items() if value is None]:
+        raise ConfigError(f"{run_dir}: {CONFIG} has no {', '.join(missing)}")
+    names = [str(value) if key in SAMPLER else f"{key.split('.')[-1]} {value}" for key, value in values.items()]
     return Run(
         env=config.env.name,
-        sampler=config.sampler.name,
+        group=", ".join(names),
         seed=config.seed,
         threshold=config.env.reward_threshold,
         steps=np.array([int(row["env_steps"]) for row in rows]),
@@ -94,22 +105,22 @@ def bootstrap_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,)) -> None:
+def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> None:
     """Draws the runs' learning curves into a PNG."""
     by_env: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run_dir in run_dirs:
-        run = read_run(run_dir, columns)
-        by_env[run.env][run.sampler].append(run)
+        run = read_run(run_dir, columns, by)
+        by_env[run.env][run.group].append(run)
     panels = [(env, column) for env in by_env for column in columns]
     figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (env, column) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for sampler, runs in by_env[env].items():
+        for group, runs in by_env[env].items():
             steps = np.unique(np.concatenate([run.steps for run in runs]))
             values = np.stack([run.at(steps, column) for run in runs])
             # Where only some runs have a value, the line would jump from one set of runs to another: leave it out.
             steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
-            label = f"{sampler} (seed {runs[0].seed})" if len(runs) == 1 else f"{sampler} (IQM of {len(runs)} seeds)"
+            label = f"{group} (seed {runs[0].seed})" if len(runs) == 1 else f"{group} (IQM of {len(runs)} seeds)"
             (line,) = axes.plot(steps, interquartile_mean(values), label=label, marker="." if len(steps) < 3 else "")
             if len(runs) > 1:
                 axes.fill_between(steps, *bootstrap_band(values), color=line.get_color(), alpha=0.2, linewidth=0)
@@ -121,25 +132,27 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
     figure.savefig(out, dpi=120)
 
 
-def steps_to_solved(run: Run, least: float) -> float:
-    """Steps at the first of IN_A_ROW evaluations in a row with a return of at least `least`; inf if there are none."""
-    reached = run.values[RETURN] >= least - 1e-6
+def steps_to_solved(run: Run, least: float, column: str = RETURN) -> float:
+    """Steps at the first of IN_A_ROW evaluations in a row with a value of at least `least`; inf if there are none."""
+    reached = run.values[column] >= least - 1e-6
     for first in range(len(reached) - IN_A_ROW + 1):
         if reached[first : first + IN_A_ROW].all():
             return float(run.steps[first])
     return math.inf
 
 
-def format_solved(run_dirs: list[Path], least: float) -> str:
-    """A line for each environment and sampler: the median of the steps to solved, and those of each seed."""
+def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: Sequence[str] = SAMPLER) -> str:
+    """A line for each environment and group: the median of the steps to solved, and those of each seed."""
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for run_dir in run_dirs:
-        run = read_run(run_dir)
-        found[run.env, run.sampler][run.seed] = steps_to_solved(run, least)
-    lines = [f"{'environment':<16}{'sampler':<14}{'median steps':>12}  by seed"]
-    for (env, sampler), steps in sorted(found.items()):
+        run = read_run(run_dir, [column], by)
+        found[run.env, run.group][run.seed] = steps_to_solved(run, least, column)
+    width = 2 + max(len("sampler"), *(len(group) for _, group in found))
+    heading = "sampler" if tuple(by) == SAMPLER else "runs"
+    lines = [f"{'environment':<16}{heading:<{width}}{'median steps':>12}  by seed"]
+    for (env, group), steps in sorted(found.items()):
         each = " ".join(f"{steps[seed]:.0f}" for seed in sorted(steps))
-        lines.append(f"{env:<16}{sampler:<14}{np.median(list(steps.values())):>12.0f}  {each}")
+        lines.append(f"{env:<16}{group:<{width}}{np.median(list(steps.values())):>12.0f}  {each}")
     return "\n".join(lines)
 
 
@@ -149,12 +162,13 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
     parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
-    parser.add_argument("--solved", type=float, metavar="RETURN", help="print the steps until this return is kept up")
+    parser.add_argument("--by", nargs="+", default=SAMPLER, metavar="KEY", help="what tells the lines apart [sampler]")
+    parser.add_argument("--solved", type=float, metavar="VALUE", help="print the steps until this value is kept up")
     arguments = parser.parse_args()
     try:
-        plot_runs(arguments.runs, arguments.out, arguments.columns)
+        plot_runs(arguments.runs, arguments.out, arguments.columns, arguments.by)
         if arguments.solved is not None:
-            print(format_solved(arguments.runs, arguments.solved))
+            print(format_solved(arguments.runs, arguments.solved, arguments.columns[-1], arguments.by))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(BAD_CONFIG)

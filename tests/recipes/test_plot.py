@@ -74,3 +74,13 @@ def test_interquartile_mean_and_its_band():
     np.testing.assert_allclose(high - low, 2 * 1.96 * 0.11, rtol=0.3)
     low, high = plot.bootstrap_band(np.ones((5, 2)))
     np.testing.assert_array_equal([low, high], np.ones((2, 2)))
+
+
+def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
+    runs = [write_run(tmp_path / str(seed), [5, 5, 5], seed=seed) for seed in (1, 2)]
+    lines = plot.format_solved(runs, 5.0, by=["env.name", "seed"]).splitlines()
+    assert [line.split()[1:7] for line in lines[1:]] == [
+        ["name", "cartpole,", "seed", seed, "10", "10"] for seed in "12"
+    ]
+    with pytest.raises(ConfigError, match="has no env.color"):
+        plot.read_run(runs[0], by=["env.color"])
