@@ -82,5 +82,5 @@ def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
     assert [line.split()[1:7] for line in lines[1:]] == [
         ["name", "cartpole,", "seed", seed, "10", "10"] for seed in "12"
     ]
-    with pytest.raises(ConfigError, match="has no env.color"):
+    with pytest.raises(ConfigError, match=r"has no env\.color"):
         plot.read_run(runs[0], by=["env.color"])
