@@ -1,0 +1,258 @@
+"""TorchRL's own trainers, configured by Hydra, with our samplers and writer."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+import torchrl_replay_ext.configs
+from torchrl_replay_ext import EventSpec, Threshold
+
+ROOT = Path(__file__).parents[1]
+PLUGINS = ROOT / "torchrl_replay_ext" / "plugins"
+# what TorchRL says of its trainers, of logging and of environments
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Trainer is an experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .* hook stage will be replaced:FutureWarning"),
+]
+
+SCRIPT = """
+import hydra
+from torchrl.trainers.algorithms.configs import *
+
+
+@hydra.main(config_path=None, config_name="config", version_base="1.3")
+def main(cfg):
+    trainer = hydra.utils.instantiate(cfg.trainer)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+TINY = [
+    "collector.total_frames=200",
+    "collector.frames_per_batch=50",
+    "collector.init_random_frames=0",
+    "replay_buffer.storage.max_size=120",
+    "replay_buffer.batch_size=20",
+    "trainer.optim_steps_per_batch=4",
+    "trainer.progress_bar=false",
+]
+DQN = ["replay_dqn", *TINY, "network.num_cells=[16]"]
+SAC = [
+    "replay_sac",
+    *TINY,
+    "networks.policy.num_cells=[16]",
+    "networks.qvalue.num_cells=[16]",
+    "loss.num_qvalue_nets=1",
+    "transforms.steps.max_steps=30",
+]
+
+
+def event_tables(
+    end="{condition: [next, done], history: 5}",
+    late="{condition: {key: step_count, op: '>=', value: 8}, history: 3}",
+    capacity="{end: 60, late: 60}",
+    eta="{default: 0.6, end: 0.2, late: 0.2}",
+    priority="{kind: proportional, alpha: 0.65}",
+):
+    return [
+        "writer@replay_buffer.writer=event_table",
+        f"replay_buffer.writer.events={{end: {end}, late: {late}}}",
+        f"replay_buffer.writer.capacity={capacity}",
+        f"replay_buffer.sampler.eta={eta}",
+        f"replay_buffer.sampler.priority={priority}",
+        "replay_buffer.sampler.min_size=1",
+    ]
+
+
+SAMPLERS = {
+    "proportional": ["replay_buffer.sampler.beta={start: 0.4, end: 1.0, num_updates: 10}"],
+    "rank": ["replay_buffer.sampler.stale_fraction=0"],
+    "reaper": ["replay_buffer.sampler.omega=0.5"],
+    "event_table": event_tables(),
+    "trajectory_retrace": [
+        "+sampler@replay_buffer.sampler.anchors=reaper",
+        "replay_buffer.sampler.slice_len=5",
+        "replay_buffer.sampler.behaviour_keys=[]",
+    ],
+    "compilable": [
+        "sampler@replay_buffer.sampler=per",
+        "replay_buffer.sampler.stratified=true",
+        "replay_buffer=compilable",
+        "storage@replay_buffer.storage=compilable_tensor",
+        "writer@replay_buffer.writer=compilable",
+    ],
+}
+
+
+def composed(overrides):
+    with initialize_config_module("torchrl_replay_ext.conf", version_base="1.3"):
+        return compose(overrides[0], overrides[1:])
+
+
+def chosen(base, name, more=None, *, instead=None):
+    """The configuration of a sampler with its overrides in SAMPLERS (or others instead), and more."""
+    choice = [] if name == "compilable" else [f"sampler@replay_buffer.sampler={name}"]
+    return composed([*base, *choice, *(SAMPLERS[name] if instead is None else instead), *(more or [])])
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("base", [DQN, SAC], ids=["dqn", "sac"])
+def test_trains(base, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = instantiate(chosen(base, name).trainer)
+    trainer.train()
+    buffer = trainer.replay_buffer
+    sampler = getattr(buffer.sampler, "_anchors", buffer.sampler)
+    stats = sampler.stats()
+    assert stats["num_items"] == len(buffer) == buffer.storage.max_size == 120
+    # most were updated, by TD errors
+    assert stats["never_updated"] < 0.7 and stats["max_priority"] != 1 and stats["effective_sample_size"] < 1
+    assert stats["dropped_updates"] == stats["rejected_updates"] == 0
+    if name == "proportional":
+        assert sampler.beta == 1.0
+    if name == "event_table":
+        assert sampler.tables is buffer.writer.tables
+        assert min(sampler.tables.sizes().values()) > 0
+
+
+@pytest.mark.parametrize("base", [DQN, SAC], ids=["dqn", "sac"])
+def test_knows_what_the_loss_writes(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = instantiate(
+        chosen(base, "proportional", ["collector.total_frames=50", "replay_buffer.batch_size=1"]).trainer
+    )
+    trainer.train()
+    row = trainer.replay_buffer.sample()
+    row["priority_weight"] = torch.ones(1)
+    losses = trainer.loss_module(row)
+    squared = losses["loss" if base is DQN else "loss_qvalue"]
+    trainer.replay_buffer.update_tensordict_priority(row)
+    d = trainer.replay_buffer.sampler._priority[row["index"]]
+    torch.testing.assert_close(d.reshape(()), squared.detach().sqrt() + 1e-6)
+
+
+def test_values_become_arguments():
+    overrides = event_tables(
+        late="{condition: {key: step_count, op: '>=', value: 8}, history: 3, table: end}",
+        capacity="{end: 50}",
+        eta="{default: {start: 1.0, end: 0.5, num_updates: 9}, end: {start: 0.0, end: 0.5, num_updates: 9}}",
+        priority="{kind: reaper, omega: {start: 0.0, end: 1.0, num_updates: 5}, num_streams: 2}",
+    )
+    buffer = instantiate(chosen(DQN, "event_table", instead=overrides).replay_buffer)
+    assert buffer.writer.tables.specs == (
+        EventSpec("end", ("next", "done"), 5),
+        EventSpec("late", Threshold("step_count", ">=", 8), 3, table="end"),
+    )
+    assert buffer.sampler.eta == {"default": 1.0, "end": 0.0} and buffer.sampler._annealed
+    assert buffer.sampler._hyperparameters["omega"].annealed
+    assert buffer.sampler.tables.fits(buffer.writer.tables)
+    keys = ["replay_buffer.sampler.done_key=[next, finished]"]
+    slices = instantiate(chosen(DQN, "trajectory_retrace", keys).replay_buffer).sampler
+    assert slices.anchors._capacity == 120 and slices._done_key == ("next", "finished")
+
+
+def late(data):
+    return data["step_count"].reshape(-1) > 3
+
+
+def test_a_condition_may_be_a_function():
+    condition = "{_target_: hydra.utils.get_method, path: tests.test_configs.late}"
+    overrides = event_tables(late=f"{{condition: {condition}, history: 3}}")
+    buffer = instantiate(chosen(DQN, "event_table", instead=overrides).replay_buffer)
+    assert buffer.writer.tables.specs[1].condition is late
+
+
+WRONG = {
+    "out of range": ("reaper", ["replay_buffer.sampler.omega=-1"], r"ReaPERSampler\(omega=-1\): omega must be >= 0"),
+    "no number": ("rank", ["replay_buffer.sampler.alpha=much"], r"RankBasedSampler\(alpha='much'\): must be a number"),
+    "no schedule": (
+        "reaper",
+        ["replay_buffer.sampler.beta={start: 1, end: 0}"],
+        "a schedule has the entries start, end and num_updates",
+    ),
+    "other loss": ("rank", ["loss._target_=torchrl.objectives.A2CLoss"], "set td_error to 'squared' or 'absolute'"),
+    "keys": (
+        "trajectory_retrace",
+        ["replay_buffer.sampler.slice_len=5", "replay_buffer.sampler.behaviour_keys=loc"],
+        "must be a list of keys",
+    ),
+    "writer": ("event_table", [], "choose writer@replay_buffer.writer=event_table"),
+    "no events": ("event_table", event_tables()[:1], "set replay_buffer.writer.events and .capacity"),
+    "no event": ("event_table", event_tables(late="3"), r"\(events.late=3\): must be a mapping"),
+    "no history": (
+        "event_table",
+        event_tables(late="{condition: x, hystory: 3}"),
+        r"events.late\): missing \['history'\], unknown \['hystory'\]",
+    ),
+    "operator": (
+        "event_table",
+        event_tables(late="{condition: {key: x, op: '=>', value: 1}, history: 3}"),
+        r"Threshold\(op='=>'\): op must be one of",
+    ),
+    "threshold": (
+        "event_table",
+        event_tables(late="{condition: {key: x, value: 1}, history: 3}"),
+        "events.late.condition={.*}.: a threshold has the entries key, op and value",
+    ),
+    "capacity": ("event_table", event_tables(capacity="{end: 9}"), "capacity names"),
+    "eta": ("event_table", event_tables(eta="0.5"), r"eta=0.5\): must be a mapping"),
+    "sum": ("event_table", event_tables(eta="{default: 0.6, end: 0.3, late: 0.2}"), "they must sum to 1"),
+    "storage": (
+        "compilable",
+        ["sampler@replay_buffer.sampler=per", "replay_buffer=compilable"],
+        "pass storage=CompilableTensorStorage",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values(case):
+    name, overrides, message = WRONG[case]
+    config = chosen(DQN, name, instead=overrides)
+    with pytest.raises(InstantiationException) as error:
+        instantiate(config.replay_buffer)
+    assert re.search(message, str(error.value).replace("\\'", "'")), error.value
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigCompositionException):
+        chosen(DQN, "reaper", ["replay_buffer.sampler.omgea=1"])
+    with pytest.raises(InstantiationException, match="no storage with max_size around it"):
+        instantiate(OmegaConf.structured(torchrl_replay_ext.configs.ProportionalSamplerConfig(td_error="squared")))
+
+
+def test_an_unchanged_script_finds_them(tmp_path):
+    """As an installation does it: with the plugin's directory on the path."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(PLUGINS), str(ROOT)])
+    choice = ["--config-name", "replay_dqn", "sampler@replay_buffer.sampler=rank"]
+    result = subprocess.run(
+        [sys.executable, "train.py", *choice, "--cfg", "job", "--package", "replay_buffer.sampler"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "_target_: torchrl_replay_ext.configs.make_rank" in result.stdout, result.stderr
+
+
+def test_the_wheel_has_the_plugin():
+    tomllib = pytest.importorskip("tomllib")
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert build["targets"]["wheel"]["sources"] == {"torchrl_replay_ext/plugins": ""}
+    assert "torchrl_replay_ext/plugins" in build["dev-mode-dirs"]
+    # a namespace, which others may add to
+    assert [path.name for path in (PLUGINS / "hydra_plugins").glob("*.py")] == ["torchrl_replay_ext.py"]
