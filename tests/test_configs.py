@@ -1,5 +1,7 @@
 """TorchRL's own trainers, configured by Hydra, with our samplers and writer."""
 
+import copy
+import importlib
 import os
 import re
 import subprocess
@@ -9,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-import torchrl_replay_ext.configs
 from torchrl_replay_ext import EventSpec, Threshold
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +25,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Trainer is an experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .* hook stage will be replaced:FutureWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def configs():
+    """TorchRL's choices and ours; taken back afterwards, since recipes have groups of the same names."""
+    store = ConfigStore.instance()
+    before = {key: value for key, value in copy.deepcopy(store.repo).items() if not key.startswith("hydra")}
+    yield importlib.import_module("torchrl_replay_ext.configs")
+    # but for what Hydra has added for itself
+    store.repo = {key: value for key, value in store.repo.items() if key.startswith(("hydra", "_"))} | before
+
 
 SCRIPT = """
 import hydra
@@ -226,11 +239,11 @@ def test_wrong_values(case):
     assert re.search(message, str(error.value).replace("\\'", "'")), error.value
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_refused(configs):
     with pytest.raises(ConfigCompositionException):
         chosen(DQN, "reaper", ["replay_buffer.sampler.omgea=1"])
     with pytest.raises(InstantiationException, match="no storage with max_size around it"):
-        instantiate(OmegaConf.structured(torchrl_replay_ext.configs.ProportionalSamplerConfig(td_error="squared")))
+        instantiate(OmegaConf.structured(configs.ProportionalSamplerConfig(td_error="squared")))
 
 
 def test_an_unchanged_script_finds_them(tmp_path):
