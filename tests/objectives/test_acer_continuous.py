@@ -738,6 +738,22 @@ def test_in_one_graph():
     assert_compiles(setting.loss, batch, setting.parameters)
 
 
+def test_graphs_for_other_arguments():
+    """A compiler that has seen a number change takes it for a variable."""
+    torch._dynamo.reset()
+    batch = rows()
+    for number in (1.0, 1.5):
+        setting = Setting(
+            c=number, delta=number / 4, gamma=number / 2, lmbda=number / 2, retrace_thresh=number, rho_power=number / 4
+        )
+        sample_the_same(setting)
+        with torch.no_grad():
+            result = torch.compile(setting.loss, fullgraph=True, backend="eager")(batch.clone())
+            expected = setting.loss(batch.clone())
+        for key, value in expected.items():
+            torch.testing.assert_close(result[key], value)
+
+
 # --- bad input
 
 

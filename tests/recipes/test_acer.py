@@ -99,7 +99,7 @@ def test_switches_of_the_ablation(tmp_path, words, env):
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     """The newest steps once, then Poisson(replay_ratio) replayed batches."""
-    calls, names = [], "loss_actor loss_qvalue loss_entropy entropy kl rho bc_weight tr_active".split()
+    calls, names = [], ["loss_actor", "loss_qvalue", "loss_entropy", "entropy", "kl", "rho", "bc_weight", "tr_active"]
 
     def fake(batches, *_):
         def update():

@@ -168,7 +168,7 @@ def retrace(
         raise ValueError(f"retrace(lmbda={lmbda}): lmbda must be in [0, 1].")
     if not rho_thresh >= 0:
         raise ValueError(f"retrace(rho_thresh={rho_thresh}): rho_thresh must be >= 0; use math.inf to cut nothing.")
-    if not (rho_power > 0 and math.isfinite(rho_power)):
+    if not 0 < rho_power < math.inf:
         raise ValueError(f"retrace(rho_power={rho_power}): rho_power must be > 0 and finite; use q_opc to cut nothing.")
     _require_shape("retrace", action_value.shape, log_pi=log_pi, log_mu=log_mu)
     trace = lmbda * importance_ratio(log_pi, log_mu, rho_power).clamp_max(rho_thresh)

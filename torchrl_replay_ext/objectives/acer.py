@@ -270,10 +270,8 @@ class ACERLoss(TrajectoryLoss):
         advantage = q - value
         ratio = _log_ratio(log_pi, log_mu)
         rho = ratio.gather(-1, taken).exp().clamp_max(self.c)
-        beyond = torch.zeros_like(pi)
-        if math.isfinite(self.c):
-            # [1 − c / ρ(a)]_+
-            beyond = (1 - self.c * (-ratio).clamp_max(MAX_LOG_RATIO).exp()).clamp_min(0)
+        # [1 − c / ρ(a)]_+, where 1 / ρ is at least e^−40, so that there is no inf · 0
+        beyond = (1 - self.c * (-ratio).clamp_max(MAX_LOG_RATIO).exp()).clamp_min(0)
         if self.statistics == "probs":
             # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), where π may have underflowed
             inverse_pi = (-log_pi.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()

@@ -294,10 +294,9 @@ class ACERContinuousLoss(TrajectoryLoss):
         """
         (loc, scale), (loc_avg, scale_avg) = policy, average
         rho = importance_ratio(log_pi[..., 0, :], log_mu[..., 0, :]).clamp_max(self.c)
-        beyond = torch.zeros_like(rho)
-        if math.isfinite(self.c):
-            # [1 − c / ρ(a')]_+
-            beyond = (1 - self.c * importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :])).clamp_min(0)
+        # [1 − c / ρ(a')]_+; c may be inf, and a graph made for several c cannot ask
+        inverse = importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :]).clamp_min(torch.finfo(rho.dtype).tiny)
+        beyond = (1 - self.c * inverse).clamp_min(0)
         coefficient = torch.stack([rho, beyond], -2) * advantage
         difference, variance = actions - loc.unsqueeze(-2), scale.square()
         score = difference / variance.unsqueeze(-2)
