@@ -4,6 +4,7 @@
     python -m recipes.acer env=pendulum compile=true
     python -m recipes.acer -m seed=1,2,3 acer.trust_region=true,false
     python -m recipes.acer env=cartpole sampler=per
+    python -m recipes.acer env=atari/pong num_envs=16
     python -m recipes.acer resume=runs/acer/cartpole/uniform/seed1-...
 
 Algorithm 1 of the paper: a round is slice_len steps of each environment, an update on these steps, and then a number of
@@ -13,8 +14,12 @@ first update is left out, as the paper does for continuous actions. A prioritize
 The parts that the paper's ablation removes: acer.returns=importance_sampling (Retrace), acer.dueling=false (the dueling
 network), acer.trust_region=false, acer.c=inf (truncation with bias correction).
 
+In Atari games (env=atari/<game>, any of ale-py), training is on single lives with clipped rewards, evaluation on whole
+games; see recipes.atari.
+
 progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score of the policy's most
-probable actions, and return_0 ..., the episodes it is the mean of; training_return, the mean of the last 100 episodes
+probable actions, and return_0 ..., the episodes it is the mean of; in Atari games with known scores human_normalized,
+that mean between random actions (0) and humans (1); training_return, the mean of the last 100 episodes
 that were trained on, of actions that were drawn; means over the updates since the row before: losses (loss_qvalue and
 loss_value of the critic), entropy, kl (of the average policy to the current one), rho (truncated importance weights),
 bc_weight (of the bias correction), tr_active (share of steps that the trust region changed); wall_time in seconds, that
@@ -23,7 +28,7 @@ before a resume included; sampler/..., the scalars of the sampler's stats().
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +47,9 @@ from torchrl.objectives import SoftUpdate
 from recipes.collect import VectorCollector
 from recipes.config import LearningConfig, RunConfig
 from recipes.environment import make_env
-from recipes.replay import make_replay
+from recipes.networks import make_network
+from recipes.optimizers import make_optimizer
+from recipes.replay import make_replay, require_frames
 from recipes.run import ConfigError, run_recipe, typed
 from recipes.training import Agent, prepare, run
 from recipes.update import CompiledUpdate, eager_update
@@ -82,6 +89,7 @@ class ACERConfig(LearningConfig):
         value_coeff: weight of the loss of the state value.
         use_q_opc: the actor learns from Q(λ) with off-policy corrections, not from Retrace.
         dueling: whether Q and V are of a stochastic dueling network, not of two networks.
+        optimizer: its name and its keywords, see recipes.optimizers.
     """
 
     group = "acer"
@@ -108,6 +116,7 @@ class ACERConfig(LearningConfig):
     value_coeff: float = 0.5
     use_q_opc: bool = True
     dueling: bool = True
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,13 +207,12 @@ def _small(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
-def make_discrete_loss(acer: ACERConfig, num_observed: int, num_actions: int, device: torch.device) -> ACERLoss:
+def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions: int, device: torch.device) -> ACERLoss:
     """Networks and loss for discrete actions."""
     *inner, width = acer.hidden_sizes
-    layers: dict[str, Any] = {"num_cells": inner, "activation_class": nn.Tanh, "activate_last_layer": True}
 
-    def trunk() -> MLP:
-        return MLP(num_observed, width, **layers, device=device)
+    def trunk() -> nn.Module:
+        return make_network(observed, width, inner, activation=nn.Tanh, activate_last=True, device=device)
 
     policy_head, q_head = (nn.Linear(width, num_actions, device=device) for _ in range(2))
     features = TensorDictModule(trunk(), in_keys=["observation"], out_keys=["hidden"])
@@ -234,9 +242,10 @@ def make_discrete_loss(acer: ACERConfig, num_observed: int, num_actions: int, de
 
 
 def make_continuous_loss(
-    acer: ACERConfig, num_observed: int, num_actions: int, device: torch.device
+    acer: ACERConfig, observed: tuple[int, ...], num_actions: int, device: torch.device
 ) -> ACERContinuousLoss:
     """Networks and loss for continuous actions, whose policy has a fixed standard deviation, as in the paper."""
+    (num_observed,) = observed
 
     def mlp(inputs: int, outputs: int) -> MLP:
         return MLP(inputs, outputs, num_cells=acer.hidden_sizes, activation_class=nn.Tanh, device=device)
@@ -279,7 +288,8 @@ class CurrentPolicy:
 
     @torch.inference_mode()
     def _statistics(self, observations: np.ndarray) -> tuple[Tensor, ...]:
-        observed = self._normalizer(torch.as_tensor(observations, dtype=torch.float32, device=self._device))
+        dtype = torch.uint8 if observations.dtype == np.uint8 else torch.float32
+        observed = self._normalizer(torch.as_tensor(observations, dtype=dtype, device=self._device))
         result = self._actor(observed)
         return result if isinstance(result, tuple) else (result,)
 
@@ -345,18 +355,20 @@ def train(config: DictConfig, run_dir: Path) -> int:
     # One environment per evaluation episode; those to learn in are made further down.
     evaluation_envs = [make_env(cfg.env) for _ in range(acer.evaluation_episodes)]
     action_space = evaluation_envs[0].action_space
-    num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
+    observed, num_actions = evaluation_envs[0].observation_space.shape or (), flatdim(action_space)
+    if acer.normalize_observations and len(observed) != 1:
+        raise ConfigError("acer.normalize_observations=true: only vectors are normalized; images are divided by 255")
 
     # Networks, losses, the average policy and the optimizer.
     discrete = isinstance(action_space, Discrete)
     make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss
     try:
-        loss_module = make_loss(acer, num_observed, num_actions, device)
+        loss_module = make_loss(acer, observed, num_actions, device)
     except ValueError as error:
         raise ConfigError(f"acer: {error}") from error
     average_policy = SoftUpdate(loss_module, eps=acer.average)
-    optimizer = torch.optim.Adam(loss_module.parameters(), lr=acer.learning_rate, fused=True)
-    normalizer = Normalizer(num_observed, active=acer.normalize_observations).to(device)
+    optimizer = make_optimizer(acer.optimizer, loss_module.parameters(), acer.learning_rate)
+    normalizer = Normalizer(observed[0], active=acer.normalize_observations).to(device)
 
     # The losses give SQUARED TD errors.
     statistics = ("logits",) if discrete else ("loc", "scale")
@@ -386,7 +398,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # The environments run on the CPU, and their batches stay there until the buffer takes them.
     collector = VectorCollector(
-        [partial(make_env, cfg.env)] * cfg.num_envs, behaviour, frames_per_batch=acer.train_interval, seed=cfg.seed
+        [partial(make_env, cfg.env, training=True)] * cfg.num_envs,
+        behaviour,
+        frames_per_batch=acer.train_interval,
+        seed=cfg.seed,
     )
 
     def learn(data: TensorDictBase, _steps: int) -> list[dict[str, Tensor]]:
@@ -396,6 +411,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return [on_policy() for _ in range(acer.on_policy)] + [replayed() for _ in range(count)]
 
     def columns(_steps: int) -> dict[str, float]:
+        require_frames(replay)
         returns = collector.returns
         return {"training_return": sum(returns) / len(returns) if returns else math.nan}
 

@@ -158,7 +158,7 @@ class VectorCollector:
             torch.from_numpy(np.concatenate(column)) for column in zip(*rows, strict=True)
         )
         following: dict[str, Any] = {
-            "observation": after.float(),
+            "observation": _observed(after),
             "reward": reward.float().unsqueeze(1),
             "done": done.unsqueeze(1),
             "terminated": terminated.unsqueeze(1),
@@ -166,7 +166,7 @@ class VectorCollector:
         }
         if self._flags:
             following["events"] = {name: flags[:, i : i + 1] for i, name in enumerate(self._flags)}
-        data = {"observation": before.float(), "action": action, "collector": {"traj_ids": trajectory}}
+        data = {"observation": _observed(before), "action": action, "collector": {"traj_ids": trajectory}}
         data |= dict(zip(names, others, strict=True))
         return TensorDict({**data, "next": following}, [len(action)], device="cpu")
 
@@ -205,6 +205,11 @@ class VectorCollector:
     def shutdown(self) -> None:
         """Close the environments."""
         self._envs.close()
+
+
+def _observed(observations: torch.Tensor) -> torch.Tensor:
+    """As float32; but bytes, of images, as they are."""
+    return observations if observations.dtype == torch.uint8 else observations.float()
 
 
 class FlagReader(BaseInfoDictReader):

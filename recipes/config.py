@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
 
+from recipes.atari import AtariConfig
 from recipes.events import EventConfig
 
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
+# env=atari/<game> has the hyperparameters of all Atari games
+OmegaConf.register_new_resolver("family", lambda env: env.split("/")[0], replace=True)
 
 
 @dataclass
@@ -23,6 +26,9 @@ class EnvConfig:
         reward_threshold: the mean return at which it counts as solved; None: never.
         options: keywords for gymnasium.make.
         events: by name; see recipes.events.
+        atari: preprocessing of an Atari game; None: it is none.
+        random_score: mean return of random actions, and ...
+        human_score: ... of humans, between which returns are normalized; None: they are not.
     """
 
     name: str = MISSING
@@ -30,8 +36,17 @@ class EnvConfig:
     reward_threshold: float | None = MISSING
     options: dict[str, Any] = field(default_factory=dict)
     events: dict[str, EventConfig] = field(default_factory=dict)
+    atari: AtariConfig | None = None
+    random_score: float | None = None
+    human_score: float | None = None
 
     def __post_init__(self) -> None:
+        if (self.random_score is None) != (self.human_score is None) or (
+            self.random_score is not None and self.random_score == self.human_score
+        ):
+            raise ValueError(
+                f"env.random_score={self.random_score}: it and env.human_score={self.human_score} must be two numbers"
+            )
         for name, event in self.events.items():
             event.check(f"env.events.{name}")
         share = sum(event.eta for event in self.events.values())
@@ -42,6 +57,12 @@ class EnvConfig:
     def flags(self) -> tuple[str, ...]:
         """The events that the environment has to report in its `info`."""
         return tuple(name for name, event in self.events.items() if event.is_flag)
+
+    def human_normalized(self, score: float) -> float | None:
+        """The return in units in which random actions have 0 and humans 1; None if their scores are not known."""
+        if self.random_score is None or self.human_score is None:
+            return None
+        return (score - self.random_score) / (self.human_score - self.random_score)
 
 
 @dataclass

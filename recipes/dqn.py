@@ -4,22 +4,26 @@
     python -m recipes.dqn -m seed=1,2,3 sampler=uniform,per,reaper
     python -m recipes.dqn compile=true num_envs=8
     python -m recipes.dqn env=threerooms sampler=sset stop_at_threshold=false
+    python -m recipes.dqn env=atari/qbert sampler=reaper
     python -m recipes.dqn resume=runs/dqn/cartpole/reaper/seed1-...
 
 The settings are those of the ReaPER paper's appendix D, or, in the grid worlds, of the event-table paper's table 1
-(conf/dqn/<env>.yaml).
+(conf/dqn/<env>.yaml; conf/dqn/atari.yaml for env=atari/<game>, any game of ale-py). In Atari games, training is on
+single lives with clipped rewards, evaluation on whole games; see recipes.atari.
 
 progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score, and return_0 ..., the
-episodes it is the mean of; epsilon of the behaviour policy; loss, the mean over the updates since the row before;
+episodes it is the mean of; in Atari games with known scores human_normalized, that mean between random actions (0) and
+humans (1); epsilon of the behaviour policy; loss, the mean over the updates since the row before;
 wall_time in seconds, that before a resume included; sampler/..., the scalars of the sampler's stats(). In the rooms
 also q_sum, the target network's Q-values summed over all actions in all states but the goal, and q_error, the root mean
 square of their errors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -28,16 +32,18 @@ from gymnasium.spaces import flatdim
 from omegaconf import MISSING, DictConfig
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictSequential
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.envs import GymWrapper
-from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
 from recipes.cagrad import MOST_GRADIENTS, cagrad_gradients, losses_by_table
 from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
 from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_discrete_env
-from recipes.replay import EVENT_TABLES, make_replay
+from recipes.networks import make_network
+from recipes.optimizers import make_optimizer
+from recipes.replay import EVENT_TABLES, make_replay, require_frames
 from recipes.run import run_recipe, typed
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner, target_pairs
@@ -53,6 +59,7 @@ class DQNConfig(FixedRoundsConfig):
         tau: share of the network that the target network takes over at each update; None: copies.
         cagrad: c of CAGrad, which combines the gradients of the event tables; None: the gradient of the whole batch.
         max_grad_norm: None: gradients are not clipped.
+        optimizer: its name and its keywords, see recipes.optimizers.
     """
 
     group = "dqn"
@@ -67,6 +74,7 @@ class DQNConfig(FixedRoundsConfig):
     final_epsilon: float = MISSING
     evaluation_epsilon: float = MISSING
     max_grad_norm: float | None = MISSING
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,13 +177,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
     action_space = evaluation_envs[0].action_space
 
     # Networks and loss.
-    network = MLP(
-        in_features=flatdim(evaluation_envs[0].observation_space),
-        out_features=flatdim(action_space),
-        num_cells=dqn.hidden_sizes,
-        activation_class=nn.ReLU,
-        device=device,
-    )
+    observed = evaluation_envs[0].observation_space.shape or ()
+    network = make_network(observed, flatdim(action_space), dqn.hidden_sizes, device=device)
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     loss_module = DQNLoss(
         actor,
@@ -193,7 +196,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     else:
         targets, target_step = (), SoftUpdate(loss_module, tau=dqn.tau).step
     columns = q_columns(evaluation_envs[0], loss_module, dqn.gamma, device)
-    optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
+    optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
     # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
     replay = make_replay(cfg, device, td_error="squared")
@@ -221,10 +224,11 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return network(torch.as_tensor(observations, device=device)).argmax(-1).cpu().numpy()
 
     # The environments run on the CPU, and their batches stay there until the buffer takes them.
-    if cfg.num_envs > 1:
+    # Bytes of images stay bytes in our collector.
+    if cfg.num_envs > 1 or cfg.env.atari is not None:
         behaviour = EpsilonRandom(greedy, action_space, seed=cfg.seed)
         collector = VectorCollector(
-            [partial(make_discrete_env, cfg.env)] * cfg.num_envs,
+            [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,
             behaviour,
             frames_per_batch=dqn.train_interval,
             seed=cfg.seed,
@@ -235,7 +239,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
             behaviour.epsilon = dqn.epsilon(steps)
 
     else:
-        env = GymWrapper(make_discrete_env(cfg.env), categorical_action_encoding=True, device=None)
+        env = GymWrapper(make_discrete_env(cfg.env, training=True), categorical_action_encoding=True, device=None)
         exploration = EGreedyModule(env.action_spec, eps_init=1.0, eps_end=0.0, device=device)
         collector = SingleCollector(
             env,
@@ -249,6 +253,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
         def explore(steps: int) -> None:
             exploration.get_buffer("eps").fill_(dqn.epsilon(steps))
 
+    def record(steps: int) -> dict[str, float]:
+        require_frames(replay)
+        return {"epsilon": dqn.epsilon(steps), **columns()}
+
     agent = Agent(
         collector=collector,
         replay=replay,
@@ -257,7 +265,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         policy=greedy,
         evaluation_epsilon=dqn.evaluation_epsilon,
         losses=("loss",),
-        columns=lambda steps: {"epsilon": dqn.epsilon(steps), **columns()},
+        columns=record,
         shown=("return_mean", "epsilon", "loss"),
         state={"loss": loss_module, "optimizer": optimizer},
     )

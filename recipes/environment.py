@@ -5,18 +5,23 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import ClipAction, RescaleAction
 
+from recipes.atari import make_atari
 from recipes.config import EnvConfig
 from recipes.run import ConfigError
 
 
-def make_discrete_env(config: EnvConfig) -> gymnasium.Env:
-    """Makes an environment with discrete actions and vector observations.
+def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
+    """Makes an environment with discrete actions and vector observations, or an Atari game.
+
+    Args:
+        config: the environment.
+        training: of Atari games, see make_atari.
 
     Raises:
         ConfigError: there is none of that id and with these options, it is of another kind, or lacks an event.
     """
-    env = _make(config)
-    if not isinstance(env.action_space, Discrete) or not _observes_vectors(env):
+    env = _make(config, training=training)
+    if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env)):
         raise ConfigError(f"env.id={config.id}: this recipe needs discrete actions and vector observations")
     return env
 
@@ -37,19 +42,28 @@ def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
     return RescaleAction(env, -one, one)
 
 
-def make_env(config: EnvConfig) -> gymnasium.Env:
+def make_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     """Makes an environment of either kind; continuous actions may lie outside of [-1, 1], which counts as the bound.
+
+    Args:
+        config: the environment.
+        training: of Atari games, see make_atari.
 
     Raises:
         ConfigError: as make_discrete_env and make_continuous_env.
     """
     discrete = isinstance(_make(config).action_space, Discrete)
-    return make_discrete_env(config) if discrete else ClipAction(make_continuous_env(config))
+    return make_discrete_env(config, training=training) if discrete else ClipAction(make_continuous_env(config))
 
 
-def _make(config: EnvConfig) -> gymnasium.Env:
+def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     try:
-        env = gymnasium.make(config.id, **config.options)
+        if config.atari is not None:
+            env = make_atari(config.id, config.atari, config.options, training=training)
+        else:
+            env = gymnasium.make(config.id, **config.options)
+    except ConfigError:
+        raise
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"env.id={config.id}: {error}") from error
     if config.flags:

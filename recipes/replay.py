@@ -20,6 +20,7 @@ from torchrl_replay_ext import (
     EventTables,
     EventTableSampler,
     EventTableWriter,
+    FrameStackStorage,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -93,13 +94,25 @@ def make_replay(
         sampler = sampler if wrap is None else wrap(sampler)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={name}: {error}") from error
+    if config.env.atari is not None:
+        streams = max(64, 2 * config.num_envs)
+        storage = FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
+    else:
+        storage = CompilableTensorStorage(learning.buffer_size, device=device)
     return CompilableReplayBuffer(
-        storage=CompilableTensorStorage(learning.buffer_size, device=device),
+        storage=storage,
         sampler=sampler,
         writer=writer,
         batch_size=learning.batch_size,
         priority_key="td_error",
     )
+
+
+def require_frames(replay: TensorDictReplayBuffer) -> None:
+    """RuntimeError if frames of images were lost in a compiled update, where that could not be an error."""
+    lost = getattr(replay.storage, "lost_frames", 0)
+    if lost:
+        raise RuntimeError(f"{lost} frames had no place in the buffer: episodes are shorter than 8 steps on average")
 
 
 def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
@@ -191,17 +204,26 @@ def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
     }
 
 
+def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
+    """The slots of all transitions, oldest first; with tables that keep more, of those in the default table."""
+    if isinstance(replay.writer, EventTableWriter):
+        return replay.writer.tables["default"].index()
+    count = len(replay)
+    return (replay.write_count - count + torch.arange(count)) % replay.storage.max_size
+
+
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int = 1) -> None:
-    """Marks each environment's newest transition as truncated where its episode goes on: a resumed run begins new ones.
+    """Ends each environment's episode at its newest transition: a resumed run begins new ones."""
+    end_episodes(replay, written_slots(replay)[-num_envs:])
+
+
+def end_episodes(replay: TensorDictReplayBuffer, newest: torch.Tensor) -> None:
+    """Marks transitions, the newest of their episodes, as truncated where the episode goes on.
 
     What is stored cannot be changed behind the sampler's back, so it is the newest transition once more that ends it.
     It reports no event once more; but one that is a condition on rewards or observations holds for the copy too, which
     then joins the original in the event's table.
     """
-    if isinstance(replay.writer, EventTableWriter):
-        newest = replay.writer.tables["default"].index()[-num_envs:]
-    else:
-        newest = (replay.write_count - num_envs + torch.arange(num_envs)) % replay.storage.max_size
     transitions = replay[newest].exclude("index").clone()
     if FLAGS in transitions.keys(include_nested=True):
         transitions[FLAGS].zero_()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
+from recipes.optimizers import RMSProp, RMSPropStep
 from torchrl_replay_ext import compile_step
 
 # Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
@@ -38,7 +39,7 @@ class Delayed:
 
     interval: int
     loss_function: LossFunction
-    optimizers: Sequence[torch.optim.Adam]
+    optimizers: Sequence[torch.optim.Adam | RMSProp]
     sample: Callable[[], TensorDictBase] | None = None
     target_step: Callable[[], None] | None = None
 
@@ -59,8 +60,8 @@ class Learner:
     Args:
         replay: the buffer; a CompilableReplayBuffer if ``compiled``.
         loss_function: see :data:`LossFunction`.
-        optimizers: Adam with one group of parameters each; those of one must not be in another, and no parameter may
-            get gradients from a loss that is not meant for it: the losses are added up.
+        optimizers: Adam or RMSProp with one group of parameters each; those of one must not be in another, and no
+            parameter may get gradients from a loss that is not meant for it: the losses are added up.
         gradient_steps: updates per call.
         max_grad_norm: gradients of an optimizer's parameters of a larger norm are scaled down to it; None: as they are.
         target_step: moves the target networks after each update (``SoftUpdate(...).step``).
@@ -76,7 +77,7 @@ class Learner:
         self,
         replay: TensorDictReplayBuffer,
         loss_function: LossFunction,
-        optimizers: Sequence[torch.optim.Adam],
+        optimizers: Sequence[torch.optim.Adam | RMSProp],
         *,
         gradient_steps: int,
         max_grad_norm: float | None = None,
@@ -141,7 +142,7 @@ class Learner:
 def eager_update(
     replay: TensorDictReplayBuffer,
     loss_function: LossFunction,
-    optimizers: Sequence[torch.optim.Adam],
+    optimizers: Sequence[torch.optim.Adam | RMSProp],
     max_grad_norm: float | None = None,
     target_step: Callable[[], None] | None = None,
     gradients: Gradients | None = None,
@@ -156,7 +157,7 @@ def eager_update(
 
     def descend(
         losses: Mapping[str, Tensor],
-        optimizers: Sequence[torch.optim.Adam],
+        optimizers: Sequence[torch.optim.Adam | RMSProp],
         target_step: Callable[[], None] | None,
         gradients: Gradients | None = None,
     ) -> None:
@@ -215,7 +216,7 @@ class CompiledUpdate:
         self,
         replay: TensorDictReplayBuffer,
         loss_function: LossFunction,
-        optimizers: Sequence[torch.optim.Adam],
+        optimizers: Sequence[torch.optim.Adam | RMSProp],
         max_grad_norm: float | None = None,
         target_step: Callable[[], None] | None = None,
         gradients: Gradients | None = None,
@@ -230,8 +231,8 @@ class CompiledUpdate:
         self._target_step, self._gradients, self._targets = target_step, gradients, list(targets)
         self._delayed = delayed
         self._num_updates, self._extends, self._cudagraphs = num_updates, extends, cudagraphs
-        self._steps = [CompiledAdam(optimizer) for optimizer in optimizers]
-        self._delayed_steps = [] if delayed is None else [CompiledAdam(optimizer) for optimizer in delayed.optimizers]
+        self._steps = [_traceable(optimizer) for optimizer in optimizers]
+        self._delayed_steps = [] if delayed is None else [_traceable(optimizer) for optimizer in delayed.optimizers]
         self._target_due = torch.zeros(1, dtype=torch.bool, device=self._steps[0].parameters[0].device)
 
         def updates(data: TensorDictBase | None) -> dict[str, Tensor]:
@@ -275,7 +276,7 @@ class CompiledUpdate:
     def _descend(
         self,
         losses: Mapping[str, Tensor],
-        steps: Sequence["CompiledAdam"],
+        steps: Sequence["CompiledAdam | RMSPropStep"],
         target_step: Callable[[], None] | None,
         gradients: Gradients | None = None,
     ) -> None:
@@ -338,7 +339,11 @@ class CompiledAdam:
             parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
 
 
-def parameters_of(optimizer: torch.optim.Adam) -> list[Tensor]:
+def _traceable(optimizer: torch.optim.Adam | RMSProp) -> CompiledAdam | RMSPropStep:
+    return RMSPropStep(optimizer) if isinstance(optimizer, RMSProp) else CompiledAdam(optimizer)
+
+
+def parameters_of(optimizer: torch.optim.Adam | RMSProp) -> list[Tensor]:
     """The parameters of its only group."""
     (group,) = optimizer.param_groups
     return list(group["params"])

@@ -3,6 +3,7 @@
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
 from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
+from torchrl_replay_ext.frame_storage import FrameStackStorage
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceEstimator
 from torchrl_replay_ext.samplers import (
@@ -30,6 +31,7 @@ __all__ = [
     "EventTableSampler",
     "EventTableWriter",
     "EventTables",
+    "FrameStackStorage",
     "ProportionalSampler",
     "RankBasedSampler",
     "ReaPERSampler",

@@ -15,7 +15,7 @@ _EXACT_BITS = 53
 # Modules whose objects hold state.
 _STATE = tuple(
     f"torchrl_replay_ext.{name}"
-    for name in ("annealing", "episodes", "events", "samplers.pairs", "slices", "streams", "tree")
+    for name in ("annealing", "episodes", "events", "frames", "samplers.pairs", "slices", "streams", "tree")
 )
 
 

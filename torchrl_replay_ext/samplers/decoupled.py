@@ -191,8 +191,13 @@ class DecoupledSampler(Sampler):
             batch_size: by default that of ``rb``.
 
         Raises:
-            ValueError: if ``rb`` has another sampler, or ``batch_size`` is missing.
+            ValueError: if ``rb`` has another sampler or is in another process, or ``batch_size`` is missing.
         """
+        if getattr(rb, "_sampler", None) is None:
+            raise ValueError(
+                f"DecoupledSampler.actor_buffer: {type(rb).__name__} is in another process, where the policy would be "
+                "a copy that stays as it was. Keep the buffer in the learner's process; its collectors may be anywhere."
+            )
         if rb.sampler is not self:
             raise ValueError("DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler.")
         batch_size = rb._batch_size if batch_size is None else batch_size
@@ -289,13 +294,16 @@ class DecoupledSampler(Sampler):
         rows = data
         if transformed:
             # they may read and write anything
-            rows = transform(data[index])
-        missing = [key for key in keys if rows.get(key, None) is None]
+            rows = transform(storage.get(index))
+        # a storage may hold more than its columns
+        is_stacked = getattr(storage, "is_stacked", lambda key: False)
+        stacked = not transformed and any(is_stacked(key) for key in keys)
+        missing = [key for key in keys if not (stacked and is_stacked(key)) and rows.get(key, None) is None]
         if missing:
             raise KeyError(f"DecoupledSampler: the stored data has no entries {missing}, which the policy reads.")
         if not transformed:
             traced = is_traced() and isinstance(index, Tensor)
-            rows = storage.take_columns(keys, index) if traced else data.select(*keys)[index]
+            rows = storage.take_columns(keys, index) if traced or stacked else data.select(*keys)[index]
         action = rows.get(self._action_key)
         inputs = rows.select(*policy.in_keys)
         with nullcontext() if is_traced() else set_interaction_type(InteractionType.DETERMINISTIC):

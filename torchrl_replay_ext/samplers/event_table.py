@@ -420,6 +420,9 @@ class EventTableSampler(PrioritySampler):
         self._sort_if_due()
 
     def _column(self, storage: Storage | None, key: NestedKey, slots: Tensor) -> Tensor:
+        stored: Any = storage
+        if getattr(storage, "is_stacked", lambda key: False)(key):
+            return stored.take_columns([key], slots).get(key).flatten(1)
         data: Any = getattr(storage, "_storage", None)
         column = data.get(key, None) if is_tensor_collection(data) else None
         if column is None:

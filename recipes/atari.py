@@ -1,0 +1,153 @@
+"""Atari games (ale-py), preprocessed as the papers on deep Q-learning do: env=atari/<game>."""
+
+import importlib.util
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import gymnasium
+from gymnasium.wrappers import AtariPreprocessing, ClipReward, FrameStackObservation
+from hydra.core.config_store import ConfigStore
+
+from recipes.atari_scores import OTHER_GAMES, SCORES
+from recipes.run import ConfigError
+
+NOOP, FIRE = 0, 1
+
+
+@dataclass
+class AtariConfig:
+    """Preprocessing (Mnih et al. 2015; stable-baselines3's AtariWrapper, which the ReaPER paper uses).
+
+    Args:
+        num_frames: frames of an observation, the newest last; an episode begins with the first repeated.
+        frame_skip: emulator frames that an action is repeated for; the last two are max-pooled.
+        screen_size: of the gray frames, in pixels.
+        noop_max: a game begins with 1 to so many no-ops.
+        fire: press FIRE where an episode begins, in games with such an action: some wait for it.
+        life_loss: a lost life ends an episode, in training only. The game goes on with the next episode.
+        clip_rewards: to [-1, 1], in training only.
+        max_frames: emulator frames after which a game is truncated.
+        repeat_action_probability: of sticky actions.
+        full_action_space: all 18 actions, not only those that matter in the game.
+    """
+
+    num_frames: int = 4
+    frame_skip: int = 4
+    screen_size: int = 84
+    noop_max: int = 30
+    fire: bool = True
+    life_loss: bool = True
+    clip_rewards: bool = True
+    max_frames: int = 108_000
+    repeat_action_probability: float = 0.0
+    full_action_space: bool = False
+
+    def __post_init__(self) -> None:
+        for key, least in (("num_frames", 1), ("frame_skip", 1), ("screen_size", 1), ("noop_max", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"env.atari.{key}={getattr(self, key)}: must be >= {least}")
+
+
+class Lives(gymnasium.Wrapper):
+    """Begins an episode with FIRE, and ends it with a life if asked.
+
+    Args:
+        env: with AtariPreprocessing.
+        episodic: whether a lost life ends an episode. The next one is the same game, unless that is over.
+        fire: see AtariConfig. Without ``episodic``, it is pressed after a lost life, too.
+    """
+
+    def __init__(self, env: gymnasium.Env, *, episodic: bool, fire: bool):
+        super().__init__(env)
+        world: Any = env.unwrapped
+        self._ale, meanings = world.ale, world.get_action_meanings()
+        self._episodic = episodic
+        self._fire = fire and len(meanings) > FIRE and meanings[FIRE] == "FIRE"
+        self._lives = 0
+        self._goes_on = False
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """One step of the game."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        lives, before = self._ale.lives(), self._lives
+        self._lives = lives
+        # in Qbert, none are left for a few frames before the game is over
+        lost = 0 < lives < before and not (terminated or truncated)
+        self._goes_on = self._episodic and lost
+        if self._goes_on:
+            terminated = True
+        elif lost and self._fire:
+            observation, more, terminated, truncated, info = self.env.step(FIRE)
+            reward = float(reward) + float(more)
+        return observation, reward, terminated, truncated, info
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode: of the same game after a lost life, unless there is a seed."""
+        over = not self._goes_on or seed is not None
+        self._goes_on = False
+        if not over:
+            # an observation without a decision, as where a game begins
+            observation, _, terminated, truncated, info = self.env.step(FIRE if self._fire else NOOP)
+            over = terminated or truncated
+        if over:
+            observation, info = self.env.reset(seed=seed, options=options)
+            if self._fire:
+                observation, _, terminated, truncated, info = self.env.step(FIRE)
+                if terminated or truncated:
+                    observation, info = self.env.reset(options=options)
+        self._lives = self._ale.lives()
+        return observation, info  # pyright: ignore[reportPossiblyUnbound]
+
+
+def make_atari(env_id: str, atari: AtariConfig, options: dict[str, Any], *, training: bool) -> gymnasium.Env:
+    """Makes a preprocessed game, whose observations are bytes [num_frames, screen_size, screen_size].
+
+    Args:
+        env_id: Gymnasium's, ALE/Pong-v5 for example.
+        atari: the preprocessing.
+        options: keywords for gymnasium.make.
+        training: whether lost lives end episodes and rewards are clipped, where `atari` says so; else whole games.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    for module, package in (("ale_py", "ale-py"), ("cv2", "opencv-python-headless")):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"env.id={env_id}: Atari needs {package}; pip install ale-py opencv-python-headless")
+    import ale_py
+
+    # else it writes its name to the terminal
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    gymnasium.register_envs(ale_py)
+    env = gymnasium.make(
+        env_id,
+        obs_type="grayscale",
+        frameskip=1,
+        repeat_action_probability=atari.repeat_action_probability,
+        full_action_space=atari.full_action_space,
+        max_num_frames_per_episode=atari.max_frames,
+        disable_env_checker=True,
+        **options,
+    )
+    env = AtariPreprocessing(env, noop_max=atari.noop_max, frame_skip=atari.frame_skip, screen_size=atari.screen_size)
+    env = Lives(env, episodic=training and atari.life_loss, fire=atari.fire)
+    if training and atari.clip_rewards:
+        env = ClipReward(env, -1.0, 1.0)
+    return FrameStackObservation(env, atari.num_frames)
+
+
+def preset(game: str) -> dict[str, Any]:
+    """The configuration of env=atari/<game>."""
+    random, human = SCORES.get(game, (None, None))
+    return {
+        "name": game,
+        "id": f"ALE/{game.title().replace('_', '')}-v5",
+        "reward_threshold": None,
+        "random_score": random,
+        "human_score": human,
+        "atari": asdict(AtariConfig()),
+    }
+
+
+for _game in (*SCORES, *OTHER_GAMES):
+    ConfigStore.instance().store(group="env/atari", name=_game, node=preset(_game), package="env")

@@ -1,0 +1,65 @@
+"""Networks that observe vectors or stacked frames."""
+
+import torch
+from torch import Tensor, nn
+from torchrl.modules import MLP
+
+
+class Convolutions(nn.Module):
+    """The convolutions of Mnih et al. 2015 and of the ACER paper: 32 of 8x8 / 4, 64 of 4x4 / 2, 64 of 3x3 / 1, ReLU.
+
+    Args:
+        shape: of an observation, [frames, height, width], bytes.
+        device: where the parameters are.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device | None = None):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(shape[0], 32, 8, 4, device=device),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2, device=device),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, 1, device=device),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        with torch.no_grad():
+            self.num_features = self.layers(torch.zeros(1, *shape, device=device)).shape[1]
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Features [..., num_features] of observations [..., frames, height, width]."""
+        images = observation.reshape(-1, *observation.shape[-3:]).to(torch.float32) / 255
+        return self.layers(images).reshape(*observation.shape[:-3], self.num_features)
+
+
+def make_network(
+    observed: tuple[int, ...],
+    outputs: int,
+    hidden_sizes: list[int],
+    *,
+    activation: type[nn.Module] = nn.ReLU,
+    activate_last: bool = False,
+    device: torch.device | None = None,
+) -> nn.Module:
+    """Fully connected layers, behind convolutions if images are observed.
+
+    Args:
+        observed: shape of an observation, a vector or an image.
+        outputs: number of outputs.
+        hidden_sizes: of the fully connected layers.
+        activation: of the fully connected layers; with images, all are ReLU.
+        activate_last: whether the last layer is activated, too.
+        device: where the parameters are.
+    """
+    images = len(observed) == 3
+    trunk = [Convolutions(observed, device)] if images else []
+    layers = MLP(
+        trunk[0].num_features if trunk else observed[0],
+        outputs,
+        num_cells=hidden_sizes,
+        activation_class=nn.ReLU if images else activation,
+        activate_last_layer=activate_last,
+        device=device,
+    )
+    return nn.Sequential(*trunk, layers) if trunk else layers

@@ -1,0 +1,361 @@
+import importlib.util
+import os
+import signal
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from recipes import acer, dqn, training
+from recipes.atari import FIRE, NOOP, AtariConfig, Lives, make_atari, preset
+from recipes.atari_scores import ATARI_10, OTHER_GAMES, SCORES
+from recipes.collect import EpsilonRandom, VectorCollector
+from recipes.networks import Convolutions, make_network
+from recipes.optimizers import RMSProp, RMSPropStep, make_optimizer
+from recipes.run import DONE, INTERRUPTED, ConfigError, typed
+from tests.recipes.runs import Composer, needs, rows
+from torchrl_replay_ext import FrameStackStorage
+
+GAME = "env=atari/breakout"
+TINY_DQN = [
+    GAME,
+    "env.atari.max_frames=200",
+    "dqn.total_steps=96",
+    "dqn.learning_starts=32",
+    "dqn.train_interval=16",
+    "dqn.batch_size=8",
+    "dqn.buffer_size=64",
+    "dqn.num_evaluations=3",
+    "dqn.hidden_sizes=[16]",
+]
+TINY_ACER = [
+    GAME,
+    "env.atari.max_frames=200",
+    "num_envs=2",
+    "acer.total_steps=48",
+    "acer.slice_len=4",
+    "acer.buffer_size=40",
+    "acer.replay_ratio=1",
+    "acer.num_evaluations=3",
+    "acer.hidden_sizes=[16]",
+]
+recipes = {"dqn": Composer("dqn", dqn.Config, TINY_DQN), "acer": Composer("acer", acer.Config, TINY_ACER)}
+train = {"dqn": dqn.train, "acer": acer.train}
+
+
+def make(game="breakout", training=True, **changes):
+    return make_atari(preset(game)["id"], AtariConfig(**changes), {}, training=training)
+
+
+class Script:
+    """A game of three lives that takes what a test says: lives after each step."""
+
+    def __init__(self, meanings=("NOOP", "FIRE")):
+        self.meanings, self.left, self.after = meanings, 3, []
+
+    def lives(self):
+        return self.left
+
+
+class ScriptedGame(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 255, (1,), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, ale):
+        self.ale, self.resets, self.actions = ale, 0, []
+
+    def get_action_meanings(self):
+        return list(self.ale.meanings)
+
+    def reset(self, *, seed=None, options=None):
+        self.resets += 1
+        self.ale.left = 3
+        return np.zeros(1, np.uint8), {}
+
+    def step(self, action):
+        self.actions.append(action)
+        if self.ale.after:
+            self.ale.left = self.ale.after.pop(0)
+        return np.ones(1, np.uint8), 1.0, self.ale.left == 0, False, {}
+
+
+class TestLives:
+    def test_an_episode_is_a_life_and_the_game_goes_on(self):
+        game = ScriptedGame(Script(("NOOP", "RIGHT")))
+        env = Lives(game, episodic=True, fire=True)
+        env.reset(seed=0)
+        game.ale.after = [3, 2, 2, 1, 1, 0]
+        assert [env.step(1)[2] for _ in range(2)] == [False, True]
+        env.reset()
+        assert (game.resets, game.actions) == (1, [1, 1, NOOP])
+        assert env.step(1)[2]
+        env.reset()
+        assert env.step(1)[2]
+        env.reset()
+        assert game.resets == 2
+
+    def test_a_seed_or_the_end_of_the_game_begins_a_new_one(self):
+        game = ScriptedGame(Script())
+        env = Lives(game, episodic=True, fire=False)
+        env.reset(seed=0)
+        game.ale.after = [2]
+        assert env.step(0)[2]
+        env.reset(seed=1)
+        assert game.resets == 2
+        # the last life is lost by the no-op between two episodes
+        game.ale.after = [1, 0]
+        assert env.step(0)[2]
+        env.reset()
+        assert game.resets == 3
+
+    @pytest.mark.parametrize("episodic", [True, False])
+    def test_fire_begins_each_life(self, episodic):
+        game = ScriptedGame(Script())
+        env = Lives(game, episodic=episodic, fire=True)
+        env.reset()
+        game.ale.after = [2]
+        _, reward, terminated, _, _ = env.step(0)
+        assert terminated == episodic
+        if episodic:
+            env.reset()
+        assert game.actions == [FIRE, 0, FIRE]
+        assert reward == (1 if episodic else 2)
+
+    def test_no_lives_left_is_not_yet_the_end(self):
+        """Qbert goes on for some frames; the end is the game's own."""
+        game = ScriptedGame(Script())
+        env = Lives(game, episodic=True, fire=False)
+        env.reset()
+        game.ale.left = 1
+        env.step(0)
+        game.step = lambda action: (np.ones(1, np.uint8), 0.0, False, False, {})
+        game.ale.left = 0
+        assert not env.step(0)[2]
+
+
+@needs("ale_py")
+@needs("cv2")
+class TestGame:
+    def test_preprocessing(self):
+        env = make()
+        assert env.observation_space.shape == (4, 84, 84) and env.observation_space.dtype == np.uint8
+        first = env.reset(seed=3)[0]
+        assert (first[0] == first[1]).all() and (first[0] == first[3]).all()
+        second = env.step(2)[0]
+        assert (second[:3] == first[1:]).all()
+        np.testing.assert_array_equal(make().reset(seed=3)[0], first)
+        assert any((make().reset(seed=seed)[0] != first).any() for seed in range(3))
+        assert env.unwrapped.ale.getFloat("repeat_action_probability") == 0
+
+    def test_training_is_on_lives_and_evaluation_on_games(self):
+        lives = {}
+        for of_lives in (True, False):
+            env, rng = make("breakout", of_lives), np.random.default_rng(0)
+            env.reset(seed=0)
+            lives[of_lives] = []
+            for _ in range(700):
+                _, _, terminated, truncated, info = env.step(int(rng.integers(4)))
+                if terminated or truncated:
+                    lives[of_lives].append(info["lives"])
+                    env.reset()
+        assert lives[True][:6] == [4, 3, 2, 1, 0, 4]
+        assert set(lives[False]) == {0} and len(lives[False]) >= 2
+
+    def test_rewards_are_clipped_in_training_only(self):
+        rewards = {}
+        for clipped in (True, False):
+            env, rng = make("qbert", clipped), np.random.default_rng(0)
+            env.reset(seed=0)
+            rewards[clipped] = {float(env.step(int(rng.integers(6)))[1]) for _ in range(60)}
+        assert rewards[True] == {0.0, 1.0} and rewards[False] == {0.0, 25.0}
+
+    def test_games_are_truncated(self):
+        env = make(training=False, max_frames=200)
+        env.reset(seed=0)
+        steps = [env.step(FIRE)[2:4] for _ in range(49)]
+        assert (False, True) in steps
+
+    def test_stored_frames_are_the_wrapper_s_stacks(self):
+        """Random play of three games side by side, over the ring several times."""
+        behaviour = EpsilonRandom(None, gymnasium.spaces.Discrete(4), seed=0)
+        env = partial(make, "breakout", max_frames=400)
+        collector = VectorCollector([env] * 3, behaviour, frames_per_batch=30, seed=0)
+        once = TensorDictReplayBuffer(storage=FrameStackStorage(170), batch_size=32)
+        plain = TensorDictReplayBuffer(storage=LazyTensorStorage(170), batch_size=32)
+        ends = 0
+        for number in range(24):
+            data = collector.collect()
+            assert data["observation"].dtype == torch.uint8
+            ends += int(data["next", "done"].sum())
+            for rb in (once, plain):
+                rb.extend(data.clone())
+            if number % 6 == 5:
+                for key in plain[:].keys(True, True):
+                    assert torch.equal(once[:][key], plain[:][key]), key
+        assert ends > 10
+        assert once.storage.num_frames < 170 * 1.2
+        once.storage._pool.check_valid()
+        collector.shutdown()
+
+    @pytest.mark.parametrize("name", ["dqn", "acer"])
+    def test_trains_resumes_and_leaves_its_files(self, tmp_path, monkeypatch, capsys, name):
+        recipe, evaluate = recipes[name], training.evaluate
+
+        def interrupt(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGINT)
+            return evaluate(*arguments, **options)
+
+        monkeypatch.setattr(training, "evaluate", interrupt)
+        assert train[name](recipe.configuration(), tmp_path) == INTERRUPTED
+        monkeypatch.setattr(training, "evaluate", evaluate)
+        assert train[name](recipe.resumed(tmp_path), tmp_path) == DONE
+        table = rows(tmp_path)
+        assert len(table) == 3
+        random, human = SCORES["breakout"]
+        for row in table:
+            expected = (float(row["return_mean"]) - random) / (human - random)
+            assert float(row["human_normalized"]) == pytest.approx(expected)
+        loss = "loss" if name == "dqn" else "loss_qvalue"
+        assert np.isfinite(float(table[-1][loss]))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["dqn", "acer"])
+    def test_compiled_run(self, tmp_path, name):
+        torch._dynamo.reset()
+        assert train[name](recipes[name].configuration("compile=true"), tmp_path) == DONE
+        assert np.isfinite(float(rows(tmp_path)[-1]["loss" if name == "dqn" else "loss_qvalue"]))
+
+    def test_every_preset_has_a_game(self):
+        import ale_py
+
+        gymnasium.register_envs(ale_py)
+        for game in (*SCORES, *OTHER_GAMES):
+            assert preset(game)["id"] in gymnasium.registry
+
+
+PAPER = {  # appendix D of the ReaPER paper, column Atari
+    "learning_rate": 625e-7,
+    "total_steps": 50_000_000,
+    "buffer_size": 1_000_000,
+    "learning_starts": 50_000,
+    "target_update_interval": 30_000,
+    "batch_size": 32,
+    "train_interval": 4,
+    "gradient_steps": 1,
+    "exploration_fraction": 0.02,
+    "initial_epsilon": 1.0,
+    "final_epsilon": 0.01,
+    "evaluation_epsilon": 0.001,
+    "num_evaluations": 200,
+    "evaluation_episodes": 1,
+    "gamma": 0.99,
+    "max_grad_norm": None,
+}
+
+
+@pytest.mark.parametrize("game", ["pong", *ATARI_10])
+def test_presets_of_dqn_are_those_of_the_paper(game):
+    config = typed(recipes["dqn"].composed(f"env=atari/{game}"), dqn.Config)
+    assert {key: getattr(config.dqn, key) for key in PAPER} == PAPER
+    assert config.dqn.optimizer["name"] == "rmsprop" and config.env.reward_threshold is None
+    assert (config.env.name, config.env.random_score, config.env.human_score) == (game, *SCORES[game])
+    assert config.env.atari == AtariConfig()
+
+
+def test_presets_of_acer_are_those_of_the_paper():
+    settings = typed(recipes["acer"].composed("env=atari/qbert", "num_envs=16"), acer.Config).acer
+    assert (settings.slice_len, settings.c, settings.delta, settings.average) == (20, 10.0, 1.0, 0.99)
+    assert (settings.gamma, settings.replay_ratio, settings.entropy_coeff) == (0.99, 4.0, 0.001)
+    assert (settings.buffer_size, settings.hidden_sizes, settings.shared_layers) == (16 * 50_000, [512], True)
+
+
+def test_games_without_scores_are_not_normalized():
+    config = typed(recipes["dqn"].composed("env=atari/klax"), dqn.Config).env
+    assert config.id == "ALE/Klax-v5" and config.human_normalized(5.0) is None
+    pong = typed(recipes["dqn"].composed("env=atari/pong"), dqn.Config).env
+    assert [pong.human_normalized(score) for score in SCORES["pong"]] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["env.atari.noop_max=-1"], "env.atari.noop_max=-1: must be >= 0"),
+        (["env.human_score=null"], "env.random_score=1.7: it and env.human_score=None must be two numbers"),
+        (["dqn.optimizer.name=sgd"], "optimizer.name=sgd: choose adam, rmsprop"),
+        (["dqn.optimizer.decay=1"], r"optimizer: RMSProp\(decay=1"),
+        (["dqn.optimizer.speed=1"], "Could not override|optimizer: "),
+        (["env.id=ALE/Nothing-v5"], "env.id=ALE/Nothing-v5: "),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, words, message):
+    if importlib.util.find_spec("ale_py") is None and words[0].startswith(("env.id", "dqn")):
+        pytest.skip("needs ale_py")
+    with pytest.raises(Exception, match=message):
+        dqn.train(recipes["dqn"].configuration(*words), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("module", "package"), [("ale_py", "ale-py"), ("cv2", "opencv-python-headless")])
+def test_missing_packages_are_config_errors(tmp_path, monkeypatch, module, package):
+    find = importlib.util.find_spec
+    present = {"ale_py", "cv2"} - {module}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == module else (True if name in present else find(name, *rest)),
+    )
+    with pytest.raises(ConfigError, match=f"Atari needs {package}; pip install"):
+        dqn.train(recipes["dqn"].configuration(), tmp_path)
+
+
+def test_networks_of_the_papers():
+    images = torch.randint(0, 256, (2, 3, 4, 84, 84), dtype=torch.uint8)
+    trunk = Convolutions((4, 84, 84))
+    kernels = [(m.out_channels, m.kernel_size[0], m.stride[0]) for m in trunk.layers if isinstance(m, torch.nn.Conv2d)]
+    assert kernels == [(32, 8, 4), (64, 4, 2), (64, 3, 1)] and trunk.num_features == 3136
+    network = make_network((4, 84, 84), 6, [512])
+    assert sum(parameter.numel() for parameter in make_network((4, 84, 84), 4, [512]).parameters()) == 1_686_180
+    result = network(images)
+    assert result.shape == (2, 3, 6)
+    torch.testing.assert_close(network(images[1, 2]), result[1, 2])
+    torch.testing.assert_close(trunk(images), trunk.layers(images.flatten(0, 1) / 255).view(2, 3, -1))
+    assert make_network((5,), 2, [8])(torch.zeros(7, 5)).shape == (7, 2)
+
+
+class TestRMSProp:
+    @pytest.mark.parametrize("centered", [True, False])
+    def test_is_that_of_the_paper(self, centered):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+        expected, square, mean = parameter.detach().clone(), torch.zeros(5).double(), torch.zeros(5).double()
+        optimizer = RMSProp([parameter], 0.1, decay=0.9, eps=0.01, centered=centered)
+        for _ in range(20):
+            gradient = torch.randn(5, dtype=torch.float64)
+            square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
+            expected -= 0.1 * gradient / (square - centered * mean**2 + 0.01).sqrt()
+            parameter.grad = gradient
+            optimizer.step()
+        torch.testing.assert_close(parameter.detach(), expected)
+
+    def test_constant_gradients_do_not_break_it(self):
+        parameter = torch.nn.Parameter(torch.zeros(1000))
+        optimizer = RMSProp([parameter], 1e-4, eps=1e-20)
+        parameter.grad = torch.randn(1000)
+        for _ in range(300):
+            optimizer.step()
+        assert parameter.isfinite().all()
+
+    def test_state_is_saved(self):
+        optimizers = []
+        for _ in range(2):
+            parameter = torch.nn.Parameter(torch.ones(3))
+            parameter.grad = torch.arange(3.0)
+            optimizers.append(make_optimizer({"name": "rmsprop"}, [parameter], 0.1))
+        optimizers[0].step()
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        first, second = (RMSPropStep(optimizer) for optimizer in optimizers)
+        assert torch.equal(first._squares[0], second._squares[0]) and first._squares[0].any()
+        assert torch.equal(first._means[0], second._means[0])

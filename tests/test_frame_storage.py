@@ -1,0 +1,417 @@
+import pickle
+import random
+import warnings
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.stacks import StackedStreams
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    FrameStackStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+from torchrl_replay_ext.frames import FramePool
+
+KEYS = ("observation", ("next", "observation"), "action", ("next", "reward"), ("next", "done"))
+
+
+def pair(capacity, **arguments):
+    """A buffer that keeps frames once, and a plain one."""
+    once = TensorDictReplayBuffer(storage=FrameStackStorage(capacity, **arguments), batch_size=8)
+    return once, TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=8)
+
+
+def assert_same(once, plain, index=None):
+    index = torch.arange(len(plain)) if index is None else index
+    ours, theirs = once[index], plain[index]
+    assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+    for key in theirs.keys(True, True):
+        assert torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize("padding", ["reset", "zero"])
+@pytest.mark.parametrize("layout", ["interleaved", "env_major", "any"])
+@pytest.mark.parametrize(("capacity", "num_envs"), [(1, 1), (7, 1), (7, 3), (50, 4), (50, 80)])
+def test_what_is_read_is_what_was_written(capacity, num_envs, layout, padding):
+    rng = random.Random(capacity * num_envs)
+    streams = StackedStreams(num_envs, padding=padding, lost=0.05, seed=num_envs)
+    once, plain = pair(capacity)
+    for _ in range(40):
+        data = streams.chunk(layout, rng.choice([1, 2, 5, 13, 2 * capacity]))
+        for rb in (once, plain):
+            rb.extend(data.clone())
+        assert_same(once, plain)
+        once.storage._pool.check_valid()
+    assert once.storage.lost_frames == once.storage.mismatched == 0
+
+
+def test_without_ids_the_row_before_is_looked_at():
+    streams = StackedStreams(1, end=0.05, still=0)
+    once, plain = pair(40)
+    for _ in range(20):
+        data = streams.rollout([0] * 9, with_ids=False)
+        for rb in (once, plain):
+            rb.extend(data.clone())
+        assert_same(once, plain)
+    # 40 transitions in a few episodes, and what is left of the frames before the oldest
+    assert once.storage.num_frames < 40 + 4 + 8
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "env_major"])
+def test_each_frame_is_kept_once(layout):
+    """An episode of L steps takes L + 1 frames, however its steps are spread over writes."""
+    streams = StackedStreams(4, end=0.0, still=0.0)
+    once, _ = pair(400)
+    for _ in range(10):
+        once.extend(streams.chunk(layout, 40))
+    assert once.storage.num_frames == 4 * 101
+    # the frames before the oldest step of each environment stay
+    once.extend(streams.chunk("interleaved", 40))
+    assert once.storage.num_frames == 4 * (100 + 4)
+    streams = StackedStreams(1, end=1.0, still=0.0, padding="zero")
+    once, _ = pair(20)
+    once.extend(streams.rollout([0] * 20))
+    assert once.storage.num_frames == 40
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_other_depths_shapes_and_types(depth):
+    once, plain = pair(30, frame_key="pixels")
+    streams = StackedStreams(2, depth=depth)
+    for _ in range(10):
+        data = streams.chunk("any", 9)
+        for key in ("observation", ("next", "observation")):
+            stack = data.pop(key).float().unsqueeze(2) / 255
+            data["pixels" if key == "observation" else ("next", "pixels")] = stack
+        for rb in (once, plain):
+            rb.extend(data.clone())
+        assert_same(once, plain)
+
+
+def test_slots_in_any_order_and_single_transitions():
+    """``add``, ``write_at`` with a slot that is named twice, assignment, and what indexing takes."""
+    streams = StackedStreams(2)
+    once, plain = pair(12)
+    for _ in range(20):
+        data = streams.rollout([0])[0]
+        for rb in (once, plain):
+            rb.add(data.clone())
+    index = torch.tensor([3, 9, 3, 0])
+    data = streams.rollout([0, 1, 0, 0])
+    for rb in (once, plain):
+        rb.writer.write_at(index, data.clone())
+    data = streams.rollout([1, 1])
+    for rb in (once, plain):
+        rb.storage[4:6] = data.clone().set("index", torch.tensor([4, 5]))
+    assert_same(once, plain)
+    for index in (0, -1, slice(2, 9, 3), [1, 4], torch.tensor([-1, 0]), torch.arange(12) % 2 == 0, torch.tensor(3)):
+        assert_same(once, plain, index)
+    assert_same(once, plain, torch.arange(12).view(3, 4))
+    once.storage._pool.check_valid()
+
+
+def test_emptied_storage_begins_anew():
+    once, plain = pair(12)
+    streams = StackedStreams(2)
+    for _ in range(3):
+        for rb in (once, plain):
+            rb.empty()
+        assert once.storage.num_frames == 0
+        data = streams.chunk("any", 17)
+        for rb in (once, plain):
+            rb.extend(data.clone())
+        assert_same(once, plain)
+
+
+class TestSaving:
+    @pytest.fixture
+    def filled(self):
+        streams = StackedStreams(3, end=0.05)
+        once, plain = pair(30)
+        for _ in range(7):
+            data = streams.chunk("interleaved", 9)
+            for rb in (once, plain):
+                rb.extend(data.clone())
+        return streams, once, plain
+
+    def assert_goes_on(self, streams, restored, once, plain):
+        assert_same(restored, plain)
+        for _ in range(4):
+            data = streams.chunk("interleaved", 9)
+            for rb in (restored, once, plain):
+                rb.extend(data.clone())
+        assert_same(restored, plain)
+        restored.storage._pool.check_valid()
+        # episodes that were going on are continued
+        assert restored.storage.num_frames == once.storage.num_frames
+
+    @pytest.mark.parametrize("fresh", [True, False])
+    def test_state_dict(self, filled, fresh):
+        streams, once, plain = filled
+        restored = pair(30)[0]
+        if not fresh:
+            restored.extend(StackedStreams(1, seed=5).rollout([0] * 40))
+        restored.load_state_dict(once.state_dict())
+        self.assert_goes_on(streams, restored, once, plain)
+
+    def test_dumps(self, filled, tmp_path):
+        streams, once, plain = filled
+        once.dumps(tmp_path)
+        restored = pair(30)[0]
+        restored.extend(streams.rollout([0]))
+        restored.loads(tmp_path)
+        assert_same(restored, plain)
+        restored.storage._pool.check_valid()
+
+    def test_pickle(self, filled):
+        streams, once, plain = filled
+        self.assert_goes_on(streams, pickle.loads(pickle.dumps(once)), once, plain)
+
+    def test_another_size_is_refused(self, filled):
+        _, once, _ = filled
+        other = FrameStackStorage(40)
+        other.set(torch.arange(2), StackedStreams(1).rollout([0, 0]))
+        before = other.state_dict()["frames"]["ids"].clone()
+        with pytest.raises(ValueError, match=r"FrameStackStorage\.load_state_dict: the saved frames have another ids"):
+            other.load_state_dict(once.storage.state_dict())
+        assert torch.equal(other.state_dict()["frames"]["ids"], before)
+
+    def test_only_frames_that_were_needed_are_saved(self):
+        storage = FrameStackStorage(1000)
+        storage.set(torch.arange(5), StackedStreams(1, end=0, still=0).rollout([0] * 5))
+        assert len(storage.state_dict()["frames"]["frames"]) == 7
+
+
+class TestErrors:
+    def refused(self, data, error, message, **arguments):
+        storage = FrameStackStorage(20, **arguments)
+        storage.set(torch.arange(3), StackedStreams(1, seed=3).rollout([0] * 3))
+        frames, kept = storage.num_frames, storage.get(torch.arange(3)).clone()
+        with pytest.raises(error, match=message):
+            storage.set(torch.arange(len(data)), data)
+        assert storage.num_frames == frames
+        assert (storage.get(torch.arange(3)) == kept).all()
+        storage._pool.check_valid()
+
+    def test_without_stacks(self):
+        data = StackedStreams(1).rollout([0])
+        self.refused(data.exclude("observation"), KeyError, r"no entry \('observation',\) with stacked frames")
+
+    def test_steps_apart(self):
+        data = StackedStreams(1, still=0).rollout([0] * 4)
+        data["next", "observation"] = data["next", "observation"].roll(1, 0)
+        self.refused(data, ValueError, "FrameStackStorage: row 0 of the data: the next observation is not")
+
+    def test_other_stacks(self):
+        self.refused(StackedStreams(1, depth=3).rollout([0]), ValueError, r"what is stored needs \(1, 4, 3, 2\)")
+        data = StackedStreams(1).rollout([0])
+        data["next", "observation"] = data["next", "observation"].float()
+        self.refused(data, ValueError, "both must be stacks of frames")
+
+    def test_too_few_frames(self):
+        data = StackedStreams(1, end=1, still=0).rollout([0] * 20)
+        self.refused(data, RuntimeError, "all 22 frames are needed.*frame_capacity=", frame_capacity=22)
+
+    def test_arguments(self):
+        with pytest.raises(ValueError, match=r"frame_capacity=9\): frame_capacity must be an integer >= 10"):
+            FrameStackStorage(10, frame_capacity=9)
+        with pytest.raises(ValueError, match="num_streams=0"):
+            FrameStackStorage(10, num_streams=0)
+        with pytest.raises(TypeError, match="must be a TensorDict, not Tensor"):
+            FrameStackStorage(10).set(torch.arange(2), torch.zeros(2, 4, 3, 2))
+        with pytest.raises(ValueError, match="Flatten it"):
+            FrameStackStorage(10).set(torch.arange(2), StackedStreams(1).rollout([0] * 4).reshape(2, 2))
+
+    def test_check_valid_finds_contradictions(self):
+        for name in ("_references", "_num_free"):
+            pool = FramePool(4, 8, num_stacked=2, shape=(2,))
+            pool.check_valid()
+            getattr(pool, name).sub_(1)
+            with pytest.raises(RuntimeError, match="are wrong"):
+                pool.check_valid()
+
+
+def make_sampler(name, capacity):
+    if name == "per":
+        return ProportionalSampler(capacity)
+    if name == "rank":
+        return RankBasedSampler(capacity)
+    if name == "reaper":
+        return ReaPERSampler(capacity, num_streams=3)
+    if name == "retrace":
+        return TrajectoryRetraceSampler(capacity, slice_len=4, num_streams=3)
+    if name == "retrace_per":
+        return TrajectoryRetraceSampler(capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity))
+    return None
+
+
+def buffers(name, capacity=40):
+    """The same buffer with frames kept once and whole; and the step that is compiled."""
+    result = []
+    for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity)):
+        sampler, writer, storage_of = make_sampler(name, capacity), None, storage
+        if name == "sset":
+            tables = EventTables([EventSpec("end", ("next", "done"), history=5)], capacity={"end": 20})
+            sampler, writer = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}), EventTableWriter(tables)
+        elif name == "sset_pinned":
+            tables = EventTables(
+                [EventSpec("end", ("next", "done"), history=5)],
+                capacity={"default": 20, "end": 20},
+                retention="pinned",
+            )
+            sampler, writer = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}), EventTableWriter(tables)
+        rb = CompilableReplayBuffer(storage=storage_of, sampler=sampler, writer=writer, batch_size=8)
+        result.append(rb)
+    return result
+
+
+SAMPLERS = ["uniform", "per", "rank", "reaper", "retrace", "retrace_per", "sset", "sset_pinned"]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samples_are_those_of_whole_stacks(name):
+    streams = StackedStreams(3, end=0.1)
+    once, plain = buffers(name)
+    for _ in range(25):
+        data = streams.chunk("interleaved", 9)
+        batches = []
+        for rb in (once, plain):
+            rb.extend(data.clone())
+            torch.manual_seed(1)
+            rb.set_rng(torch.Generator().manual_seed(1))
+            batch = rb.sample()
+            batch["td_error"] = batch["next", "reward"].square().squeeze(1)
+            rb.update_tensordict_priority(batch)
+            batches.append(batch)
+        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+        for key in batches[1].keys(True, True):
+            assert torch.equal(batches[0][key], batches[1][key]), key
+    once.storage._pool.check_valid()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "retrace_per" else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
+)
+def test_compiled_in_one_graph(name):
+    """Writes, draws and updates in a graph: the samples are those that a naive buffer has in the same slots."""
+    torch._dynamo.reset()
+    streams = StackedStreams(3, end=0.1)
+    once, _ = buffers(name)
+    plain = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=8)
+    writes = not name.startswith("sset")
+
+    def step(data):
+        if writes:
+            once.extend(data)
+        batch = once.sample()
+        batch["td_error"] = batch["next", "reward"].square().squeeze(1)
+        once.update_tensordict_priority(batch)
+        return batch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
+        compiled = torch.compile(step, fullgraph=True)
+        first = streams.chunk("interleaved", 9)
+        index = once.extend(first.clone())
+        plain.extend(first.clone())
+        plain.writer.write_at(index, first.clone())
+        for _ in range(25):
+            data = streams.chunk("interleaved", 9)
+            if writes:
+                plain.extend(data.clone())
+            else:
+                plain.writer.write_at(once.extend(data.clone()), data.clone())
+            batch = compiled(data)
+            expected = plain.storage._storage[batch["index"]]
+            for key in KEYS[:4]:
+                assert torch.equal(batch[key], expected[key]), key
+            assert once.storage.lost_frames == once.storage.mismatched == 0
+    once.storage._pool.check_valid()
+
+
+@pytest.mark.slow
+def test_what_is_an_error_outside_is_counted_in_a_graph():
+    torch._dynamo.reset()
+    storage = FrameStackStorage(20, frame_capacity=24)
+    rb = CompilableReplayBuffer(storage=storage, batch_size=4)
+    streams = StackedStreams(1, end=1, still=0)
+    rb.extend(streams.rollout([0] * 3))
+    compiled = torch.compile(lambda data: rb.extend(data), fullgraph=True)
+    whole = []
+    for number in range(6):
+        data = streams.rollout([0] * 3)
+        whole.append(data.clone())
+        compiled(data)
+        assert (storage.lost_frames > 0) == (number >= 3)
+    storage._pool.check_valid()
+    # 3 transitions have 2 frames each; those that found their place are right
+    assert torch.equal(storage.get(torch.arange(3, 6))["observation"], whole[0]["observation"])
+    data = streams.rollout([0] * 3)
+    data["next", "observation"] = data["next", "observation"].flip(0)
+    compiled(data)
+    assert storage.mismatched == 2
+
+
+def test_the_first_write_must_be_outside_of_the_graph():
+    torch._dynamo.reset()
+    rb = CompilableReplayBuffer(storage=FrameStackStorage(20), batch_size=4)
+    with pytest.raises(Exception, match="the first write must run outside the compiled function"):
+        torch.compile(lambda data: rb.extend(data), fullgraph=True)(StackedStreams(1).rollout([0]))
+
+
+class TestReadersOfObservations:
+    def test_pairs_of_state_and_action(self):
+        """Corrections that count pairs see the same states in both storages."""
+        weights = []
+        streams = StackedStreams(1, depth=2, still=0.9)
+        data = streams.rollout([0] * 40)
+        for storage in (FrameStackStorage(40), LazyTensorStorage(40)):
+            tables = EventTables([EventSpec("end", ("next", "done"), history=5)], capacity={"end": 20})
+            eta = {"default": 0.5, "end": 0.5}
+            sampler = EventTableSampler(tables, eta=eta, correction="conditional")
+            rb = TensorDictReplayBuffer(
+                storage=storage, sampler=sampler, writer=EventTableWriter(tables), batch_size=16
+            )
+            rb.set_rng(torch.Generator().manual_seed(0))
+            rb.extend(data.clone())
+            weights.append(rb.sample()["priority_weight"])
+        assert torch.equal(*weights) and weights[0].unique().numel() > 1
+
+    @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_candidates_for_the_actor(self, traced):
+        torch._dynamo.reset()
+        data = StackedStreams(1).rollout([0] * 40)
+        data["action"] = torch.randn(40, 2)
+        network = torch.nn.Sequential(Bytes(), torch.nn.Linear(24, 2))
+        policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
+        chosen = []
+        for storage in (FrameStackStorage(40), CompilableTensorStorage(40)):
+            sampler = DecoupledSampler(ProportionalSampler(40), policy)
+            rb = CompilableReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+            rb.extend(data.clone())
+            actor_buffer = sampler.actor_buffer(rb)
+
+            def draw(buffer=actor_buffer):
+                return buffer.sample()["score"]
+
+            torch.manual_seed(0)
+            with torch._inductor.config.patch(fallback_random=True):
+                chosen.append((torch.compile(draw, fullgraph=True) if traced else draw)())
+        torch.testing.assert_close(*chosen)
+
+
+class Bytes(torch.nn.Module):
+    def forward(self, observation):
+        return observation.flatten(-3).float() / 255

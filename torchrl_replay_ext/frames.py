@@ -1,0 +1,306 @@
+"""Frames of stacked observations, each kept once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.streams import shifted
+from torchrl_replay_ext.tracing import is_traced, pick, put, take
+
+# The frame of zeros.
+_BLANK = 0
+
+
+class _Links(NamedTuple):
+    """Which frames rows of a write need.
+
+    Args:
+        ids: int64 [n, k + 1], numbers of frames that are there already, and -1, -2 ... for new ones.
+        new: bool [n, k + 1], where a new frame appears first.
+        newest: bool [n], the last row of its trajectory.
+    """
+
+    ids: Tensor
+    new: Tensor
+    newest: Tensor
+
+
+class FramePool:
+    """Frames of the stacks of k frames that transitions hold, each frame once.
+
+    A transition in slot s has k + 1 frames: the k of its observation and the newest of the next one, whose others it
+    shares with the first. ``ids`` [size, k + 1] says where they are, a count of references when a frame is free again.
+    A transition shares the frames of the one before it in its trajectory if they are the same, byte by byte: whatever
+    the layout of environments, a wrapper's padding or a ring that overwrites, what is read is what was written. All
+    shapes are static and nothing waits for the device.
+
+    Args:
+        size: number of slots.
+        capacity: number of frames. A transition takes one, the first of a trajectory as many more as it has different
+            ones (a frame of zeros takes none); frames live on while any stored transition needs them.
+        num_stacked: k.
+        shape: of a frame.
+        dtype: of a frame.
+        num_streams: number of trajectories, the last that were written to, whose end is remembered.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        capacity: int,
+        *,
+        num_stacked: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.uint8,
+        num_streams: int = 64,
+        device: torch.device | str | None = None,
+    ):
+        self.size, self.capacity, self.num_stacked = size, capacity, num_stacked
+        # places 1 to capacity; the first is blank, to the last goes what is masked out
+        self._nowhere = capacity + 1
+        # not touched before they are needed: a large pool takes memory only as it fills
+        self.frames = torch.empty((capacity + 2, *shape), dtype=dtype, device=device)
+        self.frames[_BLANK] = 0
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        self._ids = zeros(size, num_stacked + 1, dtype=torch.int32)
+        self._references = zeros(capacity + 2, dtype=torch.int32)
+        # a queue of the frames that are free, as a ring with one place more
+        self._free = zeros(capacity + 1, dtype=torch.int32)
+        self._head, self._num_free = zeros(1), zeros(1)
+        self._mark = zeros(capacity + 2, dtype=torch.int32)
+        # of the trajectories written to last: their id, the slot of their last transition (-1: none), when it came
+        self._tail_trajectory, self._tail_slot, self._tail_time = (zeros(num_streams) for _ in range(3))
+        self._time = zeros(1)
+        # new frames for which there was no place, where that could not be an error
+        self.lost = zeros(1)
+        # transitions whose two stacks are not one step apart, likewise
+        self.mismatched = zeros(1)
+        self.clear_()
+
+    def write(self, slots: Tensor, before: Tensor, after: Tensor, trajectory: Tensor | None = None) -> None:
+        """Take in the stacks of new transitions, in the order of writing, over whatever their slots held.
+
+        Args:
+            slots: int64 [n], distinct.
+            before: frames of the observation [n, k, ...], the newest last.
+            after: those of the next observation.
+            trajectory: int64 [n], trajectory ids; None: all rows belong to one.
+
+        Raises:
+            ValueError: if the two stacks of a transition are not one step apart.
+            RuntimeError: if there is no place for all new frames. Nothing is changed in these cases; in a graph, they
+                are counted, and a frame without a place is blank.
+        """
+        if trajectory is None:
+            trajectory = torch.zeros_like(slots)
+        apart = ~_same(before[:, 1:], after[:, :-1])
+        if is_traced():
+            self.mismatched.add_(apart.sum())
+        elif bool(apart.any()):
+            raise ValueError(
+                f"row {int(apart.nonzero()[0])} of the data: the next observation is not the observation moved on by "
+                "one frame. Frames must be stacked along the first dimension of an observation, the newest last, and "
+                "transitions must be single steps."
+            )
+        links = self._link(before, after, trajectory)
+        ids = self._allocate(slots, links)
+        self._store(ids, links.new, before, after)
+        put(self._ids, slots, ids.to(torch.int32))
+        self._remember(slots, trajectory, links.newest)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """The k + 1 frames of each of ``slots`` [n]: [n, k + 1, ...], the newest last."""
+        ids = take(self._ids, slots)
+        frames = take(self.frames, ids.reshape(-1))
+        return frames.view(*ids.shape, *frames.shape[1:])
+
+    def _link(self, before: Tensor, after: Tensor, trajectory: Tensor) -> _Links:
+        count, depth = trajectory.shape[0], self.num_stacked
+        rows = torch.arange(count, device=trajectory.device)
+        # the row before in the same trajectory, -1: none
+        order = trajectory.argsort(stable=True)
+        sorted_ids = trajectory[order]
+        goes_on = shifted(sorted_ids, 0) == sorted_ids
+        goes_on = goes_on & (rows > 0)
+        none = torch.full_like(rows, -1)
+        previous = torch.empty_like(rows).index_copy_(0, order, pick(goes_on, shifted(order, 0), none))
+        is_last = ~torch.cat([goes_on[1:], torch.zeros_like(goes_on[:1])])
+        newest = torch.empty_like(is_last).index_copy_(0, order, is_last)
+        follows_row = previous >= 0
+        previous = previous.clamp_min(0)
+        # or the transition stored before
+        match = (trajectory.unsqueeze(1) == self._tail_trajectory) & (self._tail_slot >= 0)
+        stored = match.any(1) & ~follows_row
+        stored_ids = take(self._ids, (self._tail_slot.clamp_min(0) * match).sum(1)).to(torch.int64)[:, 1:]
+        # ... if the frames are the same
+        if is_traced():
+            follows_row = follows_row & _same(before, after[previous])
+            frames = take(self.frames, stored_ids.reshape(-1)).view(before.shape)
+            stored = stored & _same(before, frames)
+        else:
+            follows_row &= _same(before, after[previous])
+            chosen = stored.nonzero().squeeze(1)
+            frames = self.frames.index_select(0, stored_ids[chosen].reshape(-1))
+            stored[chosen] = _same(before[chosen], frames.view(-1, *before.shape[1:]))
+        alone = ~(follows_row | stored)
+
+        # a row that follows none shares frames within its stack only
+        new = torch.zeros(count, depth + 1, dtype=torch.bool, device=rows.device)
+        blank = torch.zeros(count, depth, dtype=torch.bool, device=rows.device)
+        if is_traced():
+            different, blank = _different(before)
+            new = torch.cat([different & alone.unsqueeze(1), torch.ones_like(new[:, :1])], 1)
+            blank = blank & alone.unsqueeze(1)
+        else:
+            new[:, -1] = True
+            chosen = alone.nonzero().squeeze(1)
+            new[chosen, :-1], blank[chosen] = _different(before[chosen])
+        own = -new.reshape(-1).cumsum(0).view_as(new)
+        ids = pick(blank, _BLANK, own[:, :-1])
+        ids = pick(stored.unsqueeze(1), stored_ids, ids)
+        ids = torch.cat([ids, own[:, -1:]], 1)
+        # the newest frame of each row is known; passed on by one row at a time, those before become known too
+        follows = follows_row.unsqueeze(1)
+        for _ in range(depth):
+            ids = torch.cat([pick(follows, ids[previous][:, 1:], ids[:, :-1]), ids[:, -1:]], 1)
+        return _Links(ids, new, newest)
+
+    def _allocate(self, slots: Tensor, links: _Links) -> Tensor:
+        """Count references, free what nothing refers to any more, and give the new frames places; ids [n, k + 1]."""
+        wanted = links.new.sum().reshape(1)
+        ids = links.ids.reshape(-1)
+        known = ids > _BLANK
+        dropped = take(self._ids, slots).reshape(-1).to(torch.int64)
+        held = dropped > _BLANK
+        self._refer(ids.clamp_min(_BLANK), known.to(torch.int32))
+        self._refer(dropped, -held.to(torch.int32))
+        # of a frame that several rows have dropped, one
+        order = torch.arange(dropped.shape[0], device=slots.device)
+        put(self._mark, dropped, order.to(torch.int32))
+        freed = held & (take(self._references, dropped) == 0) & (take(self._mark, dropped) == order)
+        if not is_traced() and bool(wanted > self._num_free + freed.sum()):
+            self._refer(dropped, held.to(torch.int32))
+            self._refer(ids.clamp_min(_BLANK), -known.to(torch.int32))
+            raise RuntimeError(
+                f"all {self.capacity} frames are needed by stored transitions: the trajectories are too short. Pass a "
+                "larger frame_capacity=; each trajectory takes a frame more than it has steps. If more than "
+                f"num_streams={len(self._tail_slot)} go on at once, pass that number, too."
+            )
+        place = (self._head + self._num_free + freed.to(torch.int64).cumsum(0) - 1) % self.capacity
+        put(self._free, pick(freed, place, self.capacity + torch.zeros_like(place)), dropped.to(torch.int32))
+        self._num_free.add_(freed.sum())
+
+        served = torch.minimum(wanted, self._num_free)
+        given = take(self._free, (self._head + order) % self.capacity) * (order < served)
+        self.lost.add_(wanted - served)
+        self._head.add_(served).remainder_(self.capacity)
+        self._num_free.sub_(served)
+        asking = ids < _BLANK
+        ids = pick(asking, take(given, (-1 - ids).clamp_min(0)).to(torch.int64), ids)
+        self._refer(ids, (asking & (ids > _BLANK)).to(torch.int32))
+        return ids.view_as(links.ids)
+
+    def _refer(self, ids: Tensor, change: Tensor) -> None:
+        put(self._references, ids, change, accumulate=True)
+
+    def _store(self, ids: Tensor, new: Tensor, before: Tensor, after: Tensor) -> None:
+        if is_traced():
+            place = pick(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))
+            stack = torch.cat([before, after[:, -1:]], 1)
+            put(self.frames, place.reshape(-1), stack.flatten(0, 1).to(self.frames.dtype))
+            return
+        self.frames.index_copy_(0, ids[:, -1], after[:, -1])
+        row, position = new[:, :-1].nonzero(as_tuple=True)
+        self.frames.index_copy_(0, ids[row, position], before[row, position])
+
+    def _remember(self, slots: Tensor, trajectory: Tensor, newest: Tensor) -> None:
+        """Keep where the trajectories end that were written to last."""
+        count, kept = slots.shape[0], self._tail_slot.shape[0]
+        continued = (trajectory.unsqueeze(1) == self._tail_trajectory).any(0)
+        written = self._time + torch.arange(1, count + 1, device=slots.device)
+        time = torch.cat([self._tail_time * ~continued, written * newest])
+        last = time.argsort(descending=True, stable=True)[:kept]
+        slot = torch.cat([self._tail_slot, slots])[last]
+        ids = torch.cat([self._tail_trajectory, trajectory])[last]
+        time = time[last]
+        self._tail_slot.copy_(pick(time > 0, slot, torch.full_like(slot, -1)))
+        self._tail_trajectory.copy_(ids)
+        self._tail_time.copy_(time)
+        self._time.add_(count)
+
+    @property
+    def num_used(self) -> int:
+        """Number of frames that stored transitions need."""
+        return self.capacity - int(self._num_free)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state from which the rest is recomputed, by name."""
+        names = ("ids", "tail_trajectory", "tail_slot", "tail_time", "time")
+        state = {name: getattr(self, f"_{name}") for name in names}
+        # what lies behind was never written to
+        frames = self.frames[: int(self._ids.max()) + 1]
+        return {**state, "lost": self.lost, "mismatched": self.mismatched, "frames": frames}
+
+    def restore_(self, state: dict[str, Tensor]) -> None:
+        """Take over what :meth:`tensors` gave; ValueError if it does not fit, with nothing changed."""
+        own = self.tensors()
+        frames = state.get("frames")
+        if frames is None or frames.shape[1:] != self.frames.shape[1:] or len(frames) > self._nowhere:
+            raise ValueError(f"the saved frames do not fit into a pool of {self.capacity}.")
+        for name, tensor in own.items():
+            if name not in state or (name != "frames" and state[name].shape != tensor.shape):
+                raise ValueError(f"the saved frames have another {name}: other sizes were saved.")
+        for name, tensor in own.items():
+            if name != "frames":
+                tensor.copy_(state[name])
+        self.frames[: len(frames)] = frames
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Recompute references and free places from the ids."""
+        ids = self._ids.reshape(-1).to(torch.int64)
+        self._references.zero_().index_add_(0, ids, (ids > _BLANK).to(torch.int32))
+        free = (self._references[1 : self._nowhere] == 0).nonzero().squeeze(1) + 1
+        self._free.zero_()[: len(free)] = free.to(torch.int32)
+        self._head.zero_()
+        self._num_free.fill_(len(free))
+
+    def clear_(self) -> None:
+        """Forget everything."""
+        for tensor in (self._ids, self._tail_trajectory, self._tail_time, self._time, self.lost, self.mismatched):
+            tensor.zero_()
+        self._tail_slot.fill_(-1)
+        self._rebuild()
+
+    def check_valid(self) -> None:
+        """Raise RuntimeError if references, free places and ids contradict each other. O(size)."""
+        ids = self._ids.reshape(-1).to(torch.int64)
+        references = torch.zeros_like(self._references).index_add_(0, ids, (ids > _BLANK).to(torch.int32))
+        if not torch.equal(references[1:], self._references[1:]):
+            raise RuntimeError("FramePool: the counts of references are wrong.")
+        places = (self._head + torch.arange(int(self._num_free), device=ids.device)) % self.capacity
+        free = torch.zeros_like(self._references).index_add_(
+            0, self._free[places].to(torch.int64), torch.ones_like(places, dtype=torch.int32)
+        )
+        if not torch.equal(free[1 : self._nowhere], (references[1 : self._nowhere] == 0).to(torch.int32)):
+            raise RuntimeError("FramePool: the free places are wrong.")
+
+
+def _same(first: Tensor, second: Tensor) -> Tensor:
+    """Whether ``first`` and ``second`` [n, ...] are equal, bool [n]."""
+    return (first == second).flatten(1).all(1)
+
+
+def _different(stack: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether frames of stacks [n, k, ...] differ from the one before and are not zero; whether they are zero."""
+    repeated = (stack[:, 1:] == stack[:, :-1]).flatten(2).all(2)
+    blank = (stack == 0).flatten(2).all(2)
+    first = torch.ones_like(blank[:, :1])
+    return torch.cat([first, ~repeated], 1) & ~blank, blank
