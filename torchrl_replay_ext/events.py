@@ -317,6 +317,8 @@ class EventTables(Mapping[str, EventTable]):
         self._written = torch.zeros((), dtype=torch.int64, device=device)
         # in a ring, the slot to be written next
         self._next = torch.zeros((), dtype=torch.int64, device=device)
+        # how often everything was replaced; writers in other processes see it here
+        self._resets = torch.zeros((), dtype=torch.int64, device=device)
         self._free = FreeList(num_slots, device=device) if self._pinned else None
         if not self._pinned:
             self.slot_at[:num_slots] = torch.arange(num_slots, device=device)
@@ -388,6 +390,12 @@ class EventTables(Mapping[str, EventTable]):
         state = {name.lstrip("_"): getattr(self, name) for name in names}
         return state if self._free is None else state | self._free.tensors("free")
 
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore :meth:`tensors`, in place."""
+        for key, tensor in self.tensors().items():
+            tensor.copy_(state[key])
+        self._resets.add_(1)
+
     def clear(self) -> None:
         """Empty all tables."""
         if not self.num_slots:
@@ -398,6 +406,7 @@ class EventTables(Mapping[str, EventTable]):
         self._next.zero_()
         self._newest.fill_(-1)
         self._ordered.fill_(True)
+        self._resets.add_(1)
         if self._free is not None:
             self._free.clear_()
 
@@ -620,6 +629,11 @@ class EventTables(Mapping[str, EventTable]):
         """Free ``slots`` [n], which were taken and could not be written; no table holds them."""
         assert self._free is not None
         self._free.push(slots, torch.ones(len(slots), dtype=torch.bool, device=self.device))
+
+    @property
+    def num_resets(self) -> int:
+        """How often everything was replaced."""
+        return int(self._resets) if self.num_slots else 0
 
     @property
     def num_written(self) -> int:

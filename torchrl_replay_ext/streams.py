@@ -10,6 +10,9 @@ from torch import Tensor
 from torchrl_replay_ext.functional.priorities import write_last
 from torchrl_replay_ext.tracing import is_traced, pick
 
+# For each lane, trajectories that are remembered as cut off by another.
+_REMEMBERED = 8
+
 
 def shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
     """``values`` one place later, led by ``first``."""
@@ -74,6 +77,8 @@ class Streams:
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
         self._cursor = full(1, 0)
+        # the last trajectories that another one cut off in each lane, the latest last
+        self._cut_off = torch.full((lanes, _REMEMBERED), -1, dtype=torch.int64, device=device)
         # trajectories that were too many, where that could not be an error
         self.broken_off = full(1, 0)
 
@@ -131,6 +136,9 @@ class Streams:
         new = torch.where(first, ~open_lane[lane], shifted(ended, False))
         if trajectory is not None:
             trajectory = trajectory[order]
+            if self.lanes > 1 and not self.assigned:
+                marked = None if initial is None else initial[order]
+                self._require_own_lane(lane, first & open_lane[lane], trajectory, marked)
             new |= trajectory != pick(first, self._trajectory[lane], shifted(trajectory, 0))
             self._trajectory.copy_(at_last(lane, trajectory, self._trajectory))
         if initial is not None:
@@ -159,6 +167,35 @@ class Streams:
         elif bool(unexpected.any()):
             self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
         self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
+
+    def _require_own_lane(self, lane: Tensor, continues: Tensor, trajectory: Tensor, initial: Tensor | None) -> None:
+        """In fixed lanes a trajectory may break off; but then it may not go on after the one that cut it off.
+
+        Args:
+            lane: int64 [n].
+            continues: bool [n], where something is written to a lane in which an episode goes on.
+            trajectory: int64 [n].
+            initial: bool [n].
+        """
+        cut = continues & (trajectory != self._trajectory[lane])
+        if initial is not None:
+            cut &= ~initial
+        returned = cut & (self._cut_off[lane] == trajectory.unsqueeze(1)).any(1)
+        if is_traced():
+            self.broken_off.add_(returned.sum())
+        elif bool(returned.any()):
+            raise ValueError(
+                f"trajectory {int(trajectory[returned][0])} goes on in a column of the storage after another one was "
+                "written there: several workers or collectors write to the same columns in turn. Use flat storage "
+                "(ndim=1) with num_streams=<number of environments that write to the buffer>. (If it was a new "
+                "collector whose trajectory ids began again, mark the first transitions: torchrl's InitTracker does.)"
+            )
+        self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)))
+
+    def _remember(self, cut: Tensor) -> None:
+        """Note that the last trajectories in lanes where ``cut`` [lanes] is 1 were cut off by others."""
+        longer = torch.cat([self._cut_off[:, 1:], self._trajectory.unsqueeze(1)], 1)
+        self._cut_off.copy_(pick(cut.unsqueeze(1), longer, self._cut_off))
 
     def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
         self._zero_seen |= (trajectory == 0).any()
@@ -217,12 +254,15 @@ class Streams:
         # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
         seen_before = (request & (group_id <= self._max_trajectory)).any()
         available = open_lane & ~match.any(0) & (self._old | self._doubtful | seen_before)
+        # one that was cut off for lack of a lane, and goes on: there are not enough
+        returned = request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._cut_off.view(-1)).any(1)
         if is_traced():
-            self.broken_off.add_((missing - available.sum()).clamp_min(0))
-        elif bool(missing > available.sum()):
-            self._raise_too_many(open_lane.sum(), group_id[request][-1])
+            self.broken_off.add_(torch.maximum((missing - available.sum()).clamp_min(0), returned.sum()))
+        elif bool((missing > available.sum()) | returned.any()):
+            self._raise_too_many(open_lane.sum(), group_id[returned if bool(returned.any()) else request][-1])
         age = pick(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
         stolen = available & (age < missing)
+        self._remember((stolen & ~self._old).to(torch.int64))
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()
@@ -249,6 +289,7 @@ class Streams:
             "lane_written": self._written,
             "lane_old": self._old,
             "lane_doubtful": self._doubtful,
+            "lane_cut_off": self._cut_off,
             "max_trajectory": self._max_trajectory,
             "zero_seen": self._zero_seen,
             "cursor": self._cursor,
@@ -258,4 +299,4 @@ class Streams:
     def clear_(self) -> None:
         """Forget everything."""
         for name, tensor in self.tensors().items():
-            tensor.fill_(-1 if name in ("lane_trajectory", "max_trajectory") else 0)
+            tensor.fill_(-1 if name in ("lane_trajectory", "lane_cut_off", "max_trajectory") else 0)

@@ -621,11 +621,14 @@ class MaxTree:
         rows = -(-capacity // fanout)
         self._rows = torch.zeros((rows, fanout), dtype=torch.int64, device=device)
         self._maxima = Pyramid(rows, stored=rows, fanout=fanout, top=top, kind="max", device=device)
+        self._prepared = False
 
     def prepare(self) -> None:
         """Make the tree fit to become part of a graph."""
-        self._maxima.prepare()
-        self.rebuild_()
+        if not self._prepared:
+            self._prepared = True
+            self._maxima.prepare()
+            self.rebuild_()
 
     @property
     def leaves(self) -> Tensor:

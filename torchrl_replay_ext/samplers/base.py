@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,12 @@ class PrioritySampler(Sampler):
                     f"{math.prod(shape)} slots."
                 )
             size = max(self._capacity, math.prod(shape))
+            if self._spawned and (size > self._size or device != self._device or (self._shape is None and lanes > 1)):
+                raise RuntimeError(
+                    f"{name}: a process that was started by the learner cannot make the state for a storage of shape "
+                    f"{shape}: the learner would not see it. Let the learner write to the buffer before it starts the "
+                    "process (rb.extend(data), then rb.empty())."
+                )
             if size > self._size or device != self._device:
                 state = self.state_dict() if int(self._clock) else None
                 self._setup(size, device)
@@ -230,6 +237,8 @@ class PrioritySampler(Sampler):
     _traceable = False
     # whether the capacity is that of the storage, which becomes known when it is written to
     _grows = False
+    # whether this is a copy in a process that was spawned, whose tensors are those of the process that spawned it
+    _spawned = False
     # whether the order of slots matters, and is not known
     _needs_order = False
     _order_unknown = False
@@ -729,4 +738,5 @@ class PrioritySampler(Sampler):
     def __getstate__(self):
         state = super().__getstate__()
         # batches in flight belong to this process, and the storage comes with the buffer
-        return {**state, "_outstanding": deque(maxlen=_OUTSTANDING), "_just_written": None, "_bound": None}
+        own = {"_outstanding": deque(maxlen=_OUTSTANDING), "_just_written": None, "_bound": None}
+        return {**state, **own, "_spawned": get_spawning_popen() is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ class EventTableWriter(CompilableWriter):
         # how many transitions of an episode may still be needed
         self._memory = max(max(spec.history - 1, spec.context) for spec in tables.specs)
         self._tails: dict[int, _Tail] = {}
+        # how often the tables had been replaced when those were written
+        self._resets = 0
         # so many that it is worth while to look for those that have come to nothing
         self._many_tails = 64
 
@@ -192,6 +195,9 @@ class EventTableWriter(CompilableWriter):
             raise RuntimeError("EventTableWriter.extend: there is nothing to write.")
         flat = data.reshape(-1) if data.ndim > 1 else data
         self._check(data)
+        if self._resets != self._tables.num_resets:
+            # by another process
+            self._forget()
         rows = self._read(flat, data.shape[1:].numel())
         occurred = self._occurred(flat, rows)
         if self._tables.retention == "pinned":
@@ -506,7 +512,21 @@ class EventTableWriter(CompilableWriter):
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
         self._tables.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """No episode goes on."""
         self._tails.clear()
+        self._resets = self._tables.num_resets
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None and self._storage is not None and not self._tables.num_slots:
+            raise RuntimeError(
+                "EventTableWriter: the buffer must have been written to before it is sent to another process, so that "
+                "both see the same tables: rb.extend(data), then rb.empty(). (TorchRL's collectors do so by "
+                "themselves, but not with a storage of shared_init=True, nor with policy_factory= in place of policy=.)"
+            )
+        return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the cursor, the tables and the latest transitions of the episodes that go on."""
@@ -562,8 +582,7 @@ class EventTableWriter(CompilableWriter):
                 columns = self._storage._storage.values(True, True)  # pyright: ignore
                 device = next(column.device for column in columns)
             tables.allocate(num_slots, device)
-            for key, tensor in tables.tensors().items():
-                tensor.copy_(saved[key])
+            tables.load(saved)
             self._many_tails = 64
         else:
             tables.clear()
@@ -576,6 +595,7 @@ class EventTableWriter(CompilableWriter):
                 episodes["stream"], episodes["trajectory"], *columns, strict=False
             )
         }
+        self._resets = tables.num_resets
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``."""

@@ -1,0 +1,386 @@
+"""Collectors in spawned processes: what they write to the buffer, and what the learner makes of it."""
+
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs import GymEnv, SerialEnv
+
+from tests.reference import NaivePER, NaiveReaPER
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+CAPACITY = 150
+HISTORY = 4
+make_env = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+
+
+@PrioritizedSampler.register
+class SideBySide(Sampler):
+    """Many samplers in one buffer, so that workers, which take long to start, write for all of them."""
+
+    reduction = "max"
+    default_priority = 1.0
+
+    def __init__(self, samplers):
+        self.samplers = samplers
+
+    def mark_update(self, index, *, storage=None):
+        for sampler in self.samplers.values():
+            sampler.mark_update(index, storage=storage)
+
+    def sample(self, storage, batch_size):
+        return self.samplers["per"].sample(storage, batch_size)
+
+    def _empty(self):
+        for sampler in self.samplers.values():
+            sampler._empty()
+
+    def state_dict(self):
+        raise NotImplementedError
+
+    load_state_dict = dumps = loads = state_dict
+
+
+def make_tables():
+    return EventTables([EventSpec("end", ("next", "terminated"), HISTORY)], {"end": CAPACITY})
+
+
+def make_buffer(num_streams, *, compilable=False, ndim=1):
+    tables = make_tables()
+    eta = {"default": 0.5, "end": 0.5}
+    policy = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["action"])
+    samplers = {
+        "per": ProportionalSampler(CAPACITY),
+        "decoupled": DecoupledSampler(ProportionalSampler(CAPACITY), policy),
+        "rank": RankBasedSampler(CAPACITY, stale_fraction=0.0),
+        "reaper": ReaPERSampler(CAPACITY, num_streams=num_streams, omega=0.5),
+        "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, num_streams=num_streams, behaviour_keys=()),
+        "tables": EventTableSampler(tables, eta=eta, min_size=1),
+        "tables_reaper": EventTableSampler(
+            tables, eta=eta, min_size=1, priority={"kind": "reaper", "num_streams": num_streams, "omega": 0.5}
+        ),
+    }
+    storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(CAPACITY, ndim=ndim)
+    return (CompilableReplayBuffer if compilable else TensorDictReplayBuffer)(
+        storage=storage, writer=EventTableWriter(tables), sampler=SideBySide(samplers), batch_size=10
+    )
+
+
+class Learner:
+    """Draws and updates, beside references that know nothing but what is stored."""
+
+    def __init__(self, buffer):
+        self.buffer, self.samplers = buffer, buffer.sampler.samplers
+        reaper = NaiveReaPER(omega=0.5)
+        self.references = {"per": NaivePER(), "decoupled": NaivePER(), "reaper": reaper, "tables_reaper": reaper}
+        self.written = 0
+        self.drawn = []
+        self.dropped = 0
+
+    @property
+    def data(self):
+        return self.buffer.storage._storage
+
+    def read(self):
+        """What was written since, in the order of writing."""
+        count = int(self.buffer.writer._write_count) - self.written
+        slots = (self.written + torch.arange(count)) % CAPACITY
+        rows = self.data[slots]
+        columns = [rows["collector", "traj_ids"], rows["next", "terminated"], rows["next", "truncated"]]
+        for reference in {id(r): r for r in self.references.values()}.values():
+            for slot, *row in zip(slots.tolist(), *(c.reshape(-1).tolist() for c in columns), strict=True):
+                reference.write(slot, *row)
+        self.written += count
+
+    def draw(self):
+        """Batches, and what was in their slots."""
+        drawn = {}
+        for name, reference in self.references.items():
+            if name != "tables_reaper":
+                slots, _ = self.samplers[name].sample(self.buffer.storage, 10)
+                drawn[name] = slots, reference.stamps(slots.tolist())
+        self.drawn.append(drawn)
+
+    def update(self):
+        """TD errors of the oldest batch; those of rows that were overwritten must be dropped."""
+        for name, (slots, stamps) in self.drawn.pop(0).items():
+            error = torch.rand(len(slots))
+            before = self.samplers[name].stats()["dropped_updates"]
+            self.samplers[name].update_priority(slots, error, storage=self.buffer.storage)
+            dropped = sum(
+                new != old for new, old in zip(self.references[name].stamps(slots.tolist()), stamps, strict=True)
+            )
+            assert self.samplers[name].stats()["dropped_updates"] - before == dropped
+            self.dropped += dropped
+            self.references[name].update(slots.tolist(), error.tolist(), stamps)
+
+    def step(self):
+        self.read()
+        self.draw()
+        if len(self.drawn) > 3:
+            self.update()
+            self.check()
+
+    def check(self):
+        for name in ("per", "decoupled", "reaper"):
+            expected = torch.tensor(self.references[name].probabilities(), dtype=torch.float64)
+            probabilities = self.samplers[name].probabilities(self.buffer.storage)
+            torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=1e-9)
+
+    def check_ranks(self):
+        errors = torch.randperm(CAPACITY).float()
+        self.samplers["rank"].update_priority(torch.arange(CAPACITY), errors, storage=self.buffer.storage)
+        expected = (CAPACITY - errors).double() ** -0.7
+        probabilities = self.samplers["rank"].probabilities(self.buffer.storage)
+        torch.testing.assert_close(probabilities, expected / expected.sum(), rtol=1e-4, atol=1e-9)
+
+    def episodes(self):
+        """Slots of each stored episode, in the order of time."""
+        order = (self.written + torch.arange(CAPACITY)) % CAPACITY
+        ids = self.data["collector", "traj_ids"].reshape(-1)[order]
+        return [order[ids == number] for number in ids.unique()]
+
+    def check_tables(self):
+        ended = self.data["next", "terminated"].reshape(-1)
+        expected = [slots[-HISTORY:] for slots in self.episodes() if ended[slots[-1]]]
+        expected = sorted(slot for slots in expected for slot in slots.tolist())
+        assert sorted(self.buffer.writer.tables["end"].index().tolist()) == expected and expected
+        for name in ("tables", "tables_reaper"):
+            slots, info = self.samplers[name].sample(self.buffer.storage, 40)
+            assert set(slots[info["table"] == 1].tolist()) <= set(expected)
+            assert (info["table"] == 1).sum() == 20
+
+    def check_slices(self):
+        steps = {
+            slot: (number, step) for number, e in enumerate(self.episodes()) for step, slot in enumerate(e.tolist())
+        }
+        slots, info = self.samplers["slices"].sample(self.buffer.storage, 200)
+        rows = zip(slots.view(-1, 5).tolist(), info["collector", "mask"].view(-1, 5).tolist(), strict=True)
+        for chosen, mask in rows:
+            number, first = steps[chosen[0]]
+            length = len(self.episodes()[number])
+            assert mask == [first + k < length for k in range(5)]
+            assert [steps[s] for s in chosen[: sum(mask)]] == [(number, first + k) for k in range(sum(mask))]
+
+    def check_all(self):
+        assert len(self.buffer) == CAPACITY < self.written
+        assert self.dropped > 0
+        self.check()
+        self.check_ranks()
+        self.check_tables()
+        self.check_slices()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_workers_write_to_the_buffer(kind):
+    buffer = make_buffer(num_streams=2, compilable=kind == "async")
+    buffer.share()
+    learner = Learner(buffer)
+    collector = (MultiSyncCollector if kind == "sync" else MultiAsyncCollector)(
+        [make_env] * 2,
+        frames_per_batch=40,
+        total_frames=400,
+        replay_buffer=buffer,
+        auto_register_policy_transforms=False,
+    )
+    try:
+        for _ in collector:
+            with buffer._write_lock:
+                learner.step()
+    finally:
+        collector.shutdown()
+    learner.read()
+    learner.check_all()
+
+
+def test_the_learner_writes_what_workers_collected():
+    """Two workers with two environments each, in flat storage; their columns would mix in one of two dimensions."""
+    buffer, columns = make_buffer(num_streams=4), make_buffer(num_streams=1, ndim=2)
+    buffer.append_transform(flat, invert=True)
+    learner, refused = Learner(buffer), None
+    collector = MultiAsyncCollector(
+        [partial(SerialEnv, 2, make_env)] * 2,
+        frames_per_batch=40,
+        total_frames=400,
+        auto_register_policy_transforms=False,
+    )
+    try:
+        for data in collector:
+            learner.buffer.extend(data.clone())
+            learner.step()
+            if refused is None:
+                try:
+                    columns.extend(data.clone())
+                except ValueError as error:
+                    refused = str(error)
+    finally:
+        collector.shutdown()
+    learner.check_all()
+    assert "several workers or collectors write to the same columns" in refused
+
+
+def flat(data):
+    return data.reshape(-1)
+
+
+# --- without workers
+
+
+def rows(ids, *, done=(), initial=None, ndim=1):
+    """Transitions of these trajectories; with ndim=2 a row of ``ids`` for each column."""
+    ids = torch.tensor(ids)
+    ended = torch.zeros(*ids.shape, 1, dtype=torch.bool)
+    for place in done:
+        ended[place] = True
+    data = TensorDict(
+        {
+            "observation": torch.randn(*ids.shape, 4),
+            "collector": {"traj_ids": ids},
+            "next": {"done": ended, "terminated": ended.clone()},
+        },
+        ids.shape,
+    )
+    if initial is not None:
+        data["is_init"] = torch.full((*ids.shape, 1), initial)
+    return data
+
+
+SEQUENTIAL = {
+    "reaper": partial(ReaPERSampler, 20),
+    "slices": partial(TrajectoryRetraceSampler, 20, slice_len=2, behaviour_keys=()),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_columns_belong_to_one_environment_each(name):
+    def buffer():
+        storage = LazyTensorStorage(20, ndim=2)
+        return TensorDictReplayBuffer(storage=storage, sampler=SEQUENTIAL[name](), batch_size=2)
+
+    first, second = [[0, 0], [1, 1]], [[2, 2], [3, 3]]
+    mixed = buffer()
+    mixed.extend(rows(first))
+    # it may have broken off
+    mixed.extend(rows(second))
+    with pytest.raises(ValueError, match=r"trajectory 0 goes on in a column .*\(ndim=1\) with num_streams"):
+        mixed.extend(rows(first))
+    # ids that began again
+    again = buffer()
+    for ids in (first, second, first):
+        again.extend(rows(ids, initial=True))
+    # what ends does not go on elsewhere
+    ended = buffer()
+    for ids in (first, second, first):
+        ended.extend(rows(ids, done=[(0, 1), (1, 1)]))
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2], [1, 2, 0]])
+def test_more_workers_than_streams(name, order):
+    """Workers may write in any order, so that a lower id is not always that of a new collector."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=SEQUENTIAL[name](num_streams=2), batch_size=2
+    )
+    with pytest.raises(ValueError, match="more simultaneous trajectories than num_streams=2"):
+        for number in order * 2:
+            buffer.extend(rows([number] * 2))
+
+
+def event_buffer(**storage):
+    tables = make_tables()
+    sampler = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}, min_size=1)
+    storage = LazyTensorStorage(CAPACITY, **storage)
+    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), sampler=sampler, batch_size=2)
+
+
+def test_tables_must_be_there_before_they_are_shared():
+    buffer = event_buffer(shared_init=True)
+    process = torch.multiprocessing.get_context("spawn").Process(target=print, args=(buffer,))
+    with pytest.raises(RuntimeError, match=r"the buffer must have been written to before .* rb.extend"):
+        process.start()
+
+
+def test_only_the_learner_makes_the_state():
+    sampler = ReaPERSampler(9)
+    # as in a process that was spawned
+    sampler._spawned = True
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(9, ndim=2), sampler=sampler, batch_size=2)
+    with pytest.raises(
+        RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\): the learner would not see it"
+    ):
+        buffer.extend(rows([[0, 0], [1, 1]]))
+
+
+def test_emptied_by_another_process():
+    buffer = event_buffer()
+    buffer.extend(rows([0, 0, 0]))
+    # the tables and the cursor are shared, the writer's memory of open episodes is not
+    buffer.writer.tables.clear()
+    buffer.sampler._empty()
+    buffer.storage._empty()
+    buffer.writer._cursor = 0
+    buffer.extend(rows([0, 0], done=[1]))
+    assert buffer.writer.tables["end"].index().tolist() == [0, 1]
+
+
+PREFETCHED = {
+    "per": lambda tables: ProportionalSampler(CAPACITY),
+    "rank": lambda tables: RankBasedSampler(CAPACITY),
+    "reaper": lambda tables: ReaPERSampler(CAPACITY),
+    "slices": lambda tables: TrajectoryRetraceSampler(
+        CAPACITY, slice_len=2, behaviour_keys=(), anchors=ProportionalSampler(CAPACITY)
+    ),
+    "tables": lambda tables: EventTableSampler(
+        tables, eta={"default": 0.5, "end": 0.5}, min_size=1, priority={"kind": "proportional"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREFETCHED)
+def test_batches_drawn_ahead_of_a_write(name):
+    """Threads draw ahead; the TD errors of what was overwritten since change nothing."""
+    tables = make_tables()
+    sampler = PREFETCHED[name](tables)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY),
+        writer=EventTableWriter(tables),
+        sampler=sampler,
+        batch_size=8,
+        prefetch=3,
+        priority_key="td_error",
+    )
+    buffer.extend(rows([0] * CAPACITY, done=[CAPACITY - 1]))
+    buffer.sample()
+    for drawn in buffer._prefetch_queue:
+        drawn.result()
+    buffer.extend(rows([1] * CAPACITY, done=[CAPACITY - 1]))
+    for _ in range(3):
+        batch = buffer.sample()
+        assert (batch["collector", "traj_ids"] == 0).all()
+        batch["td_error"] = torch.rand(8)
+        buffer.update_tensordict_priority(batch)
+    stats = getattr(sampler, "_anchors", sampler).stats()
+    assert stats["never_updated"] == 1 and stats["max_priority"] == 1
+    assert 12 <= stats["dropped_updates"] <= 24
+    batch = buffer.sample()
+    batch["td_error"] = torch.rand(8)
+    buffer.update_tensordict_priority(batch)
+    assert getattr(sampler, "_anchors", sampler).stats()["never_updated"] < 1
