@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -27,7 +27,12 @@ from recipes.progress import Progress
 from recipes.replay import PRIORITIZED, end_last_episodes, stored_keys
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, find_device, interruption, seed_everything
 
+if TYPE_CHECKING:
+    # imports Ray where it is installed, which takes a second
+    from recipes.remote import RemoteCollector, RemoteReplay
+
 CURVE = "learning_curve.png"
+NORMALIZED = "human_normalized"
 
 
 @dataclass(kw_only=True)
@@ -43,21 +48,21 @@ class Agent:
         policy: maps observations [n, ...] to actions [n, ...]; it is what evaluations evaluate.
         evaluation_epsilon: probability of a random action there, if actions are discrete.
         losses: names of the numbers that `learn` returns.
-        stores: entries of a batch to store, beyond those that every recipe does.
+        stores: entries of a batch to store, beyond those that every recipe does; None: the collector has written it.
         columns: other numbers to record, at this number of steps.
         shown: what the progress bar shows of all that.
         state: networks and optimizers, for the checkpoint.
     """
 
-    collector: SingleCollector | VectorCollector
-    replay: TensorDictReplayBuffer
+    collector: "SingleCollector | VectorCollector | RemoteCollector"
+    replay: "TensorDictReplayBuffer | RemoteReplay"
     explore: Callable[[int], None]
     learn: Callable[[TensorDictBase, int], list[dict[str, Tensor]]]
     policy: Callable[[np.ndarray], np.ndarray]
     losses: tuple[str, ...]
     shown: tuple[str, ...]
     state: dict[str, Any]
-    stores: tuple[str, ...] = ()
+    stores: tuple[str, ...] | None = ()
     evaluation_epsilon: float = 0.0
     columns: Callable[[int], dict[str, float]] = lambda _steps: {}
 
@@ -98,7 +103,7 @@ def run(
         The exit code.
     """
     learning, collector, replay = cfg.learning, agent.collector, agent.replay
-    stored = *stored_keys(cfg.env), *agent.stores
+    stored = None if agent.stores is None else (*stored_keys(cfg.env), *agent.stores)
 
     # Everything a resumed run needs. The environments themselves cannot be saved: a resumed run starts new episodes,
     # drawn from the generators' saved states.
@@ -121,7 +126,7 @@ def run(
     if cfg.resume is not None:
         load_checkpoint(run_dir, device, **state)
         collector.reset()
-        if not finished():
+        if isinstance(replay, TensorDictReplayBuffer) and not finished():
             end_last_episodes(replay, cfg.num_envs)
     progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
     OmegaConf.save(OmegaConf.merge(config, {"resume": None}), run_dir / CONFIG)
@@ -147,7 +152,7 @@ def run(
             batch = next(batches)
             previous_steps = counters["env_steps"]
             counters["env_steps"] += batch.numel()
-            data = batch.select(*stored)
+            data = batch if stored is None else batch.select(*stored)
 
             # Learn.
             if counters["env_steps"] > learning.learning_starts:
@@ -173,6 +178,11 @@ def run(
                     "updates": counters["updates"],
                     "return_mean": mean_return,
                     **{f"return_{i}": value for i, value in enumerate(returns)},
+                    **(
+                        {}
+                        if (normalized := cfg.env.human_normalized(mean_return)) is None
+                        else {NORMALIZED: normalized}
+                    ),
                     **agent.columns(counters["env_steps"]),
                     **{name: torch.cat(losses[name]).mean().item() if losses else math.nan for name in agent.losses},
                     "wall_time": time.time() - started,

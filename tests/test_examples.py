@@ -19,10 +19,12 @@ MODULES = [
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def readme_blocks():
-    """Every block of Python in the README, with the number of its first line."""
+def readme_blocks(of_ray=False):
+    """Every block of Python in the README that needs Ray or not, with the number of its first line."""
     text = README.read_text(encoding="utf-8")
     for match in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if ("RayReplayBuffer" in match[1]) != of_ray:
+            continue
         line = text.count("\n", 0, match.start(1))
         yield pytest.param("\n" * line + match[1], id=f"line-{line + 1}")
 

@@ -1,0 +1,173 @@
+"""Double DQN with Ray: collectors and the replay buffer are actors, the learner draws from afar.
+
+    python -m recipes.distributed env=cartpole sampler=reaper num_collectors=2
+    python -m recipes.distributed address=auto num_collectors=32 num_envs=4
+    python -m recipes.distributed resume=runs/distributed/cartpole/reaper/seed1-...
+
+The settings are those of recipes.dqn (conf/dqn/<env>.yaml): as many updates per step of an environment, but collectors
+act with weights that are up to num_collectors batches old. Two runs of the same seed differ, since it is up to the
+machine which collector comes first. Needs Ray (pip install "ray>=2.9").
+
+progress.csv has the columns of recipes.dqn.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from omegaconf import MISSING, DictConfig
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictSequential
+from torch import nn
+from torchrl.data import Categorical
+from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
+
+from recipes.config import RunConfig
+from recipes.dqn import DQNConfig
+from recipes.environment import make_discrete_env
+from recipes.remote import RemoteCollector, RemoteReplay, runtime
+from recipes.replay import stored_keys
+from recipes.run import ConfigError, run_recipe, typed
+from recipes.training import Agent, prepare, run
+from recipes.update import Learner, target_pairs
+
+
+@dataclass
+class Config(RunConfig):
+    """All of conf/distributed.yaml."""
+
+    dqn: DQNConfig = MISSING
+    address: str | None = MISSING
+    num_collectors: int = MISSING
+    prefetch: int = MISSING
+    # the update reaches into another process: not one graph
+    compile: bool = False
+    cudagraphs: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_collectors < 1:
+            raise ValueError(f"num_collectors={self.num_collectors}: must be >= 1")
+        if not 0 <= self.prefetch <= 16:
+            raise ValueError(f"prefetch={self.prefetch}: must be in [0, 16]")
+        if self.compile:
+            raise ValueError("compile=true: the buffer is in another process; use recipes.dqn")
+        if self.dqn.cagrad is not None:
+            raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: not here; use recipes.dqn")
+
+    @property
+    def learning(self) -> DQNConfig:
+        """The hyperparameters."""
+        return self.dqn
+
+
+def train(config: DictConfig, run_dir: Path) -> int:
+    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+
+    Returns:
+        The exit code.
+    """
+    cfg = typed(config, Config)
+    with runtime(cfg.address, cfg.num_collectors + 1):
+        return learn_from_afar(cfg, config, run_dir)
+
+
+def learn_from_afar(cfg: Config, config: DictConfig, run_dir: Path) -> int:
+    """The same, with Ray running."""
+    dqn = cfg.dqn
+    device = prepare(cfg, run_dir)
+
+    # One environment per evaluation episode; those to learn in are made by the collectors.
+    evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
+    observed = evaluation_envs[0].observation_space.shape or ()
+    if len(observed) != 1:
+        raise ConfigError(
+            f"env.id={cfg.env.id}: observations of shape {observed} are for recipes.dqn, here are vectors"
+        )
+    num_actions = flatdim(evaluation_envs[0].action_space)
+
+    # Networks and loss.
+    network = MLP(
+        in_features=observed[0],
+        out_features=num_actions,
+        num_cells=dqn.hidden_sizes,
+        activation_class=nn.ReLU,
+        device=device,
+    )
+    actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+    # A copy for the collectors, which have no GPU.
+    exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
+    acting = deepcopy(actor).cpu()
+    loss_module = DQNLoss(
+        actor, loss_function=dqn.loss_function, delay_value=True, double_dqn=True, action_space="categorical"
+    )
+    loss_module.make_value_estimator(gamma=dqn.gamma)
+    if dqn.tau is None:
+        HardUpdate(loss_module, value_network_update_interval=0)
+        targets, target_step = target_pairs(loss_module), None
+    else:
+        targets, target_step = (), SoftUpdate(loss_module, tau=dqn.tau).step
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
+
+    # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
+    replay = RemoteReplay(cfg, cfg.num_collectors * cfg.num_envs, device, prefetch=cfg.prefetch, td_error="squared")
+    learner = Learner(
+        replay,  # pyright: ignore[reportArgumentType]: what an eager learner needs of a buffer
+        loss_module,
+        [optimizer],
+        gradient_steps=dqn.gradient_steps,
+        max_grad_norm=dqn.max_grad_norm,
+        target_step=target_step,
+        targets=targets,
+    )
+
+    def learn(data: TensorDictBase, steps: int) -> list[dict[str, torch.Tensor]]:
+        interval = dqn.target_update_interval
+        due = interval is not None and steps // interval > (steps - data.numel()) // interval
+        return learner(data, copy_targets=due)
+
+    @torch.inference_mode()
+    def greedy(observations: np.ndarray) -> np.ndarray:
+        return network(torch.as_tensor(observations, device=device)).argmax(-1).cpu().numpy()
+
+    collector = RemoteCollector(
+        cfg,
+        TensorDictSequential([acting, exploration]),
+        replay,
+        num_collectors=cfg.num_collectors,
+        frames_per_batch=dqn.train_interval,
+        keys=stored_keys(cfg.env),
+    )
+
+    def explore(steps: int) -> None:
+        acting.load_state_dict(actor.state_dict())
+        exploration.get_buffer("eps").fill_(dqn.epsilon(steps))
+
+    agent = Agent(
+        collector=collector,
+        replay=replay,
+        explore=explore,
+        learn=learn,
+        policy=greedy,
+        evaluation_epsilon=dqn.evaluation_epsilon,
+        losses=("loss",),
+        stores=None,
+        columns=lambda steps: {
+            "epsilon": dqn.epsilon(steps),
+            **{f"sampler/{key}": value for key, value in replay.sampler_stats().items()},
+        },
+        shown=("return_mean", "epsilon", "loss"),
+        state={"loss": loss_module, "optimizer": optimizer},
+    )
+    try:
+        return run(agent, evaluation_envs, cfg, config, run_dir, device)
+    finally:
+        collector.shutdown()
+
+
+if __name__ == "__main__":
+    run_recipe(train, "distributed")

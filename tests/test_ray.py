@@ -1,0 +1,201 @@
+"""RayReplayBuffer with each of our samplers, made in the actor: it does what a buffer in this process does."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
+
+from tests.test_examples import readme_blocks
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    Threshold,
+    TrajectoryRetraceSampler,
+)
+
+ray = pytest.importorskip("ray", reason="needs ray (pip install ray)")
+
+CAPACITY, BATCH = 64, 16
+BETA = Anneal(0.4, 1.0, num_updates=4)
+
+
+def tables():
+    return EventTables([EventSpec("high", Threshold(("next", "reward"), ">", 1.0), history=4)], {"high": 32})
+
+
+# Each call makes the parts anew: nothing is shared but what meets in the actor.
+PARTS = {
+    "proportional": lambda: {"sampler": partial(ProportionalSampler, CAPACITY, beta=BETA)},
+    "rank": lambda: {"sampler": partial(RankBasedSampler, CAPACITY, beta=BETA)},
+    "reaper": lambda: {"sampler": partial(ReaPERSampler, CAPACITY, num_streams=2, beta=BETA)},
+    "event_tables": lambda: {
+        "sampler": partial(
+            EventTableSampler,
+            tables(),
+            eta={"default": 0.5, "high": 0.5},
+            min_size=1,
+            priority={"kind": "proportional", "beta": BETA},
+        ),
+        "writer": partial(EventTableWriter, tables()),
+    },
+    "trajectories": lambda: {
+        "sampler": partial(
+            TrajectoryRetraceSampler,
+            CAPACITY,
+            slice_len=4,
+            num_streams=2,
+            anchors=ProportionalSampler(CAPACITY, beta=BETA),
+        )
+    },
+}
+
+
+def arguments(name):
+    # one of them in the buffer whose samples carry write stamps
+    storage = partial(CompilableTensorStorage if name == "proportional" else LazyTensorStorage, CAPACITY)
+    return {"storage": storage, "batch_size": BATCH, **PARTS[name]()}
+
+
+def buffer_class(name):
+    return CompilableReplayBuffer if name == "proportional" else TensorDictReplayBuffer
+
+
+def local_buffer(name):
+    parts = {key: part() if callable(part) else part for key, part in arguments(name).items()}
+    rb = buffer_class(name)(**parts)
+    rb.set_rng(torch.Generator().manual_seed(1))
+    return rb
+
+
+@pytest.fixture(scope="module")
+def buffers():
+    """One buffer per kind, all started side by side."""
+    # else Ray's workers give way to whatever else runs here
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        yield {
+            name: RayReplayBuffer(
+                replay_buffer_cls=buffer_class(name), remote_config={"num_cpus": 0}, **arguments(name)
+            )
+            for name in PARTS
+        }
+    finally:
+        ray.shutdown()
+
+
+def transitions(first, count=32):
+    """Of two environments in turn, in episodes of 8 steps."""
+    step = torch.arange(first, first + count)
+    done = (step // 2 % 8 == 7).unsqueeze(1)
+    rng = torch.Generator().manual_seed(first)
+    return TensorDict(
+        {
+            "observation": torch.randn(count, 3, generator=rng),
+            "action": torch.zeros(count, dtype=torch.int64),
+            "logits": torch.randn(count, 2, generator=rng),
+            "collector": {"traj_ids": step // 16 * 2 + step % 2},
+            "next": {
+                "observation": torch.randn(count, 3, generator=rng),
+                "reward": torch.randn(count, 1, generator=rng),
+                "done": done,
+                "terminated": done.clone(),
+                "truncated": torch.zeros_like(done),
+            },
+        },
+        [count],
+    )
+
+
+def assert_same(left, right):
+    assert set(left.keys(True, True)) == set(right.keys(True, True))
+    for key in left.keys(True, True):
+        torch.testing.assert_close(left[key], right[key], rtol=0, atol=0, equal_nan=True)
+
+
+def sampler_state(rb):
+    return TensorDict(rb.state_dict()["_sampler"])
+
+
+def priorities(rb):
+    """The state of what has the priorities."""
+    state = sampler_state(rb)
+    return state.get("anchors", state)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
+    remote, local = buffers[name], local_buffer(name)
+    remote.set_rng(torch.Generator().manual_seed(1))
+    both = (remote, local)
+
+    # draws, and updates by batch and by index, while beta is annealed
+    for number in range(3):
+        index = [rb.extend(transitions(32 * number)) for rb in both]
+        assert torch.equal(*index)
+        batches = [rb.sample() for rb in both]
+        assert_same(*batches)
+        assert batches[0]["priority_weight"].shape == (BATCH,)
+        for rb, batch in zip(both, batches, strict=True):
+            batch["td_error"] = torch.linspace(0.1, 2.0, BATCH) ** 2
+            rb.update_tensordict_priority(batch)
+    for rb in both:
+        rb.update_priority(index[0][:4], torch.full((4,), 9.0))
+    assert_same(*map(sampler_state, both))
+    assert priorities(remote)["beta"][0] == 1.0
+
+    # all of it is saved
+    assert remote.write_count == 96 and len(remote) == CAPACITY
+    remote.dumps(tmp_path)
+    for load in (lambda rb: rb.load_state_dict(remote.state_dict()), lambda rb: rb.loads(tmp_path)):
+        restored = local_buffer(name)
+        restored.extend(transitions(0))
+        load(restored)
+        assert_same(*map(sampler_state, (remote, restored)))
+    assert_same(remote.sample(), local.sample())
+
+    # updates of what was overwritten since are dropped
+    batch = remote.sample()
+    remote.extend(transitions(96, 64))
+    before = priorities(remote)
+    batch["td_error"] = torch.full((BATCH,), 100.0)
+    remote.update_tensordict_priority(batch)
+    after = priorities(remote)
+    # padding is not updated; an update that changes nothing counts for the schedule all the same
+    rows = batch.get(("collector", "mask"), torch.ones(BATCH)).sum()
+    assert after["dropped"] - before["dropped"] == rows
+    changing = "dropped", "alpha", "beta"
+    assert_same(after.exclude(*changing), before.exclude(*changing))
+
+
+def test_saved_here_goes_on_there(buffers):
+    local = local_buffer("reaper")
+    local.extend(transitions(0))
+    local.update_priority(torch.arange(8), torch.rand(8))
+    buffers["reaper"].load_state_dict(local.state_dict())
+    assert_same(*map(sampler_state, (buffers["reaper"], local)))
+
+
+def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
+    policy = TensorDictModule(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    sampler = DecoupledSampler(ProportionalSampler(CAPACITY), policy)
+    with pytest.raises(ValueError, match="another process"):
+        sampler.actor_buffer(buffers["proportional"])
+
+
+@pytest.mark.parametrize("block", list(readme_blocks(of_ray=True)))
+def test_readme(buffers, block):
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
