@@ -1,0 +1,306 @@
+"""Many runs of a recipe, side by side: variants, environments and seeds, as a study in conf/study/ lists them.
+
+    python -m recipes.study study=reaper
+    python -m recipes.study study=reaper seeds=3 workers=2 out=runs/study/quick
+    python -m recipes.plot study=reaper
+
+Runs are processes of their own, as many at a time as there are cores, first all variants of one seed, then those of the
+next. Each leaves its directory in <out>/runs, and when it has finished a row in <out>/runs.csv and its evaluations in
+<out>/curves.csv; <out>/study.yaml says what was studied. The same command goes on with a study that was interrupted:
+what has a row is not run again, and what has a checkpoint is resumed.
+
+runs.csv has a row per run: recipe, env, variant, seed; env_steps and updates it took; reached, the steps after which it
+reached the threshold (empty: it did not); last, best and final, its last evaluation, its best one, and the mean of the
+last tenth of them; wall_time in seconds; commit and torch, the code that ran; command, which repeats it.
+"""
+
+import csv
+import math
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf
+from tqdm import tqdm
+
+from recipes.progress import PROGRESS, read_progress
+from recipes.run import CHECKPOINT, CONFIG, DONE, INTERRUPTED, ConfigError, run_recipe, typed
+
+RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
+FAILED = 1
+# of a run, in runs.csv and curves.csv
+KEYS = ("recipe", "env", "variant", "seed")
+
+
+@dataclass
+class StudyConfig:
+    """A file of conf/study.
+
+    Args:
+        name: of the study.
+        recipe: module of recipes.
+        envs: environments (env=...).
+        variants: by name, the words of their command lines.
+        fixed: words of all command lines.
+        seeds: number of runs of each variant in each environment.
+        first_seed: the others follow it.
+        baseline: the variant that the others are compared to, seed by seed.
+        column: of progress.csv, by which runs are judged.
+        least: value of the column that is to be reached; None: env.reward_threshold.
+        in_a_row: so many evaluations must reach it; the first of them counts.
+        claims: what the source says, by environment and variant.
+    """
+
+    name: str = MISSING
+    recipe: str = MISSING
+    envs: list[str] = MISSING
+    variants: dict[str, list[str]] = MISSING
+    fixed: list[str] = field(default_factory=list)
+    seeds: int = MISSING
+    first_seed: int = 0
+    baseline: str = MISSING
+    column: str = "return_mean"
+    least: float | None = None
+    in_a_row: int = 1
+    claims: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("seeds", "in_a_row"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"study.{key}={getattr(self, key)}: must be >= 1")
+        if self.baseline not in self.variants:
+            raise ValueError(f"study.baseline={self.baseline}: choose one of {', '.join(self.variants)}")
+
+
+@dataclass
+class Config:
+    """All of conf/study.yaml."""
+
+    study: StudyConfig = MISSING
+    seeds: int | None = None
+    workers: int | None = None
+    out: str = MISSING
+
+    def __post_init__(self) -> None:
+        for key in ("seeds", "workers"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key}={value}: must be >= 1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study."""
+
+    recipe: str
+    env: str
+    variant: str
+    seed: int
+    words: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from other runs, as in the columns KEYS."""
+        return self.recipe, self.env, self.variant, str(self.seed)
+
+    @property
+    def command(self) -> list[str]:
+        """The command line behind the interpreter."""
+        return ["-m", f"recipes.{self.recipe}", f"env={self.env}", *self.words, f"seed={self.seed}"]
+
+
+def jobs_of(study: StudyConfig, seeds: int | None = None) -> list[Job]:
+    """All runs of a study, in the order in which they are run."""
+    return [
+        Job(study.recipe, env, variant, study.first_seed + number, (*study.fixed, *words))
+        for number in range(seeds or study.seeds)
+        for env in study.envs
+        for variant, words in study.variants.items()
+    ]
+
+
+class Pool:
+    """Processes that run jobs, each in a directory of its own."""
+
+    def __init__(self, out: Path, study: StudyConfig, version: str):
+        self._out, self._study, self._version = out, study, version
+        self._running: set[subprocess.Popen] = set()
+        self.stopped = False
+
+    def directory(self, job: Job) -> Path:
+        """Where the run is."""
+        return self._out / "runs" / job.env.replace("/", "_") / job.variant / f"seed{job.seed}"
+
+    def run(self, job: Job) -> dict[str, Any] | None:
+        """Runs a job, or goes on with it, and gives its row; None if it was stopped or failed."""
+        if self.stopped:
+            return None
+        run_dir = self.directory(job)
+        words = [*job.command, f"hydra.run.dir={run_dir}"]
+        if (run_dir / CHECKPOINT).is_file() and (run_dir / CONFIG).is_file():
+            words = [*job.command[:2], f"resume={run_dir}"]
+        elif run_dir.exists():
+            shutil.rmtree(run_dir)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        # One thread each: there is a run for every core.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        with run_dir.with_suffix(".log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *words], env=os.environ | threads, stdout=log, stderr=log, start_new_session=True
+            )
+            self._running.add(process)
+            if self.stopped:
+                process.send_signal(signal.SIGINT)
+            code = process.wait()
+            self._running.discard(process)
+        if code != DONE:
+            return None
+        run_dir.with_suffix(".log").unlink()
+        return self.row(job)
+
+    def row(self, job: Job) -> dict[str, Any]:
+        """The row of a run that has finished."""
+        run_dir, study = self.directory(job), self._study
+        evaluations = read_progress(run_dir / PROGRESS)
+        steps = [int(row["env_steps"]) for row in evaluations]
+        values = [float(row[study.column]) for row in evaluations]
+        threshold = study.least
+        if threshold is None:
+            threshold = OmegaConf.load(run_dir / CONFIG).env.reward_threshold
+        at = None if threshold is None else steps_to_reach(steps, values, threshold, study.in_a_row)
+        return dict(zip(KEYS, job.key, strict=True)) | {
+            "env_steps": steps[-1],
+            "updates": evaluations[-1]["updates"],
+            "reached": "" if at is None else at,
+            "last": values[-1],
+            "best": max(values),
+            "final": statistics.fmean(values[-math.ceil(len(values) / 10) :]),
+            "wall_time": round(float(evaluations[-1]["wall_time"]), 1),
+            "commit": self._version,
+            "torch": torch.__version__,
+            "command": shlex.join(["python", *job.command]),
+        }
+
+    def curve(self, job: Job) -> list[dict[str, str]]:
+        """The evaluations of a run."""
+        column = self._study.column
+        rows = read_progress(self.directory(job) / PROGRESS)
+        key = dict(zip(KEYS, job.key, strict=True))
+        return [{**key, "env_steps": row["env_steps"], column: row[column]} for row in rows]
+
+    def stop(self) -> None:
+        """Asks all processes to end where their state is whole."""
+        self.stopped = True
+        for process in list(self._running):
+            process.send_signal(signal.SIGINT)
+
+
+def steps_to_reach(steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int) -> int | None:
+    """Steps at the first of `in_a_row` evaluations in a row with at least this value; None if there are none.
+
+    A run that ends with one that reaches it, since reaching ends it, need not go on for more.
+    """
+    reached = [value >= least - 1e-6 for value in values]
+    for first in range(len(reached) - in_a_row + 1):
+        if all(reached[first : first + in_a_row]):
+            return steps[first]
+    return None
+
+
+def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Appends rows to a CSV, at once."""
+    new = not path.is_file()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV; none if there is no file."""
+    return read_progress(path) if path.is_file() else []
+
+
+def code_version() -> str:
+    """The commit of this checkout, with a + if it was changed since; "unknown" where git does not know."""
+    root = Path(__file__).parent
+    try:
+        commit, changes = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + "+" * bool(changes)
+
+
+@contextmanager
+def stopping(pool: Pool) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the pool."""
+    previous = {number: signal.signal(number, lambda *_: pool.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def run_study(config: DictConfig, out: Path) -> int:
+    """Runs what is missing of a study.
+
+    Returns:
+        The exit code: 0, 1 if runs failed, 130 if it was interrupted.
+    """
+    cfg = typed(config, Config)
+    study = cfg.study
+    recorded = OmegaConf.structured(study)
+    if (out / STUDY).is_file():
+        before = OmegaConf.load(out / STUDY)
+        # more seeds are more of the same
+        if {**before, "seeds": None} != {**recorded, "seeds": None}:
+            raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
+    OmegaConf.save(recorded, out / STUDY)
+    done = {tuple(row[key] for key in KEYS) for row in read_rows(out / RUNS)}
+    jobs = jobs_of(study, cfg.seeds)
+    missing = [job for job in jobs if job.key not in done]
+    pool = Pool(out, study, code_version())
+    failed: list[Job] = []
+    workers = cfg.workers or len(os.sched_getaffinity(0))
+    bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
+    with stopping(pool), bar, ThreadPoolExecutor(workers) as threads:
+        futures = {threads.submit(pool.run, job): job for job in missing}
+        for future in as_completed(futures):
+            job, row = futures[future], future.result()
+            if row is not None:
+                # the curve first: what has a row is whole
+                append(out / CURVES, pool.curve(job))
+                append(out / RUNS, [row])
+                bar.update()
+            elif not pool.stopped:
+                failed.append(job)
+    for job in failed:
+        log = pool.directory(job).with_suffix(".log")
+        sys.stderr.write(f"failed: {shlex.join(['python', *job.command])} (see {log})\n")
+    if pool.stopped:
+        print(f"interrupted; the same command goes on with {out}")
+        return INTERRUPTED
+    print(f"{len(jobs) - len(failed)} runs in {out / RUNS}; python -m recipes.plot study={out} shows them")
+    return FAILED if failed else DONE
+
+
+if __name__ == "__main__":
+    run_recipe(run_study, "study")
