@@ -1,6 +1,7 @@
 """The buffer as part of one compiled graph: the same draws and the same state as in eager mode."""
 
 import copy
+import itertools
 import pickle
 import random
 import sys
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
+from tests.params import slow_but
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -241,6 +243,17 @@ CASES = {
     "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name]
+# Compiling takes long: these are of all kinds, the others vary their layout or a choice.
+DEFAULT = (
+    "uniform, two columns",
+    "proportional",
+    "rank",
+    "reaper",
+    "events, uniform, conditional",
+    "events, reaper, mixture",
+    "slices, uniform, two streams, not padded",
+    "slices, proportional",
+)
 
 
 def step(buffer: CompilableReplayBuffer, data: TensorDict, extends: bool = True) -> TensorDict:
@@ -344,24 +357,29 @@ def compare(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("same_numbers")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(DEFAULT, CASES))
 def test_one_graph_for_life_draws_what_eager_code_draws(name):
     compare(CASES[name])
 
 
 @pytest.mark.usefixtures("same_numbers")
-@pytest.mark.parametrize("width", [1, 256, 512])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "proportional",
-        "rank",
-        "reaper",
-        "events, uniform",
-        "events, rank",
-        "slices, uniform, two streams, not padded",
-        "slices, proportional",
-    ],
+    ("name", "width"),
+    slow_but(
+        [("rank", 256), ("proportional", 1)],
+        itertools.product(
+            [
+                "proportional",
+                "rank",
+                "reaper",
+                "events, uniform",
+                "events, rank",
+                "slices, uniform, two streams, not padded",
+                "slices, proportional",
+            ],
+            [1, 256, 512],
+        ),
+    ),
 )
 def test_every_width_of_vector_code(name, width):
     if width == pick_vec_isa().bit_width():
@@ -499,7 +517,7 @@ def test_bad_and_duplicate_td_errors_in_a_graph(sampler, count):
     assert (state["priority"][:5] < 0).all(), "still that of new transitions"
 
 
-@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
+@pytest.mark.parametrize("name", slow_but(["reaper"], ["proportional", "rank", "reaper"]))
 def test_late_updates_of_overwritten_slots_are_dropped(name):
     case = CASES[name]
     buffer, experience = case.buffer(batch_size=40), case.experience()

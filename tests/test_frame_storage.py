@@ -7,6 +7,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.params import slow_but
 from tests.stacks import StackedStreams
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -301,9 +302,7 @@ def test_samples_are_those_of_whole_stacks(name):
     once.storage._pool.check_valid()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "retrace_per" else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
-)
+@pytest.mark.parametrize("name", slow_but(["per"], SAMPLERS))
 def test_compiled_in_one_graph(name):
     """Writes, draws and updates in a graph: the samples are those that a naive buffer has in the same slots."""
     torch._dynamo.reset()

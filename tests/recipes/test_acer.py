@@ -212,6 +212,7 @@ def test_compiled_run_learns_what_an_eager_one_does(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_run_with_replay(tmp_path):
     assert acer.train(recipe.configuration(CONTINUOUS, "compile=true", "sampler=per"), tmp_path) == DONE
     last = rows(tmp_path)[-1]

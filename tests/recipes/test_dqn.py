@@ -20,6 +20,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from recipes import dqn, training
 from recipes.replay import end_last_episodes
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
+from tests.params import slow_but
 from torchrl_replay_ext import RankBasedSampler
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +260,7 @@ def test_bad_values_are_config_errors(tmp_path, override, message):
 
 class TestCompiled:
     # rank: in a graph it is sorted at writes only, and so draws differ
-    @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rank"])
+    @pytest.mark.parametrize("sampler", slow_but(["per"], [name for name in SAMPLERS if name != "rank"]))
     def test_the_compiled_update_learns_what_the_eager_one_does(self, tmp_path, sampler):
         """The same draws, and the same parameters but for rounding."""
         torch._dynamo.reset()
@@ -272,6 +273,7 @@ class TestCompiled:
             results.append([float(row["loss"]) for row in rows(run_dir)[1:]])
         assert results[0] == pytest.approx(results[1], rel=1e-4)
 
+    @pytest.mark.slow
     def test_ranks_are_sorted_between_compiled_updates(self, tmp_path, monkeypatch):
         torch._dynamo.reset()
         sorts = []
@@ -287,6 +289,7 @@ class TestCompiled:
         assert dqn.train(configuration(*words), tmp_path) == DONE
         assert [int(row["updates"]) for row in rows(tmp_path)] == [4, 8, 12]
 
+    @pytest.mark.slow
     def test_several_environments_resume_compiled(self, tmp_path, monkeypatch):
         torch._dynamo.reset()
         words = ("sampler=per", "compile=true", "num_envs=4", "updates_per_graph=2")

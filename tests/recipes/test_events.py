@@ -23,6 +23,7 @@ from recipes.environment import make_discrete_env
 from recipes.events import EventConfig, land_between_flags, land_near_middle, make_tables
 from recipes.replay import end_last_episodes, make_replay
 from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config, typed
+from tests.params import slow_but
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +110,7 @@ def test_without_flags_nothing_is_added():
     assert "events" not in next(iter(vector(())))["next"]
 
 
-@pytest.mark.parametrize("sampler", ["sset", "sset_per"])
+@pytest.mark.parametrize("sampler", slow_but(["sset_per"], ["sset", "sset_per"]))
 def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_path, sampler):
     torch._dynamo.reset()
     results = []
@@ -392,7 +393,7 @@ def test_mujoco_rewards_fill_the_tables_of_their_thresholds(env):
     assert list(tables.sizes().values()) == [300 * (count + 1), *(200 * (count - i) for i in range(count))]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_sac_learns_from_event_tables(tmp_path, compiled):
     torch._dynamo.reset()
     words = ["env=pendulum", "sampler=sset_per", "+env.events.upright={above: -4.0, history: 5, eta: 0.25}"]
