@@ -3,22 +3,27 @@
     python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole.png
     python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms.png
     python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
+    python -m recipes.plot study=reaper
 
 Runs are grouped by environment (a panel each for every column of progress.csv) and sampler (a line each), or by what
 `--by` names in their configuration. A run that stopped because it had reached the reward threshold keeps its last
 return from there on; one that is unfinished leaves the average where it ends. `--solved` prints after how many steps
 runs have solved their task: at the first of three evaluations in a row with at least that value of the last column.
+
+Of a study (recipes.study; its name, or its directory), it prints the table and writes it and the figure into its
+directory.
 """
 
 import argparse
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
@@ -49,11 +54,12 @@ class Run:
     threshold: float | None
     steps: np.ndarray
     values: dict[str, np.ndarray]
+    column: str = RETURN
 
     @property
     def solved(self) -> bool:
         """Whether its last evaluation reached the threshold."""
-        return self.threshold is not None and bool(self.values[RETURN][-1] >= self.threshold)
+        return self.threshold is not None and bool(self.values[self.column][-1] >= self.threshold)
 
     def at(self, steps: np.ndarray, column: str) -> np.ndarray:
         """The latest value at each of `steps`; NaN before the first evaluation and after the end of the run."""
@@ -97,12 +103,31 @@ def interquartile_mean(values: np.ndarray) -> np.ndarray:
     return trim_mean(values, 0.25, axis=0)
 
 
-def bootstrap_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % percentile bootstrap interval of the interquartile mean; runs [n, T] are resampled whole."""
+def bootstrap_interval(
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = interquartile_mean
+) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile bootstrap interval of a statistic over runs [n, ...], which are resampled whole."""
     rng = np.random.default_rng(0)
-    means = [interquartile_mean(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, [0.025, 0.975], axis=0)
+    found = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
+    low, high = np.quantile(found, [0.025, 0.975], axis=0)
     return low, high
+
+
+def draw_curves(axes: Axes, groups: dict[str, list[Run]], column: str) -> None:
+    """Draws a line for each group of runs, and the threshold of their returns."""
+    for group, runs in groups.items():
+        steps = np.unique(np.concatenate([run.steps for run in runs]))
+        values = np.stack([run.at(steps, column) for run in runs])
+        # Where only some runs have a value, the line would jump from one set of runs to another: leave it out.
+        steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
+        label = f"{group} (seed {runs[0].seed})" if len(runs) == 1 else f"{group} (IQM of {len(runs)} seeds)"
+        (line,) = axes.plot(steps, interquartile_mean(values), label=label, marker="." if len(steps) < 3 else "")
+        if len(runs) > 1:
+            axes.fill_between(steps, *bootstrap_interval(values), color=line.get_color(), alpha=0.2, linewidth=0)
+    first = next(iter(groups.values()))[0]
+    if first.threshold is not None and column == first.column:
+        axes.axhline(first.threshold, color="grey", linestyle="--", linewidth=1, label=f"threshold {first.threshold:g}")
+    axes.legend()
 
 
 def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> None:
@@ -115,20 +140,8 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
     figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (env, column) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for group, runs in by_env[env].items():
-            steps = np.unique(np.concatenate([run.steps for run in runs]))
-            values = np.stack([run.at(steps, column) for run in runs])
-            # Where only some runs have a value, the line would jump from one set of runs to another: leave it out.
-            steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
-            label = f"{group} (seed {runs[0].seed})" if len(runs) == 1 else f"{group} (IQM of {len(runs)} seeds)"
-            (line,) = axes.plot(steps, interquartile_mean(values), label=label, marker="." if len(steps) < 3 else "")
-            if len(runs) > 1:
-                axes.fill_between(steps, *bootstrap_band(values), color=line.get_color(), alpha=0.2, linewidth=0)
-        threshold = next(iter(by_env[env].values()))[0].threshold
-        if threshold is not None and column == RETURN:
-            axes.axhline(threshold, color="grey", linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
+        draw_curves(axes, by_env[env], column)
         axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(column, column))
-        axes.legend()
     figure.savefig(out, dpi=120)
 
 
@@ -159,13 +172,19 @@ def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
-    parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="directories of runs; or study=<name or directory>")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
     parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
     parser.add_argument("--by", nargs="+", default=SAMPLER, metavar="KEY", help="what tells the lines apart [sampler]")
     parser.add_argument("--solved", type=float, metavar="VALUE", help="print the steps until this value is kept up")
     arguments = parser.parse_args()
+    first, *others = map(str, arguments.runs)
     try:
+        if first.startswith("study=") and not others:
+            from recipes.report import report, study_directory
+
+            print(report(study_directory(first.removeprefix("study="))))
+            return
         plot_runs(arguments.runs, arguments.out, arguments.columns, arguments.by)
         if arguments.solved is not None:
             print(format_solved(arguments.runs, arguments.solved, arguments.columns[-1], arguments.by))

@@ -9,9 +9,9 @@ next. Each leaves its directory in <out>/runs, and when it has finished a row in
 <out>/curves.csv; <out>/study.yaml says what was studied. The same command goes on with a study that was interrupted:
 what has a row is not run again, and what has a checkpoint is resumed.
 
-runs.csv has a row per run: recipe, env, variant, seed; env_steps and updates it took; reached, the steps after which it
-reached the threshold (empty: it did not); last, best and final, its last evaluation, its best one, and the mean of the
-last tenth of them; wall_time in seconds; commit and torch, the code that ran; command, which repeats it.
+runs.csv has a row per run: recipe, env, variant, seed; env_steps and updates it took; threshold, and reached, the steps
+after which it reached that (empty: it did not); last, best and final, its last evaluation, its best one, and the mean
+of the last tenth of them; wall_time in seconds; commit and torch, the code that ran; command, which repeats it.
 """
 
 import csv
@@ -182,6 +182,7 @@ class Pool:
         return dict(zip(KEYS, job.key, strict=True)) | {
             "env_steps": steps[-1],
             "updates": evaluations[-1]["updates"],
+            "threshold": "" if threshold is None else threshold,
             "reached": "" if at is None else at,
             "last": values[-1],
             "best": max(values),

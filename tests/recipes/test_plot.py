@@ -69,10 +69,10 @@ def test_interquartile_mean_and_its_band():
     returns = np.array([[0.0], [1.0], [2.0], [100.0]])
     assert plot.interquartile_mean(returns) == 1.5
     rng = np.random.default_rng(1)
-    low, high = plot.bootstrap_band(rng.normal(size=(100, 3)))
+    low, high = plot.bootstrap_interval(rng.normal(size=(100, 3)))
     # the interquartile mean of n normals has a standard deviation of about 1.1 / sqrt(n)
     np.testing.assert_allclose(high - low, 2 * 1.96 * 0.11, rtol=0.3)
-    low, high = plot.bootstrap_band(np.ones((5, 2)))
+    low, high = plot.bootstrap_interval(np.ones((5, 2)))
     np.testing.assert_array_equal([low, high], np.ones((2, 2)))
 
 

@@ -1,0 +1,177 @@
+"""The table and the figure of a study (recipes.study), from its runs.csv, curves.csv and study.yaml alone."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from recipes.plot import LABELS, Run, bootstrap_interval, draw_curves, interquartile_mean
+from recipes.run import ConfigError, typed
+from recipes.study import CURVES, KEYS, RUNS, STUDY, StudyConfig, read_rows
+
+TABLE, FIGURE = "table.md", "figure.png"
+
+
+@dataclass
+class Study:
+    """What a study has found so far.
+
+    Args:
+        config: what was studied.
+        rows: of runs.csv, by environment, variant and seed.
+        runs: evaluations, likewise.
+    """
+
+    config: StudyConfig
+    rows: dict[str, dict[str, dict[int, dict[str, str]]]]
+    runs: dict[str, dict[str, dict[int, Run]]]
+
+    def steps(self, env: str, variant: str) -> dict[int, float]:
+        """Steps to the threshold by seed; of a run that did not reach it, all its steps."""
+        return {seed: float(row["reached"] or row["env_steps"]) for seed, row in self.rows[env][variant].items()}
+
+    def saved(self, env: str, variant: str) -> np.ndarray:
+        """Steps of the baseline and of the variant, [2, seeds that both have]."""
+        ours, theirs = self.steps(env, variant), self.steps(env, self.config.baseline)
+        return np.array([(theirs[seed], ours[seed]) for seed in sorted(ours.keys() & theirs.keys())]).reshape(-1, 2).T
+
+
+def read_study(out: Path) -> Study:
+    """Reads a study's directory.
+
+    Raises:
+        ConfigError: no run of a study has finished there.
+    """
+    for name in (STUDY, RUNS, CURVES):
+        if not (out / name).is_file():
+            raise ConfigError(f"{out}: no {name} there; python -m recipes.study makes it")
+    config = typed(OmegaConf.load(out / STUDY), StudyConfig)  # pyright: ignore
+    rows = defaultdict(lambda: defaultdict(dict))
+    for row in read_rows(out / RUNS):
+        rows[row["env"]][row["variant"]][int(row["seed"])] = row
+    # by step: what was written twice, around an interruption, is there once
+    curves: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
+    for row in read_rows(out / CURVES):
+        curves[tuple(row[key] for key in KEYS)][int(row["env_steps"])] = float(row[config.column])
+    runs = defaultdict(lambda: defaultdict(dict))
+    for env, variants in rows.items():
+        for variant, seeds in variants.items():
+            for seed, row in seeds.items():
+                curve = curves[tuple(row[key] for key in KEYS)]
+                runs[env][variant][seed] = Run(
+                    env=env,
+                    group=variant,
+                    seed=seed,
+                    threshold=None if row["threshold"] == "" else float(row["threshold"]),
+                    steps=np.array(list(curve)),
+                    values={config.column: np.array(list(curve.values()))},
+                    column=config.column,
+                )
+    return Study(config, rows, runs)
+
+
+def study_directory(name: str) -> Path:
+    """Where a study is: its directory, or its name; runs of this checkout go before published ones."""
+    places = [Path(name), Path("runs/study") / name, Path(__file__).parent / "results" / name]
+    return next((place for place in places if (place / RUNS).is_file()), places[1])
+
+
+def with_interval(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], form: str) -> str:
+    """A statistic of values [seeds, ...] over the seeds, with its 95 % bootstrap interval."""
+    low, high = bootstrap_interval(values, statistic)
+    return f"{form} [{form}, {form}]".format(statistic(values), low, high)
+
+
+def format_table(study: Study) -> str:
+    """A Markdown table with a row for each environment and variant.
+
+    Steps of runs that did not reach the threshold count as all their steps. Shares are of steps saved against the
+    baseline: the median over pairs of the same seed, and that of the mean steps, as the sources report it.
+    """
+    config = study.config
+    lines = [
+        f"| | variant | runs | reached | steps: median | mean | saved against {config.baseline}, paired: median | "
+        "of the means | in the source | last evaluations: IQM |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for env in config.envs:
+        for variant in config.variants:
+            seeds = study.rows[env][variant]
+            if not seeds:
+                continue
+            steps = np.array(list(study.steps(env, variant).values()))
+            final = np.array([float(row["final"]) for row in seeds.values()])
+            reached = sum(row["reached"] != "" for row in seeds.values())
+            pairs = study.saved(env, variant).T
+            saved = of_means = ""
+            if variant != config.baseline and len(pairs):
+                saved = with_interval(pairs, lambda p: np.median(1 - p[:, 1] / p[:, 0]), "{:.1%}")
+                of_means = with_interval(pairs, lambda p: 1 - p[:, 1].mean() / p[:, 0].mean(), "{:.1%}")
+            cells = [
+                env,
+                variant,
+                str(len(seeds)),
+                f"{reached}/{len(seeds)}",
+                with_interval(steps, np.median, "{:,.0f}"),
+                f"{steps.mean():,.0f}",
+                saved,
+                of_means,
+                config.claims.get(env, {}).get(variant, ""),
+                with_interval(final, interquartile_mean, "{:.1f}"),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def provenance(study: Study) -> str:
+    """What it takes to repeat it."""
+    rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
+    seeds = sorted({int(row["seed"]) for row in rows})
+    commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
+    return (
+        f"python -m recipes.study study={study.config.name}; seeds {seeds[0]} to {seeds[-1]}; commit "
+        f"{', '.join(commits)}; torch {', '.join(versions)}"
+    )
+
+
+def draw(study: Study, out: Path) -> None:
+    """Learning curves above, and below the steps each seed took, with the median and its interval."""
+    config = study.config
+    envs = [env for env in config.envs if env in study.runs]
+    figure = Figure(figsize=(5.4 * len(envs), 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, len(envs), squeeze=False)
+    for axes, dots, env in zip(above, below, envs, strict=True):
+        groups = {variant: study.runs[env][variant] for variant in config.variants if study.runs[env][variant]}
+        draw_curves(axes, {variant: list(runs.values()) for variant, runs in groups.items()}, config.column)
+        axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(config.column, config.column))
+        for place, variant in enumerate(groups):
+            steps = np.array(list(study.steps(env, variant).values()))
+            missed = np.array([row["reached"] == "" for row in study.rows[env][variant].values()])
+            beside = place + np.linspace(-0.25, 0.25, len(steps)) if len(steps) > 1 else np.array([place])
+            color = f"C{place}"
+            dots.scatter(beside[~missed], steps[~missed], s=14, color=color, alpha=0.6)
+            dots.scatter(beside[missed], steps[missed], s=18, color=color, marker="x", alpha=0.6)
+            low, high = bootstrap_interval(steps, np.median)
+            middle = np.median(steps)
+            dots.errorbar(
+                place, middle, yerr=[[middle - low], [high - middle]], fmt="_", color="black", markersize=30, capsize=5
+            )
+        dots.set(ylabel="steps to the threshold (x: not reached)", ylim=(0, None))
+        dots.set_xticks(range(len(groups)), groups, rotation=20)
+    figure.suptitle(provenance(study), fontsize=7, y=-0.01, va="top")
+    figure.savefig(out / FIGURE, dpi=110, bbox_inches="tight")
+
+
+def report(out: Path) -> str:
+    """Draws the figure, writes the table beside it, and returns the table."""
+    study = read_study(out)
+    table = f"{format_table(study)}\n\n{provenance(study)}\n"
+    (out / TABLE).write_text(table)
+    draw(study, out)
+    return table
