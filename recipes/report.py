@@ -168,10 +168,15 @@ def draw(study: Study, out: Path) -> None:
     figure.savefig(out / FIGURE, dpi=110, bbox_inches="tight")
 
 
+def full_table(study: Study) -> str:
+    """The table, and where it comes from."""
+    return f"{format_table(study)}\n\n{provenance(study)}\n"
+
+
 def report(out: Path) -> str:
     """Draws the figure, writes the table beside it, and returns the table."""
     study = read_study(out)
-    table = f"{format_table(study)}\n\n{provenance(study)}\n"
+    table = full_table(study)
     (out / TABLE).write_text(table)
     draw(study, out)
     return table

@@ -1,0 +1,224 @@
+import importlib
+import os
+import signal
+import sys
+import time
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from recipes import plot, report, study
+from recipes.run import DONE, INTERRUPTED, ConfigError
+from tests.recipes.runs import ROOT
+from tests.recipes.test_plot import write_run
+
+STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
+
+
+def configuration(*words, name="reaper"):
+    with initialize_config_dir(str(ROOT / "recipes/conf"), version_base="1.3"):
+        return compose("study", [f"study={name}", *words])
+
+
+class FakeRun:
+    """In place of a process: a run of three evaluations, that of seed 1 of "rank" fails, that of uniform is slow."""
+
+    started: ClassVar[list[list[str]]] = []
+
+    def __init__(self, command, *, stdout, **_):
+        self.command = command[2:]
+        FakeRun.started.append(self.command)
+        words = dict(word.split("=", 1) for word in command if "=" in word)
+        self.code = DONE
+        if "resume" in words:
+            return
+        if words["sampler"] == "rank" and words["seed"] == "1":
+            stdout.write("no such thing\n")
+            self.code = 2
+            return
+        reached = 2 if words["sampler"] == "reaper" else 3
+        returns = [0.0, 0.0, 0.0] if words["sampler"] == "uniform" else [0.0] * (reached - 1) + [480.0]
+        run_dir = study.Path(words["hydra.run.dir"])
+        write_run(run_dir, returns, words["sampler"], env=words["env"], threshold=475.0, every=100)
+        text = (run_dir / "progress.csv").read_text().splitlines()
+        extra = ["updates,wall_time", *["7,1.25"] * (len(text) - 1)]
+        (run_dir / "progress.csv").write_text("".join(f"{a},{b}\n" for a, b in zip(text, extra, strict=True)))
+
+    def wait(self):
+        return self.code
+
+    def send_signal(self, number):
+        self.code = INTERRUPTED
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    FakeRun.started = []
+    popen = study.subprocess.Popen
+    monkeypatch.setattr(
+        study.subprocess,
+        "Popen",
+        lambda command, **k: (FakeRun if command[0] == sys.executable else popen)(command, **k),
+    )
+    return FakeRun
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_studies_are_of_what_there_is(name):
+    config = study.typed(configuration(name=name), study.Config)
+    importlib.import_module(f"recipes.{config.study.recipe}")
+    for job in study.jobs_of(config.study, 1):
+        words = [f"env={job.env}", *job.words]
+        with initialize_config_dir(str(ROOT / "recipes/conf"), version_base="1.3"):
+            composed = compose(job.recipe, [word for word in words if not word.startswith("hydra")])
+        assert composed.env.name
+        if config.study.least is None:
+            assert composed.env.reward_threshold is not None
+
+
+def test_seeds_come_first():
+    config = study.typed(configuration("study.envs=[cartpole,acrobot]"), study.Config)
+    jobs = study.jobs_of(config.study, 2)
+    assert [job.seed for job in jobs] == [0] * 8 + [1] * 8
+    assert jobs[1].command == ["-m", "recipes.dqn", "env=cartpole", "compile=true", "sampler=per", "seed=0"]
+
+
+def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
+    words = ["study.envs=[cartpole]", "workers=2"]
+    assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
+    assert len(processes.started) == 4
+    # one is there to the end but for its row, one has just begun
+    rows = study.read_rows(tmp_path / study.RUNS)
+    (tmp_path / "runs/cartpole/per/seed1").mkdir(parents=True)
+    half = tmp_path / "runs/cartpole/reaper/seed1"
+    processes(
+        [sys.executable, "", "", "sampler=reaper", "seed=1", "env=cartpole", f"hydra.run.dir={half}"], stdout=None
+    )
+    (half / study.CHECKPOINT).touch()
+    processes.started.clear()
+    assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == study.FAILED
+    assert sorted(command[-1].split("/")[-2] for command in processes.started) == ["per", "rank", "reaper", "uniform"]
+    assert ["recipes.dqn", f"resume={half}"] in processes.started
+    errors = capsys.readouterr().err
+    assert "failed: python -m recipes.dqn env=cartpole compile=true sampler=rank seed=1 (see" in errors
+    assert (tmp_path / "runs/cartpole/rank/seed1.log").read_text() == "no such thing\n"
+    assert study.read_rows(tmp_path / study.RUNS)[:4] == rows
+    found = {(row["variant"], row["seed"]): row for row in study.read_rows(tmp_path / study.RUNS)}
+    assert len(found) == 7
+    row = found["reaper", "1"]
+    assert (row["env_steps"], row["reached"], row["last"], row["wall_time"]) == ("200", "200", "480.0", "1.2")
+    assert row["command"] == "python -m recipes.dqn env=cartpole compile=true sampler=reaper seed=1"
+    assert found["uniform", "0"]["reached"] == ""
+    # the failed one is tried again
+    processes.started.clear()
+    assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == study.FAILED
+    assert len(processes.started) == 1
+
+
+def test_another_study_needs_another_directory(tmp_path, processes):
+    words = ["study.envs=[cartpole]", "seeds=1"]
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    with pytest.raises(ConfigError, match="holds another study"):
+        study.run_study(configuration(*words, "study.fixed=[]"), tmp_path)
+
+
+def test_interrupted(tmp_path, processes, monkeypatch, capsys):
+    wait = FakeRun.wait
+
+    def interrupting(run):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return wait(run)
+
+    monkeypatch.setattr(FakeRun, "wait", interrupting)
+    assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1", "workers=1"), tmp_path) == INTERRUPTED
+    assert "the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("seeds=0", "seeds=0: must be >= 1"),
+        ("workers=0", "workers=0: must be >= 1"),
+        ("study.baseline=magic", "study.baseline=magic: choose one of uniform, per, rank, reaper"),
+        ("study.in_a_row=0", "study.in_a_row=0: must be >= 1"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, word, message):
+    with pytest.raises(ConfigError, match=message):
+        study.run_study(configuration(word), tmp_path)
+
+
+def test_the_threshold_must_be_kept_up():
+    steps, values = [10, 20, 30, 40, 50], [0, 5, 0, 5, 5]
+    assert study.steps_to_reach(steps, values, 5, 1) == 20
+    assert study.steps_to_reach(steps, values, 5, 2) == 40
+    assert study.steps_to_reach(steps, values, 5, 3) is None
+
+
+# --- reports
+
+
+@pytest.fixture
+def finished(tmp_path, processes, capsys):
+    words = ["study.envs=[cartpole,acrobot]", "~study.variants.rank", "seeds=5"]
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    capsys.readouterr()
+    return tmp_path
+
+
+def test_a_report(finished, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot", f"study={finished}"])
+    plot.main()
+    table = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| c")]
+    by_variant = {line[1]: line[2:] for line in lines}
+    assert by_variant["per"][:4] == ["5", "5/5", "300 [300, 300]", "300"]
+    assert by_variant["per"][4:7] == ["", "", ""]
+    assert by_variant["reaper"][2:7] == ["200 [200, 200]", "200", *["33.3% [33.3%, 33.3%]"] * 2, "23.24 %"]
+    # not reached: all its steps
+    assert by_variant["uniform"][1:3] == ["0/5", "300 [300, 300]"]
+    assert "seeds 0 to 4; commit" in table
+    assert (finished / report.TABLE).read_text().strip() == table.strip()
+    assert (finished / report.FIGURE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_written_twice_counts_once(finished):
+    path = finished / study.CURVES
+    before = report.read_study(finished)
+    path.write_text(path.read_text() + "\n".join(path.read_text().splitlines()[1:]) + "\n")
+    after = report.read_study(finished)
+    for env, variant, seed in (("cartpole", "reaper", 0), ("acrobot", "uniform", 4)):
+        first, second = (each.runs[env][variant][seed] for each in (before, after))
+        np.testing.assert_array_equal(first.steps, second.steps)
+
+
+def test_pairs_are_of_the_same_seed(finished):
+    found = report.read_study(finished)
+    rows = found.rows["cartpole"]
+    for seed, (theirs, ours) in enumerate([(100, 50), (200, 300), (400, 100), (100, 100)]):
+        rows["per"][seed]["reached"], rows["reaper"][seed]["reached"] = str(theirs), str(ours)
+    del rows["per"][4]
+    pairs = found.saved("cartpole", "reaper").T
+    assert pairs.tolist() == [[100, 50], [200, 300], [400, 100], [100, 100]]
+    line = next(line for line in report.format_table(found).splitlines() if "| cartpole | reaper" in line)
+    # of .5, -.5, .75, 0; means 200 and 137.5
+    assert "| 25.0% [" in line and "| 31.2% [" in line
+
+
+def test_no_study_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot", f"study={tmp_path}"])
+    with pytest.raises(SystemExit) as exit_:
+        plot.main()
+    assert exit_.value.code == 2 and "python -m recipes.study makes it" in capsys.readouterr().err
+
+
+def test_published_studies_can_be_drawn(tmp_path):
+    results = study.Path(report.__file__).parent / "results"
+    for path in results.glob(f"*/{study.RUNS}"):
+        found = report.read_study(path.parent)
+        assert OmegaConf.structured(found.config).name == path.parent.name
+        assert (path.parent / report.TABLE).read_text() == report.full_table(found)
