@@ -185,7 +185,7 @@ class Pool:
             "threshold": "" if threshold is None else threshold,
             "reached": "" if at is None else at,
             "last": values[-1],
-            "best": max(values),
+            "best": max((value for value in values if not math.isnan(value)), default=math.nan),
             "final": statistics.fmean(values[-math.ceil(len(values) / 10) :]),
             "wall_time": round(float(evaluations[-1]["wall_time"]), 1),
             "commit": self._version,
