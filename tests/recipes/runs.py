@@ -2,9 +2,14 @@
 
 import csv
 import importlib.util
+import io
+import json
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from recipes.run import resumed_config, typed
@@ -43,6 +48,44 @@ class Composer:
 def rows(run_dir):
     with (run_dir / "progress.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def checkpoint(run_dir):
+    """The components of a checkpoint, as they were saved."""
+    components = {}
+    with zipfile.ZipFile(run_dir / "checkpoint.zip") as archive:
+        for name, record in json.loads(archive.read("manifest.json"))["components"].items():
+            (file,) = record["files"]
+            data = archive.read(f"{record['path']}/{file}")
+            components[name] = json.loads(data) if file.endswith(".json") else torch.load(io.BytesIO(data))
+    return components
+
+
+def leaves(value, path=""):
+    """What a nested state holds, tensors as bytes."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = {path: (type(value).__name__, len(value))}
+        for key, item in items:
+            found |= leaves(item, f"{path}/{key}")
+        return found
+    if isinstance(value, torch.Tensor):
+        return {path: (value.dtype, value.shape, value.cpu().contiguous().numpy().tobytes())}
+    return {path: value.tobytes() if isinstance(value, np.ndarray) else repr(value)}
+
+
+def assert_same_runs(one, other):
+    """Two runs left the same checkpoint, bit by bit, and the same progress.csv, but for the time they took."""
+    tables = [rows(run_dir) for run_dir in (one, other)]
+    for row in tables[0] + tables[1]:
+        del row["wall_time"]
+    assert tables[0] == tables[1]
+    states = [checkpoint(run_dir) for run_dir in (one, other)]
+    for state in states:
+        del state["counters"]["wall_time"]
+    one, other = map(leaves, states)
+    assert one.keys() == other.keys()
+    assert not [path for path in one if one[path] != other[path]]
 
 
 def needs(module):
