@@ -240,6 +240,12 @@ def run(
     if not finished():
         print(f"interrupted at step {counters['env_steps']}; go on with resume={run_dir}")
         return INTERRUPTED
+    if cfg.logger.csv:
+        try:
+            plot_runs([run_dir], run_dir / CURVE)
+        except OSError as error:
+            sys.stderr.write(f"{run_dir / CURVE}: {reason(error)}; make room, then: python -m recipes.plot {run_dir}\n")
+            return FAILED
     print(summary(counters, cfg.env.reward_threshold, run_dir))
     return DONE
 

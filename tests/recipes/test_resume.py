@@ -18,7 +18,7 @@ def tiny(group, **more):
         "gradient_steps": 2,
         "batch_size": 8,
         "buffer_size": 64,
-        "num_evaluations": 2,
+        "num_evaluations": 3,
         "evaluation_episodes": 1,
         "hidden_sizes": "[8, 8]",
     } | more
@@ -66,8 +66,71 @@ def check(monkeypatch, tmp_path, name, *words, stops=(3,)):
     assert_same_runs(whole, parts)
 
 
+EVENTS = ["env=tworooms", "+env.events.near_initial={history: 5, eta: 0.1}", "+env.options.max_episode_steps=30"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dqn", ["sampler=reaper"]),
+        ("dqn", [*EVENTS, "sampler=sset_per", "num_envs=4"]),
+        ("sac", ["sampler=per", "num_envs=4"]),
+        ("td3", ["sampler=dper", "td3.noise=ou"]),
+        ("acer", ["sampler=per"]),
+        ("acer", ["env=pendulum", "acer.normalize_observations=true"]),
+    ],
+)
+def test_recipes(tmp_path, monkeypatch, name, words):
+    check(monkeypatch, tmp_path, name, *words)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_envs", [1, 4])
 @pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
 def test_samplers(tmp_path, monkeypatch, name, sampler, num_envs):
-    check(monkeypatch, tmp_path, name, f"sampler={sampler}", f"num_envs={num_envs}")
+    check(monkeypatch, tmp_path, name, f"sampler={sampler}", f"num_envs={num_envs}", stops=(1, 3, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
+@pytest.mark.parametrize("env", ["cartpole", "pendulum"])
+def test_samplers_of_acer(tmp_path, monkeypatch, env, sampler):
+    check(monkeypatch, tmp_path, "acer", f"env={env}", f"sampler={sampler}", stops=(1, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("retention", ["pinned", "ring"])
+@pytest.mark.parametrize("sampler", ["sset", "sset_per"])
+def test_event_tables(tmp_path, monkeypatch, sampler, retention, num_envs):
+    words = [*EVENTS, f"sampler={sampler}", f"sampler.retention={retention}", f"num_envs={num_envs}"]
+    check(monkeypatch, tmp_path, "dqn", *words, stops=(1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["dper", "dper_uniform"])
+@pytest.mark.parametrize("name", ["sac", "td3"])
+def test_actor_batches(tmp_path, monkeypatch, name, sampler):
+    check(monkeypatch, tmp_path, name, f"sampler={sampler}", "num_envs=2", stops=(3, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dqn", ["sampler=uniform"]),
+        ("dqn", ["sampler=per", "num_envs=4", "updates_per_graph=2"]),
+        ("dqn", ["sampler=rank"]),
+        ("dqn", ["sampler=reaper", "updates_per_graph=2"]),
+        ("dqn", ["sampler=uniform", "updates_per_graph=2", "dqn.learning_starts=0"]),
+        ("dqn", [*EVENTS, "sampler=sset_per"]),
+        ("sac", ["sampler=per"]),
+        ("td3", ["sampler=dper", "updates_per_graph=2"]),
+        ("acer", ["env=cartpole", "sampler=per"]),
+        ("acer", ["env=pendulum"]),
+    ],
+)
+def test_compiled(tmp_path, monkeypatch, name, words):
+    """The graph is made anew, and computes the same."""
+    check(monkeypatch, tmp_path, name, "compile=true", *words, stops=(4,))
