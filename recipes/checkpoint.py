@@ -37,14 +37,14 @@ def load_checkpoint(run_dir: Path, device: torch.device, **components: Any) -> N
         **components: as they were saved; dicts and lists are filled in place.
 
     Raises:
-        ConfigError: the checkpoint is damaged, before anything is restored; or it does not fit, as when it comes from a
-            CUDA machine and there is none here.
+        ConfigError: the checkpoint is damaged, before anything is restored; it does not fit, as when it comes from a
+            CUDA machine and there is none here; or there is no room to unpack it, where temporary files are.
     """
     path = run_dir / CHECKPOINT
     _require_whole(path)
     try:
         _bind(components).load(path, map_location=device)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         raise ConfigError(f"{run_dir}: {error}") from error
 
 

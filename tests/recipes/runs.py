@@ -1,5 +1,6 @@
 """Configurations of the recipes as tests need them, and what runs leave."""
 
+import contextlib
 import csv
 import importlib.util
 import io
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from recipes import training
 from recipes.run import resumed_config, typed
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,33 @@ class Composer:
     def resumed(self, run_dir, *overrides):
         overrides = [f"resume={run_dir}", *overrides]
         return resumed_config(self.configuration(*overrides), run_dir, overrides)
+
+
+def tiny(group, **more):
+    """Overrides for a run of less than a second; settings of None are left out."""
+    settings = {
+        "total_steps": 96,
+        "learning_starts": 32,
+        "train_interval": 16,
+        "gradient_steps": 2,
+        "batch_size": 8,
+        "buffer_size": 64,
+        "num_evaluations": 3,
+        "evaluation_episodes": 1,
+        "hidden_sizes": "[8, 8]",
+    } | more
+    return [
+        *(f"{group}.{key}={value}" for key, value in settings.items() if value is not None),
+        "env.reward_threshold=null",
+    ]
+
+
+def stop_after(monkeypatch, batches):
+    """Runs are interrupted after so many batches, as if by Ctrl-C."""
+    answers = iter([False] * batches)
+    monkeypatch.setattr(
+        training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers, True) is not False)
+    )
 
 
 def rows(run_dir):

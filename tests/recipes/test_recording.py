@@ -57,9 +57,7 @@ def check(make, steps, following):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[*([needs(module)] if module else []), *([] if name in QUICK else [pytest.mark.slow])]
-        )
+        pytest.param(name, marks=[*([needs(module)] if module else []), *([] if name in QUICK else [pytest.mark.slow])])
         for module, names in PRESETS.items()
         for name in names
     ],

@@ -1,29 +1,11 @@
 """A run that was stopped and resumed is the run that was not: the same bits, but for the time it took."""
 
-import contextlib
-
 import pytest
 import torch
 
-from recipes import acer, dqn, sac, td3, training
+from recipes import acer, dqn, sac, td3
 from recipes.run import DONE, INTERRUPTED
-from tests.recipes.runs import Composer, assert_same_runs, needs
-
-
-def tiny(group, **more):
-    settings = {
-        "total_steps": 96,
-        "learning_starts": 32,
-        "train_interval": 16,
-        "gradient_steps": 2,
-        "batch_size": 8,
-        "buffer_size": 64,
-        "num_evaluations": 3,
-        "evaluation_episodes": 1,
-        "hidden_sizes": "[8, 8]",
-    } | more
-    return [*(f"{group}.{key}={value}" for key, value in settings.items() if value), "env.reward_threshold=null"]
-
+from tests.recipes.runs import Composer, assert_same_runs, stop_after, tiny
 
 RECIPES = {
     "dqn": (dqn, Composer("dqn", dqn.Config, tiny("dqn"))),
@@ -34,18 +16,10 @@ RECIPES = {
         Composer(
             "acer",
             acer.Config,
-            [*tiny("acer", learning_starts="", train_interval="", gradient_steps="", slice_len=4), "num_envs=4"],
+            [*tiny("acer", learning_starts=None, train_interval=None, gradient_steps=None, slice_len=4), "num_envs=4"],
         ),
     ),
 }
-
-
-def stop_after(monkeypatch, batches):
-    """Runs are interrupted after so many batches, as if by Ctrl-C."""
-    answers = iter([False] * batches)
-    monkeypatch.setattr(
-        training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers, True) is not False)
-    )
 
 
 def check(monkeypatch, tmp_path, name, *words, stops=(3,)):
