@@ -178,12 +178,12 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
 
 def test_killed_run(tmp_path):
     """SIGKILL while it saves one checkpoint after the other."""
-    words = ["dqn.total_steps=6400", "dqn.num_evaluations=10", "dqn.buffer_size=1000"]
+    words = ["dqn.total_steps=3200", "dqn.train_interval=64", "dqn.num_evaluations=10", "dqn.buffer_size=1000"]
     run_dir = tmp_path / "killed"
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "recipes.dqn", *composer.tiny, *words),
-            *("checkpoint_interval=16", f"hydra.run.dir={run_dir}"),
+            *("checkpoint_interval=64", f"hydra.run.dir={run_dir}"),
         ],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ import torch
 
 from recipes import acer, dqn, sac, td3
 from recipes.run import DONE, INTERRUPTED
-from tests.recipes.runs import Composer, assert_same_runs, stop_after, tiny
+from tests.recipes.runs import Composer, assert_same_runs, needs, stop_after, tiny
 
 RECIPES = {
     "dqn": (dqn, Composer("dqn", dqn.Config, tiny("dqn"))),
@@ -87,6 +87,22 @@ def test_event_tables(tmp_path, monkeypatch, sampler, retention, num_envs):
 @pytest.mark.parametrize("name", ["sac", "td3"])
 def test_actor_batches(tmp_path, monkeypatch, name, sampler):
     check(monkeypatch, tmp_path, name, f"sampler={sampler}", "num_envs=2", stops=(3, 1))
+
+
+@pytest.mark.slow
+@needs("ale_py")
+@needs("cv2")
+@pytest.mark.parametrize(
+    ("name", "words"), [("dqn", ["sampler=reaper"]), ("dqn", ["sampler=per", "num_envs=4"]), ("acer", [])]
+)
+def test_games(tmp_path, monkeypatch, name, words):
+    """Frames are stored once, games go on after lost lives."""
+    sizes = [
+        f"{name}.hidden_sizes=[16]",
+        f"{name}.optimizer={{name: rmsprop}}",
+        "env.atari.repeat_action_probability=0.25",
+    ]
+    check(monkeypatch, tmp_path, name, "env=atari/breakout", *settings, *learning, *words)
 
 
 @pytest.mark.slow
