@@ -66,6 +66,20 @@ class Lives(gymnasium.Wrapper):
         self._lives = 0
         self._goes_on = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next reset goes on with the same game."""
+        return self._goes_on
+
+    def random_state(self) -> bytes:
+        """The emulator's state with that of its generator, which is not NumPy's."""
+        return self._ale.cloneState(include_rng=True).serialize()
+
+    def set_random_state(self, state: bytes) -> None:
+        """Restore what :meth:`random_state` gave; the next reset begins a game."""
+        self._ale.restoreState(type(self._ale.cloneState())(state))
+        self._goes_on = False
+
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """One step of the game."""
         observation, reward, terminated, truncated, info = self.env.step(action)

@@ -150,7 +150,7 @@ class RunConfig(ABC):
     cudagraphs: bool = MISSING
     updates_per_graph: int = 1
     stop_at_threshold: bool = MISSING
-    checkpoint_interval: int = MISSING
+    checkpoint_interval: int | None = MISSING
     resume: str | None = None
 
     @property
@@ -159,10 +159,12 @@ class RunConfig(ABC):
         """The recipe's hyperparameters."""
 
     def __post_init__(self) -> None:
+        learning = self.learning
+        if self.checkpoint_interval is None:
+            self.checkpoint_interval = max(10_000, learning.total_steps // 50)
         for key in ("num_threads", "num_envs", "updates_per_graph", "checkpoint_interval"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
-        learning = self.learning
         for key, multiple in (("num_envs", "train_interval"), ("updates_per_graph", "gradient_steps")):
             divisor, value = getattr(self, key), getattr(learning, multiple, 1)
             if value % divisor:

@@ -31,14 +31,12 @@ import torch
 from gymnasium.spaces import flatdim
 from omegaconf import MISSING, DictConfig
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictSequential
 from torch import Tensor
-from torchrl.envs import GymWrapper
-from torchrl.modules import EGreedyModule, QValueActor
+from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
 from recipes.cagrad import MOST_GRADIENTS, cagrad_gradients, losses_by_table
-from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
+from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_discrete_env
 from recipes.networks import make_network
@@ -224,34 +222,17 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return network(torch.as_tensor(observations, device=device)).argmax(-1).cpu().numpy()
 
     # The environments run on the CPU, and their batches stay there until the buffer takes them.
-    # Bytes of images stay bytes in our collector.
-    if cfg.num_envs > 1 or cfg.env.atari is not None:
-        behaviour = EpsilonRandom(greedy, action_space, seed=cfg.seed)
-        collector = VectorCollector(
-            [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,
-            behaviour,
-            frames_per_batch=dqn.train_interval,
-            seed=cfg.seed,
-            flags=cfg.env.flags,
-        )
+    behaviour = EpsilonRandom(greedy, action_space, seed=cfg.seed)
+    collector = VectorCollector(
+        [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,
+        behaviour,
+        frames_per_batch=dqn.train_interval,
+        seed=cfg.seed,
+        flags=cfg.env.flags,
+    )
 
-        def explore(steps: int) -> None:
-            behaviour.epsilon = dqn.epsilon(steps)
-
-    else:
-        env = GymWrapper(make_discrete_env(cfg.env, training=True), categorical_action_encoding=True, device=None)
-        exploration = EGreedyModule(env.action_spec, eps_init=1.0, eps_end=0.0, device=device)
-        collector = SingleCollector(
-            env,
-            TensorDictSequential([actor, exploration]),
-            frames_per_batch=dqn.train_interval,
-            seed=cfg.seed,
-            device=device,
-            flags=cfg.env.flags,
-        )
-
-        def explore(steps: int) -> None:
-            exploration.get_buffer("eps").fill_(dqn.epsilon(steps))
+    def explore(steps: int) -> None:
+        behaviour.epsilon = dqn.epsilon(steps)
 
     def record(steps: int) -> dict[str, float]:
         require_frames(replay)

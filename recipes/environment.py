@@ -1,5 +1,7 @@
 """Environments by their Gymnasium ids."""
 
+from typing import Any
+
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
@@ -56,12 +58,28 @@ def make_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     return make_discrete_env(config, training=training) if discrete else ClipAction(make_continuous_env(config))
 
 
+class FreshWorld(gymnasium.Wrapper):
+    """BipedalWalker with a world of its own for each episode, as Lunar Lander has it.
+
+    Gymnasium empties the last episode's, which then steps differently: the past could not be played again.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        walker: Any = self.env.unwrapped
+        walker._destroy()
+        walker.world = type(walker.world)()
+        return self.env.reset(seed=seed, options=options)
+
+
 def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     try:
         if config.atari is not None:
             env = make_atari(config.id, config.atari, config.options, training=training)
         else:
             env = gymnasium.make(config.id, **config.options)
+            if type(env.unwrapped).__name__ == "BipedalWalker":
+                env = FreshWorld(env)
     except ConfigError:
         raise
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:

@@ -1,12 +1,21 @@
 """The record of a run: progress.csv, and a TorchRL logger where one is chosen."""
 
 import csv
+import io
+import math
 import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from torchrl.record.loggers import get_logger
+from tqdm import tqdm
 
-from recipes.run import ConfigError
+from recipes.files import replacing
+from recipes.run import ConfigError, reason
 
 PROGRESS = "progress.csv"
 
@@ -27,6 +36,7 @@ class Progress:
 
     def __init__(self, run_dir: Path, write_csv: bool, backend: str | None, until: int = 0) -> None:
         self.path = run_dir / PROGRESS if write_csv else None
+        self._waiting: list[dict[str, float]] = []
         try:
             self.logger = get_logger(backend or "", logger_name=str(run_dir), experiment_name=backend or "")  # pyright: ignore
         except (ImportError, NotImplementedError) as error:
@@ -35,17 +45,64 @@ class Progress:
             rewrite(self.path, [row for row in read_progress(self.path) if int(row["env_steps"]) <= until])
 
     def write(self, row: dict[str, float]) -> None:
-        """Appends a row; its keys must be those of the first row."""
+        """Appends a row; its keys must be those of the first row. If the disk is full, it waits until it is not."""
         if self.path is not None:
-            new = not self.path.is_file()
-            with self.path.open("a", newline="") as file:
-                writer = csv.writer(file)
-                if new:
-                    writer.writerow(row)
-                writer.writerow(row.values())
+            self._waiting.append(row)
+            try:
+                self.flush()
+            except OSError as error:
+                warn(f"{self.path}: {reason(error)}; {len(self._waiting)} rows wait to be written")
         if self.logger:
             for name, value in row.items():
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
+
+    def flush(self) -> None:
+        """Writes the rows that wait; OSError: the file is as it was."""
+        if self.path is None or not self._waiting:
+            return
+        length = self.path.stat().st_size if self.path.is_file() else 0
+        try:
+            with self.path.open("a", newline="") as file:
+                file.write(_lines(self._waiting, header=not length))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            if self.path.is_file():
+                os.truncate(self.path, length)
+            raise
+        self._waiting.clear()
+
+
+class Means:
+    """Means of what is recorded from one row to the next."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Takes tensors [n]."""
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def take(self, names: Sequence[str]) -> dict[str, float]:
+        """The means of these, nan if there is nothing yet; and begins anew."""
+        means = {name: torch.cat(self._values[name]).mean().item() if self._values else math.nan for name in names}
+        self._values.clear()
+        return means
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The values since the last row."""
+        return {name: torch.cat(values) for name, values in self._values.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._values.clear()
+        self.add(state)
+
+
+def warn(message: str) -> None:
+    """Says on stderr, above the progress bar, that something went wrong which the run survives."""
+    tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
@@ -53,15 +110,21 @@ def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
     if not rows:
         path.unlink()
         return
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+    with replacing(path) as partial, partial.open("w", newline="") as file:
+        file.write(_lines(rows, header=True))
+
+
+def _lines(rows: Sequence[Mapping[str, object]], *, header: bool) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if header:
+        writer.writerow(rows[0])
+    writer.writerows(row.values() for row in rows)
+    return text.getvalue()
 
 
 def read_progress(path: Path) -> list[dict[str, str]]:
-    """The rows of a progress.csv, oldest first."""
+    """The rows of a progress.csv, oldest first, without a last one that was cut off."""
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        whole, _, _ = file.read().rpartition("\n")
+    return list(csv.DictReader(io.StringIO(whole, newline="")))

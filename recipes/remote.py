@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,11 +19,11 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors.distributed import RayCollector
-from torchrl.data import RayReplayBuffer
+from torchrl.data import Binary, Composite, RayReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
+from torchrl.envs.gym_like import BaseInfoDictReader
 
-from recipes.collect import FlagReader
 from recipes.config import EnvConfig, RunConfig
 from recipes.environment import make_discrete_env
 from recipes.replay import (
@@ -212,6 +212,23 @@ class RemoteReplay:
         self.buffer.shutdown()
 
 
+class FlagReader(BaseInfoDictReader):
+    """Copies bools from a Gymnasium environment's ``info`` to ``("events", <name>)``; False where there is none."""
+
+    def __init__(self, flags: Sequence[str]):
+        self._flags = flags
+
+    def __call__(self, info_dict: dict[str, Any], tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the flags into ``tensordict``."""
+        flags = {name: torch.tensor([bool(info_dict.get(name, False))]) for name in self._flags}
+        return tensordict.set("events", TensorDict(flags, []))
+
+    @property
+    def info_spec(self) -> dict[str, Any]:
+        """What :meth:`__call__` writes."""
+        return {"events": Composite({name: Binary(1, dtype=torch.bool) for name in self._flags})}
+
+
 def make_remote_env(config: EnvConfig, num_envs: int) -> EnvBase:
     """Called where a collector lives: its environment, or several that are stepped one after the other."""
 
@@ -283,10 +300,11 @@ class RemoteCollector:
         for _ in self._collector:
             yield TensorDict({}, [self._frames])
 
-    def reset(self) -> None:
-        """For a resumed run: its collectors begin new episodes."""
+    def resume(self) -> list[int]:
+        """For a resumed run: its collectors begin new episodes, and those in the buffer end here."""
         self._starts += 1
         self._replay.end_open_episodes()
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """How often the run was resumed: each time goes on with other seeds."""

@@ -1,6 +1,6 @@
 """Replay buffers of the recipes: what they hold, and how it is sampled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -212,9 +212,9 @@ def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
     return (replay.write_count - count + torch.arange(count)) % replay.storage.max_size
 
 
-def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int = 1) -> None:
-    """Ends each environment's episode at its newest transition: a resumed run begins new ones."""
-    end_episodes(replay, written_slots(replay)[-num_envs:])
+def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
+    """Ends the episodes of `envs` at their newest transitions: a resumed run begins new ones there."""
+    end_episodes(replay, written_slots(replay)[-num_envs:][list(envs)])
 
 
 def end_episodes(replay: TensorDictReplayBuffer, newest: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-DONE, BAD_CONFIG, INTERRUPTED = 0, 2, 130
+DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # in a run's directory
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "checkpoint_interval")
 
@@ -81,6 +81,11 @@ def one_line(error: Exception) -> str:
     text = re.sub(r"^ConfigError raised while resolving interpolation: ", "", text)
     text = re.sub(r"\s*\n\s*full_key: *(\S*)", r" (key: \1)", text)
     return " ".join(text.split())
+
+
+def reason(error: OSError) -> str:
+    """What went wrong with a file, in words."""
+    return error.strerror or str(error)
 
 
 def run_directory(resume: str | None, fresh: str) -> str:

@@ -117,6 +117,14 @@ class ExplorationNoise:
         self._value = self._keep * self._value + self._scale * torch.randn(shape).numpy()
         return self._value
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The last x."""
+        return {"value": torch.as_tensor(self._value)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._value = state["value"].cpu().numpy()
+
 
 def make_loss(
     td3: TD3Config, num_observed: int, num_actions: int, device: torch.device
@@ -242,7 +250,12 @@ def train(config: DictConfig, run_dir: Path) -> int:
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue"),
         shown=("return_mean", "loss_actor", "loss_qvalue"),
-        state={"loss": loss_module, "actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer},
+        state={
+            "loss": loss_module,
+            "actor_optimizer": actor_optimizer,
+            "critic_optimizer": critic_optimizer,
+            "noise": noise,
+        },
     )
     return run(agent, evaluation_envs, cfg, config, run_dir, device)
 

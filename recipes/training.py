@@ -1,8 +1,7 @@
 """The loop of every recipe: collect, learn, evaluate, record, save."""
 
-import math
+import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,25 @@ from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from recipes.checkpoint import load_checkpoint, save_checkpoint
-from recipes.collect import SingleCollector, VectorCollector
+from recipes.collect import VectorCollector
 from recipes.config import RunConfig
 from recipes.evaluation import evaluate
+from recipes.files import replacing
 from recipes.plot import plot_runs
-from recipes.progress import Progress
+from recipes.progress import Means, Progress, warn
 from recipes.replay import PRIORITIZED, end_last_episodes, stored_keys
-from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, find_device, interruption, seed_everything
+from recipes.run import (
+    CHECKPOINT,
+    CONFIG,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    ConfigError,
+    find_device,
+    interruption,
+    reason,
+    seed_everything,
+)
 
 if TYPE_CHECKING:
     # imports Ray where it is installed, which takes a second
@@ -51,10 +62,10 @@ class Agent:
         stores: entries of a batch to store, beyond those that every recipe does; None: the collector has written it.
         columns: other numbers to record, at this number of steps.
         shown: what the progress bar shows of all that.
-        state: networks and optimizers, for the checkpoint.
+        state: networks, optimizers and whatever else the future depends on, for the checkpoint.
     """
 
-    collector: "SingleCollector | VectorCollector | RemoteCollector"
+    collector: "VectorCollector | RemoteCollector"
     replay: "TensorDictReplayBuffer | RemoteReplay"
     explore: Callable[[int], None]
     learn: Callable[[TensorDictBase, int], list[dict[str, Tensor]]]
@@ -105,8 +116,7 @@ def run(
     learning, collector, replay = cfg.learning, agent.collector, agent.replay
     stored = None if agent.stores is None else (*stored_keys(cfg.env), *agent.stores)
 
-    # Everything a resumed run needs. The environments themselves cannot be saved: a resumed run starts new episodes,
-    # drawn from the generators' saved states.
+    # Everything that a run's future depends on: a resumed one goes on as if it had never stopped.
     counters: dict[str, Any] = {
         "env_steps": 0,
         "updates": 0,
@@ -116,8 +126,14 @@ def run(
         "reached_at": None,
         "wall_time": 0.0,
     }
-    rest = {"replay": replay, "collector": collector, "global_rng": GlobalRNGState(), "counters": counters}
-    state = agent.state | rest
+    losses = Means()
+    state = agent.state | {
+        "replay": replay,
+        "collector": collector,
+        "losses": losses,
+        "counters": counters,
+        "global_rng": GlobalRNGState(),
+    }
 
     def finished() -> bool:
         solved = counters["reached_at"] is not None and cfg.stop_at_threshold
@@ -125,18 +141,28 @@ def run(
 
     if cfg.resume is not None:
         load_checkpoint(run_dir, device, **state)
-        collector.reset()
-        if isinstance(replay, TensorDictReplayBuffer) and not finished():
-            end_last_episodes(replay, cfg.num_envs)
-    progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
-    OmegaConf.save(OmegaConf.merge(config, {"resume": None}), run_dir / CONFIG)
+        lost = collector.resume()
+        if lost and isinstance(replay, TensorDictReplayBuffer) and not finished():
+            end_last_episodes(replay, cfg.num_envs, lost)
+            warn(f"{len(lost)} of {cfg.num_envs} environments cannot be brought back to where they were: new episodes")
+    try:
+        progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
+        with replacing(run_dir / CONFIG) as path:
+            OmegaConf.save(OmegaConf.merge(config, {"resume": None}), path)
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: {reason(error)}") from error
 
-    def save() -> None:
+    def save() -> bool:
         counters["wall_time"] = time.time() - started
-        save_checkpoint(run_dir, **state)
+        try:
+            progress.flush()
+            save_checkpoint(run_dir, **state)
+        except OSError as error:
+            warn(f"step {counters['env_steps']} could not be saved in {run_dir}: {reason(error)}")
+            return False
+        return True
 
     started = time.time() - counters["wall_time"]
-    losses: dict[str, list[Tensor]] = defaultdict(list)
     bar = tqdm(
         total=learning.total_steps,
         initial=counters["env_steps"],
@@ -157,8 +183,7 @@ def run(
             # Learn.
             if counters["env_steps"] > learning.learning_starts:
                 for result in agent.learn(data, counters["env_steps"]):
-                    for name, values in result.items():
-                        losses[name].append(values)
+                    losses.add(result)
                     counters["updates"] += max(map(len, result.values()))
             else:
                 replay.extend(data)
@@ -184,14 +209,13 @@ def run(
                         else {NORMALIZED: normalized}
                     ),
                     **agent.columns(counters["env_steps"]),
-                    **{name: torch.cat(losses[name]).mean().item() if losses else math.nan for name in agent.losses},
+                    **losses.take(agent.losses),
                     "wall_time": time.time() - started,
                 }
                 if isinstance(replay.sampler, PRIORITIZED):
                     row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
                 progress.write(row)
                 bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
-                losses.clear()
                 counters["last_return"] = mean_return
                 best = counters["best_return"]
                 counters["best_return"] = mean_return if best is None else max(best, mean_return)
@@ -202,16 +226,26 @@ def run(
 
             if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
                 save()
-        save()
+        saved = save()
 
     collector.shutdown()
     for environment in evaluation_envs:
         environment.close()
+    if not saved:
+        before = (
+            f"resume={run_dir} goes on from the one before" if (run_dir / CHECKPOINT).is_file() else "there is none"
+        )
+        sys.stderr.write(f"no checkpoint at the end of the run; {before}\n")
+        return FAILED
     if not finished():
         print(f"interrupted at step {counters['env_steps']}; go on with resume={run_dir}")
         return INTERRUPTED
     if cfg.logger.csv:
-        plot_runs([run_dir], run_dir / CURVE)
+        try:
+            plot_runs([run_dir], run_dir / CURVE)
+        except OSError as error:
+            sys.stderr.write(f"{run_dir / CURVE}: {reason(error)}; make room, then: python -m recipes.plot {run_dir}\n")
+            return FAILED
     print(summary(counters, cfg.env.reward_threshold, run_dir))
     return DONE
 

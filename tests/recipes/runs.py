@@ -1,12 +1,19 @@
 """Configurations of the recipes as tests need them, and what runs leave."""
 
+import contextlib
 import csv
 import importlib.util
+import io
+import json
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
+from recipes import training
 from recipes.run import resumed_config, typed
 
 ROOT = Path(__file__).parents[2]
@@ -40,9 +47,74 @@ class Composer:
         return resumed_config(self.configuration(*overrides), run_dir, overrides)
 
 
+def tiny(group, **more):
+    """Overrides for a run of less than a second; settings of None are left out."""
+    settings = {
+        "total_steps": 96,
+        "learning_starts": 32,
+        "train_interval": 16,
+        "gradient_steps": 2,
+        "batch_size": 8,
+        "buffer_size": 64,
+        "num_evaluations": 3,
+        "evaluation_episodes": 1,
+        "hidden_sizes": "[8, 8]",
+    } | more
+    return [
+        *(f"{group}.{key}={value}" for key, value in settings.items() if value is not None),
+        "env.reward_threshold=null",
+    ]
+
+
+def stop_after(monkeypatch, batches):
+    """Runs are interrupted after so many batches, as if by Ctrl-C."""
+    answers = iter([False] * batches)
+    monkeypatch.setattr(
+        training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers, True) is not False)
+    )
+
+
 def rows(run_dir):
     with (run_dir / "progress.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def checkpoint(run_dir):
+    """The components of a checkpoint, as they were saved."""
+    components = {}
+    with zipfile.ZipFile(run_dir / "checkpoint.zip") as archive:
+        for name, record in json.loads(archive.read("manifest.json"))["components"].items():
+            (file,) = record["files"]
+            data = archive.read(f"{record['path']}/{file}")
+            components[name] = json.loads(data) if file.endswith(".json") else torch.load(io.BytesIO(data))
+    return components
+
+
+def leaves(value, path=""):
+    """What a nested state holds, tensors as bytes."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = {path: (type(value).__name__, len(value))}
+        for key, item in items:
+            found |= leaves(item, f"{path}/{key}")
+        return found
+    if isinstance(value, torch.Tensor):
+        return {path: (value.dtype, value.shape, value.cpu().contiguous().numpy().tobytes())}
+    return {path: value.tobytes() if isinstance(value, np.ndarray) else repr(value)}
+
+
+def assert_same_runs(one, other):
+    """Two runs left the same checkpoint, bit by bit, and the same progress.csv, but for the time they took."""
+    tables = [rows(run_dir) for run_dir in (one, other)]
+    for row in tables[0] + tables[1]:
+        del row["wall_time"]
+    assert tables[0] == tables[1]
+    states = [checkpoint(run_dir) for run_dir in (one, other)]
+    for state in states:
+        del state["counters"]["wall_time"]
+    one, other = map(leaves, states)
+    assert one.keys() == other.keys()
+    assert not [path for path in one if one[path] != other[path]]
 
 
 def needs(module):

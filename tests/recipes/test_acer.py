@@ -1,6 +1,4 @@
 import math
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import torch
 from recipes import acer, training
 from recipes.config import EnvConfig
 from recipes.environment import make_env
-from recipes.run import DONE, INTERRUPTED, ConfigError
+from recipes.run import DONE, ConfigError
 from tests.recipes.runs import Composer, needs, rows
 
 TINY = [
@@ -159,23 +157,6 @@ def test_actions_out_of_range_count_as_the_bound():
         env.reset(seed=0)
         following.append(env.step(np.array([action], dtype=np.float32))[0])
     np.testing.assert_array_equal(*following)
-
-
-def test_interrupted_run_resumes(tmp_path, monkeypatch, capsys):
-    real, evaluations = training.evaluate, []
-
-    def evaluate(*arguments, **keywords):
-        evaluations.append(1)
-        if len(evaluations) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments, **keywords)
-
-    monkeypatch.setattr(training, "evaluate", evaluate)
-    words = [CONTINUOUS, "acer.normalize_observations=true"]
-    assert acer.train(recipe.configuration(*words), tmp_path) == INTERRUPTED
-    assert "go on with resume=" in capsys.readouterr().out
-    assert acer.train(recipe.resumed(tmp_path), tmp_path) == DONE
-    assert [int(row["env_steps"]) for row in rows(tmp_path)] == [32, 64, 96]
 
 
 @pytest.mark.parametrize(

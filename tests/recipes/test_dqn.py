@@ -18,9 +18,12 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn, training
+from recipes.collect import VectorCollector
+from recipes.recording import Recording
 from recipes.replay import end_last_episodes
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
 from tests.params import slow_but
+from tests.recipes.runs import assert_same_runs, stop_after
 from torchrl_replay_ext import RankBasedSampler
 
 ROOT = Path(__file__).parents[2]
@@ -153,29 +156,59 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     assert "reached 1 at step 32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
+def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
+    """Ctrl-C at the first evaluation; how other runs resume is in test_resume.py."""
     evaluate = training.evaluate
 
     def interrupt(*arguments, **options):
         os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*arguments, **options)
 
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    run_dir.mkdir(), whole.mkdir()
     monkeypatch.setattr(training, "evaluate", interrupt)
-    assert dqn.train(configuration(f"sampler={sampler}"), tmp_path) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
+    assert dqn.train(configuration(), run_dir) == INTERRUPTED
+    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={run_dir}\n"
     monkeypatch.setattr(training, "evaluate", evaluate)
-    first = rows(tmp_path)
-
-    # Rows that a killed run wrote after its last checkpoint are written anew.
-    with (tmp_path / "progress.csv").open("a") as file:
-        file.write("64\n")
-    assert dqn.train(resumed(tmp_path), tmp_path) == DONE
-    table = rows(tmp_path)
+    first = rows(run_dir)
+    assert dqn.train(resumed(run_dir), run_dir) == DONE
+    table = rows(run_dir)
     assert table[0] == first[0]
     assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
     assert float(table[1]["wall_time"]) > float(table[0]["wall_time"])
+    assert dqn.train(configuration(), whole) == DONE
+    assert_same_runs(whole, run_dir)
+
+
+def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch, capsys):
+    """And what was stored of theirs ends here, that of the others not."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert dqn.train(configuration("num_envs=4"), tmp_path) == INTERRUPTED
+    play = Recording._play
+    monkeypatch.setattr(Recording, "_play", lambda env, state: play(env, state) and state is not lost[0])
+    lost, ended = [None], []
+    load = VectorCollector.load_state_dict
+    end = training.end_last_episodes
+
+    def load_but_one(collector, state):
+        lost[0] = state["envs"][2]
+        load(collector, state)
+        before = state["trajectory"]
+        assert collector._trajectory.tolist() == [*before[:2], state["next_trajectory"], before[3]]
+        assert collector._return[2] == 0
+
+    def spy(replay, num_envs, envs):
+        count = replay.write_count
+        end(replay, num_envs, envs)
+        ended.append((envs, replay.write_count - count))
+
+    monkeypatch.setattr(VectorCollector, "load_state_dict", load_but_one)
+    monkeypatch.setattr(training, "end_last_episodes", spy)
+    assert dqn.train(resumed(tmp_path), tmp_path) == DONE
+    assert "1 of 4 environments cannot be brought back to where they were" in capsys.readouterr().err
+    assert ended in ([([2], 1)], [([2], 0)])  # the last step may have ended it
 
 
 @pytest.mark.parametrize("written", [3, 5])
@@ -192,44 +225,13 @@ def test_cut_off_episode_ends_as_truncated(written):
             batch_size=[written],
         )
     )
-    end_last_episodes(replay)
+    end_last_episodes(replay, 1, [0])
     newest = replay[written % 4]
     assert newest["observation"].item() == newest["next", "reward"].item() == written - 1
     assert newest["next", "done"] and newest["next", "truncated"] and not newest["next", "terminated"]
     assert replay[:]["next", "done"].sum() == 1
-    end_last_episodes(replay)  # it has ended: nothing more to write
+    end_last_episodes(replay, 1, [0])  # it has ended: nothing more to write
     assert replay.write_count == written + 1
-
-
-def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
-    """Whatever enters the checkpoint comes back from it."""
-    saved = []
-    save_checkpoint = training.save_checkpoint
-
-    def capture(run_dir, **state):
-        saved.append({name: state[name].state_dict() for name in ("loss", "optimizer", "replay", "global_rng")})
-        saved[-1]["counters"] = dict(state["counters"])
-        save_checkpoint(run_dir, **state)
-
-    monkeypatch.setattr(training, "save_checkpoint", capture)
-    assert dqn.train(configuration("sampler=reaper"), tmp_path) == DONE
-    assert dqn.train(resumed(tmp_path), tmp_path) == DONE
-    before, after = saved
-    before["counters"].pop("wall_time")
-    after["counters"].pop("wall_time")
-    torch.testing.assert_close(flat(after), flat(before), rtol=0, atol=0, equal_nan=True)
-
-
-def flat(value, path=""):
-    if isinstance(value, torch.Tensor):
-        return {path: value}
-    if isinstance(value, np.ndarray):
-        return {path: torch.from_numpy(value.astype(np.int64))}
-    if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in flat(item, f"{path}/{key}").items()}
-    if isinstance(value, (list, tuple)):
-        return {k: v for i, item in enumerate(value) for k, v in flat(item, f"{path}/{i}").items()}
-    return {path: torch.tensor(float(value))} if isinstance(value, (bool, int, float)) else {}
 
 
 @pytest.mark.parametrize(
@@ -352,6 +354,11 @@ def test_command_line(tmp_path):
     assert out.startswith("interrupted at step ")
     assert "Traceback" not in errors
     assert (run_dir / "checkpoint.zip").is_file()
+
+    os.truncate(run_dir / "checkpoint.zip", 10_000)
+    damaged = command(f"resume={run_dir}")
+    errors = damaged.communicate(timeout=60)[1]
+    assert damaged.returncode == 2 and "checkpoint.zip is damaged: " in errors and errors.count("\n") == 1
 
     refused = command(f"resume={run_dir}", "dqn.gamma=0.9")
     assert refused.communicate(timeout=60)[1].count("\n") == 1 and refused.returncode == 2

@@ -2,8 +2,6 @@
 
 import csv
 import importlib.util
-import os
-import signal
 from pathlib import Path
 
 import gymnasium
@@ -12,17 +10,19 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
+from torchrl.collectors import Collector
 from torchrl.envs import GymWrapper
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from recipes import dqn, sac, training
-from recipes.collect import EpsilonRandom, SingleCollector, VectorCollector
+from recipes import dqn, sac
+from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.config import EnvConfig
 from recipes.environment import make_discrete_env
 from recipes.events import EventConfig, land_between_flags, land_near_middle, make_tables
+from recipes.remote import FlagReader
 from recipes.replay import end_last_episodes, make_replay
-from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config, typed
+from recipes.run import DONE, ConfigError, typed
 from tests.params import slow_but
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
 
@@ -81,8 +81,9 @@ class Countdown(gymnasium.Env):
 
 def single(flags):
     env = GymWrapper(Countdown(), categorical_action_encoding=True)
+    env.set_info_dict_reader(FlagReader(flags))
     policy = QValueActor(torch.nn.Linear(1, 3), in_keys=["observation"], action_space="categorical")
-    return SingleCollector(env, policy, frames_per_batch=12, seed=0, device=torch.device("cpu"), flags=flags)
+    return Collector(env, policy, frames_per_batch=12, auto_register_policy_transforms=False)
 
 
 def vector(flags):
@@ -128,27 +129,6 @@ def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("num_envs", "retention"), [(1, "pinned"), (4, "pinned"), (4, "ring")])
-def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, num_envs, retention):
-    evaluate = training.evaluate
-
-    def interrupt(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments, **options)
-
-    ended = []
-    end = training.end_last_episodes
-    monkeypatch.setattr(training, "end_last_episodes", lambda replay, n: (ended.append(replay), end(replay, n)))
-    monkeypatch.setattr(training, "evaluate", interrupt)
-    config = configuration(f"num_envs={num_envs}", f"sampler.retention={retention}")
-    assert dqn.train(config, tmp_path) == INTERRUPTED
-    monkeypatch.setattr(training, "evaluate", evaluate)
-    overrides = [f"resume={tmp_path}"]
-    assert dqn.train(resumed_config(configuration(*overrides), tmp_path, overrides), tmp_path) == DONE
-    assert [int(row["updates"]) for row in rows(tmp_path)] == [0, 4, 8]
-    assert len(ended) == 1 and ended[0].write_count == 96 + num_envs
-
-
 def buffer(retention, length=5, events=None):
     """Two environments side by side that have taken `length` steps each, the last one with an event."""
     events = events or {"flag": EventConfig(history=3, eta=0.25), "high": EventConfig(3, 0.25, above=0.5)}
@@ -176,7 +156,7 @@ def buffer(retention, length=5, events=None):
 def test_the_copies_that_end_episodes_report_no_event(retention):
     replay, tables = buffer(retention)
     assert tables.sizes() == {"default": 10, "flag": 6, "high": 6}
-    end_last_episodes(replay, 2)
+    end_last_episodes(replay, 2, [0, 1])
     assert tables.sizes() == {"default": 12, "flag": 6, "high": 8}
     newest = replay[tables["default"].index()[-2:]]
     assert newest["observation"].flatten().tolist() == [4.0, 4.0]
@@ -184,7 +164,7 @@ def test_the_copies_that_end_episodes_report_no_event(retention):
     assert newest["next", "truncated"].all() and newest["next", "done"].all()
     assert not newest["next", "events", "flag"].any() and not newest["next", "terminated"].any()
     assert not replay.writer._tails
-    end_last_episodes(replay, 2)  # they have ended: nothing more to write
+    end_last_episodes(replay, 2, [0, 1])  # they have ended: nothing more to write
     assert replay.write_count == 12
 
 

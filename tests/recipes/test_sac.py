@@ -1,7 +1,5 @@
 import csv
 import importlib.util
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +12,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
-from recipes import sac, training
-from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config
+from recipes import sac
+from recipes.run import DONE, ConfigError, resumed_config
 
 ROOT = Path(__file__).parents[2]
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
@@ -161,54 +159,6 @@ def spy(method, shares):
         return method(behaviour, observations)
 
     return call
-
-
-@pytest.mark.parametrize("sampler", ["uniform", "per"])
-def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
-    evaluate = training.evaluate
-
-    def interrupt(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments, **options)
-
-    monkeypatch.setattr(training, "evaluate", interrupt)
-    assert sac.train(configuration(f"sampler={sampler}", "num_envs=2"), tmp_path) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
-    monkeypatch.setattr(training, "evaluate", evaluate)
-    assert sac.train(resumed(tmp_path), tmp_path) == DONE
-    table = rows(tmp_path)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-
-
-def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
-    """Networks, optimizers and random state: what enters the checkpoint comes back from it."""
-    saved = []
-    save_checkpoint = training.save_checkpoint
-    names = ("loss", "actor_optimizer", "critic_optimizer", "alpha_optimizer", "replay", "global_rng")
-
-    def capture(run_dir, **state):
-        path = tmp_path / f"{len(saved)}.pt"
-        torch.save({name: state[name].state_dict() for name in names}, path)
-        saved.append(torch.load(path, weights_only=False))
-        save_checkpoint(run_dir, **state)
-
-    monkeypatch.setattr(training, "save_checkpoint", capture)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    assert sac.train(configuration(), run_dir) == DONE
-    assert sac.train(resumed(run_dir), run_dir) == DONE
-    before, after = (dict(leaves(state)) for state in saved)
-    assert before.keys() == after.keys() and "/loss/log_alpha" in before
-    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-
-
-def leaves(value, path=""):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
-        yield from leaves(item, f"{path}/{key}")
-    if isinstance(value, torch.Tensor):
-        yield path, value
 
 
 def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):

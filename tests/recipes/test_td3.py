@@ -1,8 +1,6 @@
 import copy
 import csv
 import importlib.util
-import os
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -16,8 +14,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
-from recipes import td3, training
-from recipes.run import DONE, INTERRUPTED, ConfigError, resumed_config
+from recipes import td3
+from recipes.run import DONE, ConfigError, resumed_config
 from recipes.update import Delayed, eager_update
 
 ROOT = Path(__file__).parents[2]
@@ -321,55 +319,6 @@ def test_gaussian_noise_is_independent_draws():
     draws = [noise((3, 2)) for _ in range(3)]
     torch.manual_seed(0)
     assert np.array_equal(draws, [0.25 * torch.randn(3, 2).numpy() for _ in range(3)])
-
-
-@pytest.mark.parametrize("sampler", ["uniform", "per"])
-def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys, sampler):
-    evaluate = training.evaluate
-
-    def interrupt(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments, **options)
-
-    monkeypatch.setattr(training, "evaluate", interrupt)
-    assert td3.train(configuration(f"sampler={sampler}", "num_envs=2"), tmp_path) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={tmp_path}\n"
-    monkeypatch.setattr(training, "evaluate", evaluate)
-    assert td3.train(resumed(tmp_path), tmp_path) == DONE
-    table = rows(tmp_path)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-
-
-def test_resumed_state_is_the_saved_one(tmp_path, monkeypatch):
-    """Networks, optimizers and random state: what enters the checkpoint comes back from it."""
-    saved = []
-    save_checkpoint = training.save_checkpoint
-    names = ("loss", "actor_optimizer", "critic_optimizer", "replay", "global_rng")
-
-    def capture(run_dir, **state):
-        path = tmp_path / f"{len(saved)}.pt"
-        torch.save({name: state[name].state_dict() for name in names}, path)
-        saved.append(torch.load(path, weights_only=False))
-        save_checkpoint(run_dir, **state)
-
-    monkeypatch.setattr(training, "save_checkpoint", capture)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    assert td3.train(configuration(), run_dir) == DONE
-    assert td3.train(resumed(run_dir), run_dir) == DONE
-    before, after = (dict(leaves(state)) for state in saved)
-    assert before.keys() == after.keys()
-    assert any("target_actor_network_params" in path for path in before)
-    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-
-
-def leaves(value, path=""):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
-        yield from leaves(item, f"{path}/{key}")
-    if isinstance(value, torch.Tensor):
-        yield path, value
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

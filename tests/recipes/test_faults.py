@@ -1,0 +1,202 @@
+"""Kills, full disks and damaged files."""
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+
+from recipes import dqn, progress, training
+from recipes.progress import Progress, read_progress
+from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
+from tests.recipes.runs import ROOT, Composer, assert_same_runs, rows, stop_after, tiny
+
+composer = Composer("dqn", dqn.Config, [*tiny("dqn"), "sampler=per"])
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """The directory of a run that was interrupted after half of its steps."""
+    run_dir = tmp_path / "stopped"
+    run_dir.mkdir()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
+    return run_dir
+
+
+def whole(tmp_path, *words):
+    run_dir = tmp_path / "whole"
+    run_dir.mkdir()
+    assert dqn.train(composer.configuration(*words), run_dir) == DONE
+    return run_dir
+
+
+def contents(run_dir):
+    return {path.name: path.read_bytes() for path in run_dir.iterdir()}
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def flip(path, where=0.5):
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * where)] ^= 4
+    path.write_bytes(data)
+
+
+def flip_late(path):
+    flip(path, 0.8)
+
+
+def lose(path):
+    """A member, with its entry in the archive's list."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    lost = next(name for name in members if "replay" in name)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in members.keys() - {lost}:
+            archive.writestr(name, members[name])
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, flip_late, lose])
+def test_damaged_checkpoints_are_refused_before_anything_is_changed(stopped, damage):
+    damage(stopped / "checkpoint.zip")
+    before = contents(stopped)
+    with pytest.raises(ConfigError, match=r"checkpoint.zip is damaged: ") as error:
+        dqn.train(composer.resumed(stopped), stopped)
+    assert "\n" not in str(error.value)
+    assert contents(stopped) == before
+
+
+def test_what_a_kill_leaves_does_no_harm(tmp_path, stopped):
+    """Files that were not complete yet, and a row of the table that is cut off, or follows the checkpoint."""
+    (stopped / ".checkpoint.zip.partial").mkdir()
+    (stopped / ".checkpoint.zip.partial" / "checkpoint.zip").write_bytes(b"PK")
+    (stopped / ".config.yaml.partial").mkdir()
+    line = (stopped / "progress.csv").read_text().splitlines()[-1]
+    for more in (f"64{line[2:]}\r\n32,4", "4", f"{line}\r"):
+        with (stopped / "progress.csv").open("a", newline="") as file:
+            file.write(more)
+        assert read_progress(stopped / "progress.csv")[0]["env_steps"] == "32"
+    assert dqn.train(composer.resumed(stopped), stopped) == DONE
+    assert {*contents(stopped)} == {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    assert_same_runs(whole(tmp_path), stopped)
+
+
+@contextlib.contextmanager
+def limited(size):
+    """No file of this process may become larger, once the checkpoint has been unpacked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    load = training.load_checkpoint
+
+    def load_and_limit(*arguments, **components):
+        load(*arguments, **components)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+    training.load_checkpoint = load_and_limit
+    try:
+        yield
+    finally:
+        training.load_checkpoint = load
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def check_full(run_dir, capfd, full, reason):
+    """A run whose checkpoints cannot be written goes to its end, and can be gone on with from the one before."""
+    before = contents(run_dir)
+    with full:
+        assert dqn.train(composer.resumed(run_dir, "checkpoint_interval=16"), run_dir) == FAILED
+    errors = capfd.readouterr().err
+    for step in (64, 80, 96):
+        assert f"warning: step {step} could not be saved in {run_dir}: {reason}\n" in errors
+    assert f"no checkpoint at the end of the run; resume={run_dir} goes on from the one before\n" in errors
+    after = contents(run_dir)
+    assert after["checkpoint.zip"] == before["checkpoint.zip"]
+    assert after.keys() - before.keys() <= {"filler"}
+
+
+def test_files_that_cannot_grow(tmp_path, stopped, capfd):
+    check_full(stopped, capfd, limited(4096), "File too large")
+    assert [row["env_steps"] for row in rows(stopped)] == ["32", "64", "96"]
+    assert dqn.train(composer.resumed(stopped), stopped) == DONE
+    assert_same_runs(whole(tmp_path), stopped)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs tmpfs")
+def test_full_disk(tmp_path, stopped, capfd):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        run_dir = disk / "run"
+        run_dir.mkdir()
+        for name, data in contents(stopped).items():
+            (run_dir / name).write_bytes(data)
+        with contextlib.suppress(OSError), (run_dir / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)) == 4096:
+                pass
+        os.truncate(run_dir / "filler", (run_dir / "filler").stat().st_size - 40_000)
+        check_full(run_dir, capfd, contextlib.nullcontext(), "No space left on device")
+        (run_dir / "filler").unlink()
+        assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
+        assert_same_runs(whole(tmp_path), run_dir)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
+    record = Progress(tmp_path, True, None)
+    record.write({"env_steps": 1, "loss": 0.5})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.os, "fsync", full)
+        for step in (2, 3):
+            record.write({"env_steps": step, "loss": 0.25})
+        with pytest.raises(OSError, match="No space left"):
+            record.flush()
+    assert "No space left on device; 2 rows wait to be written\n" in capsys.readouterr().err
+    assert [row["env_steps"] for row in rows(tmp_path)] == ["1"]
+    record.write({"env_steps": 4, "loss": 0.125})
+    assert [row["env_steps"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
+
+
+def test_killed_run(tmp_path):
+    """SIGKILL while it saves one checkpoint after the other."""
+    words = ["dqn.total_steps=3200", "dqn.train_interval=64", "dqn.num_evaluations=10", "dqn.buffer_size=1000"]
+    run_dir = tmp_path / "killed"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "recipes.dqn", *composer.tiny, *words),
+            *("checkpoint_interval=64", f"hydra.run.dir={run_dir}"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (run_dir / "checkpoint.zip").is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, errors
+    assert dqn.train(composer.resumed(run_dir, "checkpoint_interval=100000"), run_dir) == DONE
+    assert len(rows(run_dir)) == 10
+    assert_same_runs(whole(tmp_path, *words), run_dir)

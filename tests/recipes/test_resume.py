@@ -1,0 +1,126 @@
+"""A run that was stopped and resumed is the run that was not: the same bits, but for the time it took."""
+
+import pytest
+import torch
+
+from recipes import acer, dqn, sac, td3
+from recipes.run import DONE, INTERRUPTED
+from tests.recipes.runs import Composer, assert_same_runs, needs, stop_after, tiny
+
+RECIPES = {
+    "dqn": (dqn, Composer("dqn", dqn.Config, tiny("dqn"))),
+    "sac": (sac, Composer("sac", sac.Config, tiny("sac"))),
+    "td3": (td3, Composer("td3", td3.Config, tiny("td3"))),
+    "acer": (
+        acer,
+        Composer(
+            "acer",
+            acer.Config,
+            [*tiny("acer", learning_starts=None, train_interval=None, gradient_steps=None, slice_len=4), "num_envs=4"],
+        ),
+    ),
+}
+
+
+def check(monkeypatch, tmp_path, name, *words, stops=(3,)):
+    recipe, composer = RECIPES[name]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    torch._dynamo.reset()
+    assert recipe.train(composer.configuration(*words), whole) == DONE
+    config = composer.configuration(*words)
+    for stop in stops:
+        with monkeypatch.context() as patch:
+            stop_after(patch, stop)
+            torch._dynamo.reset()
+            assert recipe.train(config, parts) == INTERRUPTED
+        config = composer.resumed(parts)
+    torch._dynamo.reset()
+    assert recipe.train(config, parts) == DONE
+    assert_same_runs(whole, parts)
+
+
+EVENTS = ["env=tworooms", "+env.events.near_initial={history: 5, eta: 0.1}", "+env.options.max_episode_steps=30"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dqn", ["sampler=reaper"]),
+        ("dqn", [*EVENTS, "sampler=sset_per", "num_envs=4"]),
+        ("sac", ["sampler=per", "num_envs=4"]),
+        ("td3", ["sampler=dper", "td3.noise=ou"]),
+        ("acer", ["sampler=per"]),
+        ("acer", ["env=pendulum", "acer.normalize_observations=true"]),
+    ],
+)
+def test_recipes(tmp_path, monkeypatch, name, words):
+    check(monkeypatch, tmp_path, name, *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
+def test_samplers(tmp_path, monkeypatch, name, sampler, num_envs):
+    check(monkeypatch, tmp_path, name, f"sampler={sampler}", f"num_envs={num_envs}", stops=(1, 3, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
+@pytest.mark.parametrize("env", ["cartpole", "pendulum"])
+def test_samplers_of_acer(tmp_path, monkeypatch, env, sampler):
+    check(monkeypatch, tmp_path, "acer", f"env={env}", f"sampler={sampler}", stops=(1, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("retention", ["pinned", "ring"])
+@pytest.mark.parametrize("sampler", ["sset", "sset_per"])
+def test_event_tables(tmp_path, monkeypatch, sampler, retention, num_envs):
+    words = [*EVENTS, f"sampler={sampler}", f"sampler.retention={retention}", f"num_envs={num_envs}"]
+    check(monkeypatch, tmp_path, "dqn", *words, stops=(1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["dper", "dper_uniform"])
+@pytest.mark.parametrize("name", ["sac", "td3"])
+def test_actor_batches(tmp_path, monkeypatch, name, sampler):
+    check(monkeypatch, tmp_path, name, f"sampler={sampler}", "num_envs=2", stops=(3, 1))
+
+
+@pytest.mark.slow
+@needs("ale_py")
+@needs("cv2")
+@pytest.mark.parametrize(
+    ("name", "words"), [("dqn", ["sampler=reaper"]), ("dqn", ["sampler=per", "num_envs=4"]), ("acer", [])]
+)
+def test_games(tmp_path, monkeypatch, name, words):
+    """Frames are stored once, games go on after lost lives."""
+    sizes = [
+        f"{name}.hidden_sizes=[16]",
+        f"{name}.optimizer={{name: rmsprop}}",
+        "env.atari.repeat_action_probability=0.25",
+    ]
+    check(monkeypatch, tmp_path, name, "env=atari/breakout", *settings, *learning, *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dqn", ["sampler=uniform"]),
+        ("dqn", ["sampler=per", "num_envs=4", "updates_per_graph=2"]),
+        ("dqn", ["sampler=rank"]),
+        ("dqn", ["sampler=reaper", "updates_per_graph=2"]),
+        ("dqn", ["sampler=uniform", "updates_per_graph=2", "dqn.learning_starts=0"]),
+        ("dqn", [*EVENTS, "sampler=sset_per"]),
+        ("sac", ["sampler=per"]),
+        ("td3", ["sampler=dper", "updates_per_graph=2"]),
+        ("acer", ["env=cartpole", "sampler=per"]),
+        ("acer", ["env=pendulum"]),
+    ],
+)
+def test_compiled(tmp_path, monkeypatch, name, words):
+    """The graph is made anew, and computes the same."""
+    check(monkeypatch, tmp_path, name, "compile=true", *words, stops=(4,))
