@@ -150,6 +150,7 @@ class RunConfig(ABC):
     cudagraphs: bool = MISSING
     updates_per_graph: int = 1
     stop_at_threshold: bool = MISSING
+    video: bool = False
     checkpoint_interval: int | None = MISSING
     resume: str | None = None
 

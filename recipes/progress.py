@@ -1,6 +1,7 @@
 """The record of a run: progress.csv, and a TorchRL logger where one is chosen."""
 
 import csv
+import importlib.util
 import io
 import math
 import os
@@ -8,7 +9,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrl.record.loggers import get_logger
@@ -18,6 +21,7 @@ from recipes.files import replacing
 from recipes.run import ConfigError, reason
 
 PROGRESS = "progress.csv"
+VIDEO = "evaluation"  # what a backend calls it
 
 
 class Progress:
@@ -36,6 +40,7 @@ class Progress:
 
     def __init__(self, run_dir: Path, write_csv: bool, backend: str | None, until: int = 0) -> None:
         self.path = run_dir / PROGRESS if write_csv else None
+        self._backend = backend
         self._waiting: list[dict[str, float]] = []
         try:
             self.logger = get_logger(backend or "", logger_name=str(run_dir), experiment_name=backend or "")  # pyright: ignore
@@ -44,8 +49,11 @@ class Progress:
         if self.path is not None and self.path.is_file():
             rewrite(self.path, [row for row in read_progress(self.path) if int(row["env_steps"]) <= until])
 
-    def write(self, row: dict[str, float]) -> None:
-        """Appends a row; its keys must be those of the first row. If the disk is full, it waits until it is not."""
+    def write(self, row: dict[str, float], histograms: Mapping[str, Tensor] | None = None) -> None:
+        """Appends a row; its keys must be those of the first row. If the disk is full, it waits until it is not.
+
+        Histograms of tensors go to the backend alone.
+        """
         if self.path is not None:
             self._waiting.append(row)
             try:
@@ -55,6 +63,14 @@ class Progress:
         if self.logger:
             for name, value in row.items():
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
+            for name, values in (histograms or {}).items():
+                bins: Any = "auto" if self._backend == "tensorboard" else 64
+                self.logger.log_histogram(name, values.cpu().numpy(), step=int(row["env_steps"]), bins=bins)
+
+    def show(self, frames: np.ndarray, step: int) -> None:
+        """Hands a video [frames, height, width, 3] to the backend, which needs moviepy; else nothing is done."""
+        if self.logger and importlib.util.find_spec("moviepy") is not None:
+            self.logger.log_video(VIDEO, torch.from_numpy(frames).movedim(-1, 1).unsqueeze(0), step=step)
 
     def flush(self) -> None:
         """Writes the rows that wait; OSError: the file is as it was."""

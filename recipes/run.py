@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # in a run's directory
-RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "checkpoint_interval")
+RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
 
 Schema = TypeVar("Schema")
 

@@ -37,6 +37,7 @@ from recipes.run import (
     reason,
     seed_everything,
 )
+from recipes.video import Camera
 
 if TYPE_CHECKING:
     # imports Ray where it is installed, which takes a second
@@ -145,6 +146,7 @@ def run(
         if lost and isinstance(replay, TensorDictReplayBuffer) and not finished():
             end_last_episodes(replay, cfg.num_envs, lost)
             warn(f"{len(lost)} of {cfg.num_envs} environments cannot be brought back to where they were: new episodes")
+    camera = Camera(cfg.env, run_dir) if cfg.video else None
     try:
         progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
         with replacing(run_dir / CONFIG) as path:
@@ -161,6 +163,17 @@ def run(
             warn(f"step {counters['env_steps']} could not be saved in {run_dir}: {reason(error)}")
             return False
         return True
+
+    def film() -> None:
+        if camera is None:
+            return
+        step, seed = counters["env_steps"], [cfg.seed, counters["evaluations"]]
+        try:
+            frames = camera.record(agent.policy, epsilon=agent.evaluation_epsilon, seed=seed, step=step)
+        except OSError as error:
+            warn(f"no video of step {step} in {run_dir}: {reason(error)}")
+            return
+        progress.show(frames, step)
 
     started = time.time() - counters["wall_time"]
     bar = tqdm(
@@ -212,9 +225,15 @@ def run(
                     **losses.take(agent.losses),
                     "wall_time": time.time() - started,
                 }
+                histograms: dict[str, Tensor] = {}
                 if isinstance(replay.sampler, PRIORITIZED):
                     row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
-                progress.write(row)
+                    if cfg.logger.backend is not None:
+                        share = replay.sampler.probabilities(replay.storage)
+                        # relative to uniform draws
+                        histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
+                progress.write(row, histograms)
+                film()
                 bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
                 counters["last_return"] = mean_return
                 best = counters["best_return"]
@@ -229,7 +248,7 @@ def run(
         saved = save()
 
     collector.shutdown()
-    for environment in evaluation_envs:
+    for environment in [*evaluation_envs, *([camera] if camera else [])]:
         environment.close()
     if not saved:
         before = (

@@ -1,0 +1,106 @@
+"""Videos of the evaluated agent, and what a logger's backend is given."""
+
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes import dqn, progress, video
+from recipes.run import DONE, ConfigError
+from tests.recipes.runs import Composer, rows
+
+TINY = [
+    "dqn.total_steps=64",
+    "dqn.learning_starts=32",
+    "dqn.train_interval=16",
+    "dqn.gradient_steps=1",
+    "dqn.batch_size=8",
+    "dqn.buffer_size=64",
+    "dqn.num_evaluations=2",
+    "dqn.evaluation_episodes=2",
+    "env.reward_threshold=null",
+]
+composer = Composer("dqn", dqn.Config, TINY)
+
+
+class Backend:
+    """A logger that keeps what it is given."""
+
+    def __init__(self):
+        self.scalars, self.histograms, self.videos = [], [], []
+
+    def log_scalar(self, name, value, step):
+        self.scalars.append((name, step))
+
+    def log_histogram(self, name, data, *, step, bins):
+        self.histograms.append((name, data, step))
+
+    def log_video(self, name, frames, *, step):
+        self.videos.append((name, frames, step))
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    backend = Backend()
+    monkeypatch.setattr(progress, "get_logger", lambda name, **_: backend if name else None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "moviepy" or find_spec(name))
+    return backend
+
+
+def test_videos_change_nothing_else(tmp_path, backend):
+    tables = []
+    for number, words in enumerate(([], ["video=true", "logger=tensorboard", "logger.csv=true"])):
+        run_dir = tmp_path / str(number)
+        run_dir.mkdir()
+        assert dqn.train(composer.configuration("dqn.evaluation_epsilon=0.1", *words), run_dir) == DONE
+        tables.append([{k: v for k, v in row.items() if k != "wall_time"} for row in rows(run_dir)])
+    assert tables[0] == tables[1]
+    assert not (tmp_path / "0" / video.VIDEOS).exists()
+    assert sorted(os.listdir(tmp_path / "1" / video.VIDEOS)) == ["step_32.gif", "step_64.gif"]
+    with Image.open(tmp_path / "1" / video.VIDEOS / "step_64.gif") as image:
+        assert image.size == (video.WIDTH, 160) and image.n_frames > 2
+        # CartPole has 50 steps in a second, every second one is shown; what does not change is one frame
+        assert image.info["duration"] % 40 == 0
+    for step, (name, frames, at) in zip((32, 64), backend.videos, strict=True):
+        assert (name, at) == ("evaluation", step)
+        assert frames.dtype == torch.uint8 and frames.shape[:1] == (1,) and frames.shape[2:] == (3, 160, 240)
+    assert [(name, step) for name, _, step in backend.histograms] == [("sampler/probability", s) for s in (32, 64)]
+    assert ("sampler/alpha", 64) in backend.scalars and ("return_mean", 32) in backend.scalars
+    for _, relative, _ in backend.histograms:
+        assert np.mean(relative) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "words", [["env=threerooms", "sampler=sset", "+env.options.render_mode=null"], ["env=acrobot"]]
+)
+def test_other_worlds(tmp_path, words):
+    config = composer.configuration(*words, "video=true", "env.reward_threshold=null")
+    camera = video.Camera(dqn.typed(config, dqn.Config).env, tmp_path)
+    frames = camera.record(lambda seen: np.zeros(len(seen), dtype=np.int64), epsilon=1.0, seed=[1], step=7)
+    assert frames.dtype == np.uint8 and frames.shape[2] <= video.WIDTH and frames.shape[3] == 3
+    with Image.open(tmp_path / video.VIDEOS / "step_7.gif") as image:
+        assert 1 < image.n_frames <= len(frames) <= video.MAX_STEPS + 1
+    camera.close()
+
+
+def test_what_cannot_be_rendered_is_a_config_error(tmp_path, monkeypatch):
+    def fails(_config):
+        raise RuntimeError("no display")
+
+    monkeypatch.setattr(video, "make_env", fails)
+    with pytest.raises(ConfigError, match="video=true: CartPole-v1 cannot be rendered here: no display"):
+        dqn.train(composer.configuration("video=true"), tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_costs_a_video_only(tmp_path, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(video.Camera, "record", fails)
+    assert dqn.train(composer.configuration("video=true"), tmp_path) == DONE
+    assert "no video of step 32" in capsys.readouterr().err
