@@ -630,6 +630,24 @@ class EventTables(Mapping[str, EventTable]):
         assert self._free is not None
         self._free.push(slots, torch.ones(len(slots), dtype=torch.bool, device=self.device))
 
+    def check_valid(self) -> None:
+        """Raise AssertionError if lists, places, counts and free slots contradict each other. O(slots)."""
+        if not self.num_slots:
+            return
+        for number in range(self._first, len(self.names)):
+            name, place = self.names[number], self._place[number - self._first].to(torch.int64)
+            held = (place != self.nowhere).nonzero().squeeze(1)
+            if len(held) != self.size(number) or len(held) > self.capacity_of(number):
+                raise AssertionError(f"EventTables[{name!r}]: the count of entries is wrong")
+            if not torch.equal(self.slot_at[place[held]].to(torch.int64), held):
+                raise AssertionError(f"EventTables[{name!r}]: an entry is of another slot")
+            if not torch.equal(self.index(number).sort().values, held):
+                raise AssertionError(f"EventTables[{name!r}]: an entry lies outside the list")
+        if self._free is not None:
+            everything = torch.arange(self.num_slots, device=self.device)
+            if not torch.equal(self._free.free(), ~self.holds(everything).any(0)):
+                raise AssertionError("EventTables: the free slots are wrong")
+
     @property
     def num_resets(self) -> int:
         """How often everything was replaced."""

@@ -609,6 +609,20 @@ class PrioritySampler(Sampler):
     def _extra_stats(self) -> dict[str, Tensor]:
         return {}
 
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        self._tree.check_valid()
+        if bool(((self._stamp == 0) & (self._priority != 0)).any()):
+            raise AssertionError(f"{type(self).__name__}: a slot that holds nothing has a priority")
+        if bool((self._stamp > self._clock).any()):
+            raise AssertionError(f"{type(self).__name__}: a slot was written after the last write")
+        if float(self._priority.abs().max()) > float(self._max_priority.float()):
+            raise AssertionError(f"{type(self).__name__}: a priority is larger than the largest so far")
+        self._check()
+
+    def _check(self) -> None:
+        """What a subclass adds to :meth:`check_valid`."""
+
     def __repr__(self):
         values = ", ".join(f"{name}={float(h.value):g}" for name, h in self._hyperparameters.items())
         return f"{type(self).__name__}(capacity={self._capacity}, {values}, td_error={self._td_error!r})"

@@ -331,6 +331,16 @@ class EventTableSampler(PrioritySampler):
             state |= {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
         return state
 
+    def _check(self) -> None:
+        self._tables.check_valid()
+        if self._source is not None:
+            self._episodes.check_valid()
+        if self._correction != "priority" and self._tables.num_slots:
+            positions = self._tables.positions(self._stored_slots()).unique()
+            drawn = (self._tree.leaves.view(-1) > 0).nonzero().squeeze(1)
+            if not bool(torch.isin(drawn, positions).all()) or bool((drawn == self._nowhere).any()):
+                raise AssertionError("EventTableSampler: what is in no table can be drawn")
+
     def _restored(self) -> None:
         self._tree.rebuild_()
         if self._source is not None:

@@ -103,6 +103,10 @@ class ProportionalSampler(PrioritySampler):
     def _reweight(self, slots: Tensor | None = None) -> None:
         self._reweight_tree(self._tree, slots)
 
+    def _check(self) -> None:
+        if bool(((self._tree.leaves.view(-1)[: self._size] > 0) & (self._stamp == 0)).any()):
+            raise AssertionError("ProportionalSampler: a slot that holds nothing can be drawn")
+
     def _tensors(self) -> dict[str, Tensor]:
         return {"masses": self._tree.leaves}
 

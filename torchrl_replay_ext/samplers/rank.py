@@ -157,6 +157,15 @@ class RankBasedSampler(PrioritySampler):
             "table_alpha": self._table_alpha,
         }
 
+    def _check(self) -> None:
+        place = self._place[:-1]
+        placed = (place != self._nowhere).nonzero().squeeze(1)
+        if not torch.equal(placed, self._stored_slots()):
+            raise AssertionError("RankBasedSampler: a slot that holds nothing has a place, or the other way round")
+        in_use = (self._tree.leaves.view(-1) > 0).nonzero().squeeze(1)
+        if not torch.equal(place[placed].sort().values, in_use) or not torch.equal(self._slot_at[place[placed]], placed):
+            raise AssertionError("RankBasedSampler: a place is in use for another slot")
+
     def _restored(self) -> None:
         self._tree.rebuild_()
         self._tabulate(self._table_alpha.clone())

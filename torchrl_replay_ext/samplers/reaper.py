@@ -169,6 +169,14 @@ class ReaPERSampler(PrioritySampler):
             f"episodes_{k}": v for k, v in self._episodes.tensors().items()
         }
 
+    def _check(self) -> None:
+        self._episodes.check_valid()
+        stored = self._stamp[: self._num_slots] > 0
+        if not torch.equal(self._episodes.episode != self._episodes._none, stored):
+            raise AssertionError("ReaPERSampler: a slot that holds nothing has an episode, or the other way round")
+        if bool(((self._tree.leaves.view(-1)[: self._size] > 0) & (self._stamp == 0)).any()):
+            raise AssertionError("ReaPERSampler: a slot that holds nothing can be drawn")
+
     def _restored(self) -> None:
         self._tree.rebuild_()
         self._episodes.rebuild_()

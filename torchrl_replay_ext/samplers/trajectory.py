@@ -125,6 +125,9 @@ class SliceStarts(PrioritySampler):
     def _tensors(self) -> dict[str, Tensor]:
         return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
 
+    def _check(self) -> None:
+        self.slices.check_valid(self._stamp[: self._num_slots] > 0)
+
     def _restored(self) -> None:
         self.slices.rebuild_(self._stamp[: self._num_slots] > 0)
 
@@ -490,6 +493,11 @@ class TrajectoryRetraceSampler(Sampler):
         }
         ours = TensorDict({key: value.to(torch.float32) for key, value in values.items()}, device=starts._device)
         return self._anchors.stats().update(ours) if self._prioritized else ours
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        for sampler in self._samplers():
+            sampler.check_valid()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on, as tensors."""
