@@ -395,8 +395,8 @@ class Driven:
             assert numbers == [self.content[slot] for slot in slots]
             for number, row in zip(numbers, batch["observation"], strict=True):
                 assert torch.equal(row, self.observed[number])
-        if "priority_weight" in batch.keys():
-            weight = batch["priority_weight"]
+        weight = batch.get("priority_weight", None)
+        if weight is not None:
             assert bool((weight > 0).all() and (weight <= 1 + 1e-6).all()), weight
         stamps = [] if self.reference is None else self.reference.stamps(slots)
         self.late.append((batch, stamps))
@@ -418,7 +418,7 @@ class Driven:
         if not self.late:
             return
         batch, stamps = self.late.pop(self.rng.randrange(len(self.late)))
-        if self.drawn(self.slots(batch["index"])) > 1:
+        if self.setting.ndim == 2 and self.drawn(self.slots(batch["index"])) > 1:
             # would be taken for the last of them
             return
         batch["td_error"] = self.td_errors(len(batch))
@@ -427,8 +427,10 @@ class Driven:
             self.reference.update(self.slots(batch["index"]), batch["td_error"].tolist(), stamps)
 
     def drawn(self, slots: list[int]) -> int:
-        """How many of the batches that the sampler remembers have this index."""
-        return sum(batch[0].tolist() == slots for batch in getattr(self.sampler, "_outstanding", ()))
+        """How many of the batches that the sampler remembers, the last one written included, have this index."""
+        written = getattr(self.sampler, "_just_written", None)
+        drawn = [batch[0].tolist() for batch in getattr(self.sampler, "_outstanding", ())]
+        return drawn.count(slots) + (written is not None and written.tolist() == slots)
 
     def some_index(self, count: int) -> tuple[torch.Tensor, list[int]]:
         """Slots that hold something, duplicates among them."""
@@ -465,7 +467,9 @@ class Driven:
         wrong = {"nan": float("nan"), "inf": float("inf"), "negative": -1.0, "huge": 3e38}
         if kind in wrong:
             part = getattr(sampler, "_anchors", sampler)
-            if kind == "huge" and (isinstance(part, RankBasedSampler) or getattr(part, "_kind", "") == "rank"):
+            if kind == "huge" and (
+                isinstance(part, RankBasedSampler) or getattr(part, "_kind", "") == "rank" or part.alpha < 0.6
+            ):
                 return
             error[self.rng.randrange(count)] = wrong[kind]
         elif kind in ("short", "long"):

@@ -507,6 +507,14 @@ class EventTables(Mapping[str, EventTable]):
             self._next.copy_((slots[-1] + 1) % self.num_slots)
             self.counts[0] = torch.maximum(self.counts[0], slots.max() + 1)
 
+    def skipped(self, slot: int) -> Tensor:
+        """In a ring, the slots from where the next write was expected up to ``slot``; int64 [n]."""
+        if not self.num_written:
+            return torch.zeros(0, dtype=torch.int64)
+        expected = int(self._next)
+        behind = torch.arange((slot - expected) % self.num_slots, device=self.device)
+        return (expected + behind) % self.num_slots
+
     def adopt(self, count: int, last: int | Tensor | None) -> None:
         """Take in that a storage held ``count`` transitions before anything was written; no events are known of them.
 

@@ -167,6 +167,20 @@ def test_a_marked_first_transition_ends_the_trajectory_before():
     assert episodes(buffer) == [0, 0, 1, 1, 2, 2]
 
 
+def test_late_batches_that_look_like_others():
+    """What was drawn is known again though the same slots were written, or drawn, since."""
+    buffer = buffer_of(ProportionalSampler, capacity=1, batch_size=1, td_error="absolute")
+    for between in (lambda: None, buffer.sample):
+        buffer.empty()
+        buffer.extend(rows(1))
+        batch = buffer.sample()
+        buffer.extend(rows(1))
+        between()
+        batch["td_error"] = torch.full((1,), 100.0)
+        buffer.update_tensordict_priority(batch)
+        assert buffer.sampler.stats()["dropped_updates"] == 1 and buffer.sampler.stats()["max_priority"] == 1
+
+
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_batches_from_before_empty_change_nothing(prefetch):
     sampler = ProportionalSampler(10, td_error="absolute")

@@ -75,6 +75,9 @@ class ProportionalSampler(PrioritySampler):
         self._stamp_slots(slots)
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
 
+    def _drop(self, slots: Tensor) -> None:
+        self._tree.write(slots, torch.zeros_like(slots))
+
     def _limit(self, alpha: float) -> float:
         return self._largest(self._tree, alpha)
 

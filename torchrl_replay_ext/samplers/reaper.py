@@ -95,6 +95,7 @@ class ReaPERSampler(PrioritySampler):
     """
 
     _needs_order = True
+    _writes_in_turn = True
 
     def __init__(
         self,
@@ -215,7 +216,10 @@ class ReaPERSampler(PrioritySampler):
                 return
             self._reader.require_in_turn(slots, self._num_slots)
             if slots.shape[0] < self._num_slots:
-                self._drop(streams.skipped(slots))
+                skipped = streams.skipped(slots)
+                self._drop(skipped)
+                self._stamp[skipped] = 0
+                self._priority[skipped] = 0.0
         self._episodes.write(
             slots,
             SumTree.to_mass(self._max_priority),
@@ -229,12 +233,9 @@ class ReaPERSampler(PrioritySampler):
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
 
     def _drop(self, slots: Tensor) -> None:
-        """Forget slots that were written without our knowing what; until written again they cannot be drawn."""
         if slots.numel():
             self._episodes.drop(slots)
             self._tree.write(slots, torch.zeros_like(slots))
-            self._stamp[slots] = 0
-            self._priority[slots] = 0.0
 
     def _forget(self) -> None:
         self._episodes.forget()
