@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -180,11 +181,51 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _write_count(self, value: int | Tensor) -> None:
         self._write_count_value.copy_(torch.as_tensor(value))
 
+    def add(self, data: Any) -> Any:
+        """Write a single row over the oldest one, and tell the samplers."""
+        if is_tensor_collection(data):
+            self._check(data, 0)
+        return self._undone_if_refused(super().add, data)
+
+    def _check(self, data: TensorDictBase, ndim: int) -> None:
+        """KeyError or ValueError if rows ``data`` cannot be stored beside what is; ``ndim``: its batch dimensions."""
+        stored: Any = getattr(self._storage, "_storage", None)
+        if not is_tensor_collection(stored):
+            return
+        name = type(self).__name__
+        for key, known in stored.items(True, True):
+            column = data.get(key, None)
+            if column is None and key != "index":
+                raise KeyError(f"{name}: the data has no entry {key!r}, which is stored; rows must be whole.")
+            if column is not None and known.shape[stored.ndim :] != column.shape[ndim:]:
+                raise ValueError(
+                    f"{name}: the entry {key!r} has shape {tuple(column.shape)}; what is stored needs "
+                    f"{(*data.shape[:ndim], *known.shape[stored.ndim :])}."
+                )
+
+    def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
+        """``write(data)``; where the storage has refused it before it wrote anything, the cursor stays where it was."""
+        storage: Any = self._storage
+        before = storage._last_cursor_index, int(self._cursor_value), int(self._write_count_value)
+        try:
+            return write(data)
+        except BaseException:
+            if storage._last_cursor_index == before[0] and int(self._write_count_value) - before[2] < storage.max_size:
+                self._cursor, self._write_count = before[1:]
+            raise
+
     def extend(self, data: TensorDictBase) -> Tensor:
-        """Write ``data`` [n, ...] over the oldest rows, and tell the samplers."""
+        """Write ``data`` [n, ...] over the oldest rows, and tell the samplers.
+
+        Raises:
+            KeyError: if an entry that is stored is missing. Nothing is written then, as in the next case.
+            ValueError: if an entry has another shape than what is stored.
+        """
         storage: Any = self._storage
         if not is_traced():
-            index = super().extend(data)
+            if is_tensor_collection(data):
+                self._check(data, storage.ndim)
+            index = self._undone_if_refused(super().extend, data)
             length = getattr(storage, "_len_value", None)
             device = length.device if isinstance(length, Tensor) else self._cursor_value.device
             if device != self._cursor_value.device:

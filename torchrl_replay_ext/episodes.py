@@ -49,6 +49,14 @@ class FreeList:
         self.head.zero_()
         self.tail.fill_(self.size)
 
+    def free(self) -> Tensor:
+        """The ids that are free, bool [size]; AssertionError if one is free twice."""
+        waiting = (self.head + torch.arange(int(self.tail - self.head), device=self.queue.device)) % self.size
+        times = self.queue[waiting].to(torch.int64).bincount(minlength=self.size)
+        if int(times.max()) > 1:
+            raise AssertionError("FreeList: an id is free twice")
+        return times > 0
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The state, under names that start with ``name``."""
         return {f"{name}_queue": self.queue, f"{name}_head": self.head, f"{name}_tail": self.tail}
@@ -389,6 +397,45 @@ class EpisodeIndex:
         self.streams.clear_()
         self._totals.rebuild_()
         self._records.clear_()
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if sums, counts, records or pages contradict each other. O(size)."""
+        self._tree.check_valid()
+        self._totals.check_valid()
+        record = self.episode.to(torch.int64)
+        stored = (record != self._none).nonzero().squeeze(1)
+        record, position = record[stored], self.positions(stored)
+        if position.unique().numel() != position.numel():
+            raise AssertionError("EpisodeIndex: two slots have the same position")
+        mass = self._tree.get(position)
+        per_record = torch.zeros_like(self._totals.leaves).index_add_(0, record, mass)
+        per_lane = torch.zeros_like(self._lane_total).index_add_(0, position // self.span, mass)
+        if not torch.equal(per_record, self._totals.leaves) or not torch.equal(per_lane, self._lane_total):
+            raise AssertionError("EpisodeIndex: a sum is not that of its transitions")
+        if int(self._tree.total()) != int(mass.sum()):
+            raise AssertionError("EpisodeIndex: a position that holds nothing has mass")
+        count = record.bincount(minlength=self._none + 1)
+        if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
+            raise AssertionError("EpisodeIndex: an episode has another number of transitions")
+        in_use = (count > 0) | self._open
+        if not torch.equal(self._records.free(), ~in_use[:-1]):
+            raise AssertionError("EpisodeIndex: the free records are wrong")
+        going_on = self._lane_episode[self._lane_episode != self._none]
+        expected = torch.zeros_like(self._open).index_fill_(0, going_on, True)
+        if not torch.equal(expected, self._open):
+            raise AssertionError("EpisodeIndex: an episode that goes on is in no lane")
+        start = self._start[record].to(torch.int64)
+        behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
+        part = upto - behind + (position < start) * self._lane_total[position // self.span]
+        whole = torch.zeros_like(per_record).scatter_reduce_(0, record, part, "amax")
+        if not torch.equal(whole, per_record):
+            raise AssertionError("EpisodeIndex: the transitions of an episode do not follow each other")
+        if self.assigned:
+            assert self._tree.page_table is not None
+            pages = self._tree.page_table[self._tree.page_table != self._no_page]
+            held = pages.bincount(minlength=self._no_page)
+            if int(held.max()) > 1 or not torch.equal(self._pages.free(), held == 0):
+                raise AssertionError("EpisodeIndex: the free pages are wrong")
 
     def nbytes(self) -> int:
         """Memory in bytes."""

@@ -507,6 +507,14 @@ class EventTables(Mapping[str, EventTable]):
             self._next.copy_((slots[-1] + 1) % self.num_slots)
             self.counts[0] = torch.maximum(self.counts[0], slots.max() + 1)
 
+    def skipped(self, slot: int) -> Tensor:
+        """In a ring, the slots from where the next write was expected up to ``slot``; int64 [n]."""
+        if not self.num_written:
+            return torch.zeros(0, dtype=torch.int64)
+        expected = int(self._next)
+        behind = torch.arange((slot - expected) % self.num_slots, device=self.device)
+        return (expected + behind) % self.num_slots
+
     def adopt(self, count: int, last: int | Tensor | None) -> None:
         """Take in that a storage held ``count`` transitions before anything was written; no events are known of them.
 
@@ -629,6 +637,24 @@ class EventTables(Mapping[str, EventTable]):
         """Free ``slots`` [n], which were taken and could not be written; no table holds them."""
         assert self._free is not None
         self._free.push(slots, torch.ones(len(slots), dtype=torch.bool, device=self.device))
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if lists, places, counts and free slots contradict each other. O(slots)."""
+        if not self.num_slots:
+            return
+        for number in range(self._first, len(self.names)):
+            name, place = self.names[number], self._place[number - self._first].to(torch.int64)
+            held = (place != self.nowhere).nonzero().squeeze(1)
+            if len(held) != self.size(number) or len(held) > self.capacity_of(number):
+                raise AssertionError(f"EventTables[{name!r}]: the count of entries is wrong")
+            if not torch.equal(self.slot_at[place[held]].to(torch.int64), held):
+                raise AssertionError(f"EventTables[{name!r}]: an entry is of another slot")
+            if not torch.equal(self.index(number).sort().values, held):
+                raise AssertionError(f"EventTables[{name!r}]: an entry lies outside the list")
+        if self._free is not None:
+            everything = torch.arange(self.num_slots, device=self.device)
+            if not torch.equal(self._free.free(), ~self.holds(everything).any(0)):
+                raise AssertionError("EventTables: the free slots are wrong")
 
     @property
     def num_resets(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -157,6 +159,22 @@ class SliceIndex:
             slots = following
         self.starts.leaves.view(-1)[: self.size] = begins.to(torch.int64)
         self.starts.rebuild_()
+
+    def check_valid(self, stored: Tensor) -> None:
+        """Raise AssertionError if successors and starts contradict each other; ``stored`` as in :meth:`rebuild_`."""
+        self.starts.check_valid()
+        starts = self.starts.leaves.clone()
+        expected = copy.deepcopy(self)
+        expected.rebuild_(stored)
+        if not torch.equal(starts, expected.starts.leaves):
+            raise AssertionError("SliceIndex: slices begin elsewhere than they should")
+        slots = torch.arange(self.size, device=self.device)
+        following = self._next[:-1].to(torch.int64)
+        followed = following != slots
+        if not bool(stored[following[followed]].all() and stored[followed].all()):
+            raise AssertionError("SliceIndex: what is not stored follows, or is followed")
+        if int(following[followed].bincount(minlength=1).max()) > 1:
+            raise AssertionError("SliceIndex: a transition follows two others")
 
     def clear_(self) -> None:
         """Forget everything."""

@@ -262,7 +262,9 @@ class Streams:
             self._raise_too_many(open_lane.sum(), group_id[returned if bool(returned.any()) else request][-1])
         age = pick(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
         stolen = available & (age < missing)
-        self._remember((stolen & ~self._old).to(torch.int64))
+        # where ids have restarted, those from before mean nothing any more
+        self._cut_off.copy_(pick(restarted, -1, self._cut_off))
+        self._remember((stolen & ~self._old & ~restarted).to(torch.int64))
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()

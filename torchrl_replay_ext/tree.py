@@ -651,6 +651,11 @@ class MaxTree:
         """Recompute all maxima from the leaves."""
         self._maxima.rebuild(self._rows, self._rows)
 
+    def check_valid(self) -> None:
+        """Raise AssertionError if the maximum is not that of the leaves."""
+        if int(self.max()) != int(self.leaves.max()):
+            raise AssertionError("MaxTree: the maximum does not agree with the leaves")
+
     def nbytes(self) -> int:
         """Memory in bytes."""
         return sum(t.numel() * t.element_size() for t in (self._rows, *self._maxima.tensors()))

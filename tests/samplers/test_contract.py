@@ -1,6 +1,7 @@
 """What happens beside the straight path between a buffer and its sampler."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler, TrajectoryRetraceSampler
 
 
 def rows(count, done=(), ids=None, **extra):
@@ -39,6 +40,18 @@ def test_the_first_trajectory_may_be_the_last_to_arrive():
     for trajectory in (1, 0, 1, 0):
         buffer.extend(rows(3, ids=[trajectory] * 3))
     assert episodes(buffer) == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
+
+
+@pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
+def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler):
+    buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
+    buffer.extend(rows(2, ids=[0, 1]))
+    buffer.extend(rows(2, ids=[0, 2], done=[0]))
+    # ids begin again: trajectory 0 takes the lane of the one that was silent longest, which is 1
+    for ids in ([0, 0], [0, 1], [1, 0]):
+        buffer.extend(rows(2, ids=ids))
+    buffer.sampler.check_valid()
+    assert len(buffer) == 10
 
 
 def test_writes_go_on_after_a_refused_one():
@@ -152,6 +165,20 @@ def test_a_marked_first_transition_ends_the_trajectory_before():
     # the same id again, from a second collector
     buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
     assert episodes(buffer) == [0, 0, 1, 1, 2, 2]
+
+
+def test_late_batches_that_look_like_others():
+    """What was drawn is known again though the same slots were written, or drawn, since."""
+    buffer = buffer_of(ProportionalSampler, capacity=1, batch_size=1, td_error="absolute")
+    for between in (lambda: None, buffer.sample):
+        buffer.empty()
+        buffer.extend(rows(1))
+        batch = buffer.sample()
+        buffer.extend(rows(1))
+        between()
+        batch["td_error"] = torch.full((1,), 100.0)
+        buffer.update_tensordict_priority(batch)
+        assert buffer.sampler.stats()["dropped_updates"] == 1 and buffer.sampler.stats()["max_priority"] == 1
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from torchrl_replay_ext.tree import Resolved, SumTree
 _OUTSTANDING = 32
 # Slots per update to which an annealed alpha is applied in turn, where the end of its schedule cannot be seen.
 _SWEEP = 64
+# Instead of the step at which the last write ended: the writer is none that writes in turn.
+_OUT_OF_TURN = -2
 # Where a sample for a traced step carries the number of the write of each row.
 STAMP_KEY = "write_stamp"
 
@@ -34,6 +37,11 @@ def _length(storage: Storage) -> int:
 
 def _as_float32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
+
+
+def is_same_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are one and the same."""
+    return first.data_ptr() == second.data_ptr()
 
 
 def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -112,6 +120,8 @@ class PrioritySampler(Sampler):
         self._rejected = torch.zeros((), dtype=torch.int64, device=device)
         self._swept = torch.zeros((), dtype=torch.int64, device=device)
         self._largest_d = torch.zeros(1, dtype=torch.float64, device=device)
+        # the step of the ring at which the last write ended that we were told of; -1: not known
+        self._told = torch.full((), -1, dtype=torch.int64, device=device)
         self._outstanding: deque[tuple[Tensor, float]] = deque(maxlen=_OUTSTANDING)
         self._just_written: Tensor | None = None
         self._allocate(size, device)
@@ -239,6 +249,9 @@ class PrioritySampler(Sampler):
     _grows = False
     # whether this is a copy in a process that was spawned, whose tensors are those of the process that spawned it
     _spawned = False
+    # whether slots are written in the order of the ring, by writers in turn; and whether by no others
+    _in_ring = True
+    _writes_in_turn = False
     # whether the order of slots matters, and is not known
     _needs_order = False
     _order_unknown = False
@@ -309,6 +322,7 @@ class PrioritySampler(Sampler):
             self._require_bound(storage)
             slots = self._slots(index)
             self._write(slots[-self._num_slots :], storage)
+            self._told.copy_(slots[-1] // math.prod(self._dims[1:]))
             return
         self._bind(storage)
         slots = self._slots(index)
@@ -321,11 +335,58 @@ class PrioritySampler(Sampler):
             self._empty()
         if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
             self._adopt(storage)
+            self._expect(slots, storage)
         else:
+            self._expect(slots, storage)
             if slots.numel() > self._num_slots:
                 # rows that were overwritten by later rows of the same write; nothing from before is left either
                 self._forget()
             self._write(slots[-self._num_slots :], storage)
+
+    def _expect(self, slots: Tensor, storage: Storage | None) -> None:
+        """Keep where the writer's write of ``slots`` [n] ends; forget what it has skipped."""
+        last = getattr(storage, "_last_cursor_index", None)
+        lanes = math.prod(self._dims[1:])
+        if not self._in_ring or last is None or int(slots[-1]) // lanes != int(last):
+            return
+        told, first = int(self._told), int(slots[0]) // lanes
+        if slots.shape[0] < self._num_slots and told != -1:
+            if told == int(last):
+                # marked again
+                return
+            if first != (told + 1) % self._dims[0]:
+                if not self._writes_in_turn:
+                    self._told.fill_(_OUT_OF_TURN)
+                    return
+                self._forget_up_to((first - 1) % self._dims[0])
+        self._told.fill_(int(last))
+
+    def _catch_up(self, storage: Storage | None) -> None:
+        """Forget slots that were written to without our being told: by a write that broke off, or was refused.
+
+        What they hold may be half of this and half of that. Writer and storage move on before they write.
+        """
+        last, told = getattr(storage, "_last_cursor_index", None), int(self._told)
+        if told >= 0 and last is not None and int(last) != told:
+            self._forget_up_to(int(last))
+            self._told.fill_(int(last))
+
+    def _forget_up_to(self, step: int) -> None:
+        """Forget the slots behind the last write that we were told of, up to a step of the ring."""
+        steps, *lanes = self._dims
+        told, width = int(self._told), math.prod(lanes)
+        if told < 0:
+            return
+        behind = (told + 1 + torch.arange((step - told) % steps, device=self._device)) % steps
+        slots = (behind.unsqueeze(1) * width + torch.arange(width, device=self._device)).reshape(-1)
+        self._just_written = None
+        self._drop(slots)
+        self._stamp[slots] = 0
+        self._priority[slots] = 0.0
+
+    @abstractmethod
+    def _drop(self, slots: Tensor) -> None:
+        """Take ``slots`` [n], all different, out of what is drawn from until they are written again."""
 
     def _stamp_slots(self, slots: Tensor) -> None:
         """Count one write, and stamp ``slots`` with it."""
@@ -374,6 +435,7 @@ class PrioritySampler(Sampler):
         if not clock and storage is not None and _length(storage):
             self._adopt(storage)
             clock = self._clock.item()
+        self._catch_up(storage)
         slots = self._slots(index)
         error = torch.as_tensor(priority, dtype=torch.float32, device=self._device)
         if error.ndim != 1:
@@ -405,6 +467,8 @@ class PrioritySampler(Sampler):
                 slots, error = slots[fresh], error[fresh]
                 largest = float(error.max()) if slots.numel() else 0.0
             drawn_at = clock
+        elif (drawn_at := self._drawn_at(slots, is_same_memory)) is not None:
+            pass
         elif written is not None and written.shape == slots.shape and torch.equal(written, slots):
             # the buffer hands on the TD errors that came with the data
             drawn_at = None
@@ -412,7 +476,7 @@ class PrioritySampler(Sampler):
                 # TensorDictReplayBuffer.add() sends the default back for a transition without one
                 return
         else:
-            drawn_at = self._drawn_at(slots)
+            drawn_at = self._drawn_at(slots, torch.equal)
         if drawn_at != clock:
             # not a batch that was just drawn: it may name anything
             stamp = self._stamps(slots)
@@ -485,11 +549,11 @@ class PrioritySampler(Sampler):
         except (IndexError, RuntimeError):
             return self._stamp.index_select(0, self._in_range(slots, self._size))
 
-    def _drawn_at(self, slots: Tensor) -> float | None:
+    def _drawn_at(self, slots: Tensor, same: Callable[[Tensor, Tensor], bool]) -> float | None:
         """The clock when ``slots`` were drawn, if they are a batch that was drawn; it is then forgotten."""
         for position in range(len(self._outstanding) - 1, -1, -1):
             drawn, clock = self._outstanding[position]
-            if drawn.shape == slots.shape and (drawn.data_ptr() == slots.data_ptr() or torch.equal(drawn, slots)):
+            if drawn.shape == slots.shape and same(drawn, slots):
                 del self._outstanding[position]
                 return clock
         return None
@@ -521,6 +585,7 @@ class PrioritySampler(Sampler):
                     raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
                 self._adopt(storage)
                 clock = self._clock.item()
+            self._catch_up(storage)
         slots, info = self._rows(batch_size)
         if not traced:
             self._outstanding.append((slots, clock))
@@ -572,6 +637,7 @@ class PrioritySampler(Sampler):
     def probabilities(self, storage: Storage) -> Tensor:
         """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
         self._bind(storage)
+        self._catch_up(storage)
         density = self._unnormalized(torch.arange(_length(storage), device=self._device))
         return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
@@ -608,6 +674,20 @@ class PrioritySampler(Sampler):
 
     def _extra_stats(self) -> dict[str, Tensor]:
         return {}
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        self._tree.check_valid()
+        if bool(((self._stamp == 0) & (self._priority != 0)).any()):
+            raise AssertionError(f"{type(self).__name__}: a slot that holds nothing has a priority")
+        if bool((self._stamp > self._clock).any()):
+            raise AssertionError(f"{type(self).__name__}: a slot was written after the last write")
+        if float(self._priority.abs().max()) > float(self._max_priority.float()):
+            raise AssertionError(f"{type(self).__name__}: a priority is larger than the largest so far")
+        self._check()
+
+    def _check(self) -> None:
+        """What a subclass adds to :meth:`check_valid`."""
 
     def __repr__(self):
         values = ", ".join(f"{name}={float(h.value):g}" for name, h in self._hyperparameters.items())
@@ -698,6 +778,7 @@ class PrioritySampler(Sampler):
         for key, hyperparameter in self._hyperparameters.items():
             hyperparameter.load(state[key])
         self._set_limit()
+        self._told.fill_(-1)
         self._outstanding.clear()
         self._just_written = None
         self._restored()
@@ -729,6 +810,7 @@ class PrioritySampler(Sampler):
         for tensor in (self._stamp, self._priority, self._clock, self._dropped, self._rejected, self._swept):
             tensor.zero_()
         self._max_priority.fill_(1.0)
+        self._told.fill_(-1)
         # batches in flight are of no use any more
         self._outstanding = deque(((slots, -1) for slots, _ in self._outstanding), maxlen=_OUTSTANDING)
         self._just_written = None

@@ -419,6 +419,12 @@ class DecoupledSampler(Sampler):
         """Of the critic's draws."""
         return self.critic_sampler.probabilities(storage)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the critic's sampler contradict each other. O(N)."""
+        check = getattr(self.critic_sampler, "check_valid", None)
+        if check is not None:
+            check()
+
     def state_dict(self) -> dict[str, Any]:
         """That of the critic's sampler."""
         return self.critic_sampler.state_dict()

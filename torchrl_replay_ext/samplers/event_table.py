@@ -108,6 +108,7 @@ class EventTableSampler(PrioritySampler):
     """
 
     _grows = True
+    _writes_in_turn = True
     writes_in_graphs = False
 
     def __init__(
@@ -283,6 +284,8 @@ class EventTableSampler(PrioritySampler):
         # running mean of R^ω of the proposals for each table, and the sum of its weights
         self._acceptance = torch.zeros(2, len(self._tables), dtype=torch.float64, device=device)
         self._repeated = torch.zeros((), dtype=torch.int64, device=device)
+        # whether the default table may have slots that cannot be drawn
+        self._holes = torch.zeros((), dtype=torch.bool, device=device)
         self._shape_changed()
 
     def _share(self, source: ReaPERSampler) -> None:
@@ -331,7 +334,18 @@ class EventTableSampler(PrioritySampler):
             state |= {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
         return state
 
+    def _check(self) -> None:
+        self._tables.check_valid()
+        if self._source is not None:
+            self._episodes.check_valid()
+        if self._correction != "priority" and self._tables.num_slots:
+            positions = self._tables.positions(self._stored_slots()).unique()
+            drawn = (self._tree.leaves.view(-1) > 0).nonzero().squeeze(1)
+            if not bool(torch.isin(drawn, positions).all()) or bool((drawn == self._nowhere).any()):
+                raise AssertionError("EventTableSampler: what is in no table can be drawn")
+
     def _restored(self) -> None:
+        self._holes.fill_(True)
         self._tree.rebuild_()
         if self._source is not None:
             self._episodes.rebuild_()
@@ -418,6 +432,27 @@ class EventTableSampler(PrioritySampler):
         self._set(*self._everywhere(slots))
         self._changes.add_(len(slots))
         self._sort_if_due()
+
+    def _drop(self, slots: Tensor) -> None:
+        self._tables.overwrite(slots)
+        self._holes.fill_(True)
+        if self._source is not None:
+            self._source._drop(slots)
+        self._tree.write(slots, torch.zeros_like(slots))
+        self._changes.add_(len(slots))
+        if self._pairs is not None:
+            self._pairs.drop(slots)
+
+    @property
+    def _in_ring(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # pinned tables choose slots; what was not written to the end is in none
+        return self._tables.retention == "ring"
+
+    def _has_holes(self) -> bool:
+        """Whether the default table has slots of which nobody knows what they hold."""
+        if bool(self._holes):
+            self._holes.copy_((self._stamp[: self._tables.size(0)] == 0).any())
+        return bool(self._holes)
 
     def _column(self, storage: Storage | None, key: NestedKey, slots: Tensor) -> Tensor:
         stored: Any = storage
@@ -524,7 +559,7 @@ class EventTableSampler(PrioritySampler):
         Then no tree is needed, and outside graphs most is done on numbers: this takes half the time.
         """
         runs = self._tables.runs()
-        if runs is None:
+        if runs is None or self._has_holes():
             return None
         begins, lengths, oldest, sizes = zip(*runs, strict=True)
         needed = [batch_size if d < 0 else d for d in self._min_sizes.tolist()]

@@ -74,6 +74,13 @@ class PairCounts:
         self._bucket[slots] = buckets
         self._add(0, buckets, torch.ones((1, len(slots)), device=slots.device))
 
+    def drop(self, slots: Tensor) -> None:
+        """``slots`` [n], all different, hold nothing that counts."""
+        slots = slots[self._bucket[slots] >= 0]
+        self.list(slots, torch.zeros_like(self._listed[:, slots]))
+        self._add(0, self._bucket[slots], -torch.ones((1, len(slots)), device=slots.device))
+        self._bucket[slots] = -1
+
     def list(self, slots: Tensor, listed: Tensor) -> None:
         """``slots`` [n], all different, are in these event tables now, bool [tables - 1, n]."""
         before = self._listed[:, slots]

@@ -75,6 +75,9 @@ class ProportionalSampler(PrioritySampler):
         self._stamp_slots(slots)
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
 
+    def _drop(self, slots: Tensor) -> None:
+        self._tree.write(slots, torch.zeros_like(slots))
+
     def _limit(self, alpha: float) -> float:
         return self._largest(self._tree, alpha)
 
@@ -102,6 +105,10 @@ class ProportionalSampler(PrioritySampler):
 
     def _reweight(self, slots: Tensor | None = None) -> None:
         self._reweight_tree(self._tree, slots)
+
+    def _check(self) -> None:
+        if bool(((self._tree.leaves.view(-1)[: self._size] > 0) & (self._stamp == 0)).any()):
+            raise AssertionError("ProportionalSampler: a slot that holds nothing can be drawn")
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"masses": self._tree.leaves}

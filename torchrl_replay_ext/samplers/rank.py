@@ -157,6 +157,16 @@ class RankBasedSampler(PrioritySampler):
             "table_alpha": self._table_alpha,
         }
 
+    def _check(self) -> None:
+        place = self._place[:-1]
+        placed = (place != self._nowhere).nonzero().squeeze(1)
+        if not torch.equal(placed, self._stored_slots()):
+            raise AssertionError("RankBasedSampler: a slot that holds nothing has a place, or the other way round")
+        in_use = (self._tree.leaves.view(-1) > 0).nonzero().squeeze(1)
+        places = place[placed]
+        if not torch.equal(places.sort().values, in_use) or not torch.equal(self._slot_at[places], placed):
+            raise AssertionError("RankBasedSampler: a place is in use for another slot")
+
     def _restored(self) -> None:
         self._tree.rebuild_()
         self._tabulate(self._table_alpha.clone())
@@ -177,6 +187,11 @@ class RankBasedSampler(PrioritySampler):
         self._move(slots, place, is_last_occurrence(slots))
         self._written.add_(count)
         self._changes.add_(count)
+
+    def _drop(self, slots: Tensor) -> None:
+        left = self._place[slots]
+        self._tree.write(left, torch.zeros_like(left))
+        self._place[slots] = self._nowhere
 
     def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
         """Move what is updated into the gap where it belongs; if that and the next ones are taken, it stays."""

@@ -95,6 +95,7 @@ class ReaPERSampler(PrioritySampler):
     """
 
     _needs_order = True
+    _writes_in_turn = True
 
     def __init__(
         self,
@@ -169,6 +170,14 @@ class ReaPERSampler(PrioritySampler):
             f"episodes_{k}": v for k, v in self._episodes.tensors().items()
         }
 
+    def _check(self) -> None:
+        self._episodes.check_valid()
+        stored = self._stamp[: self._num_slots] > 0
+        if not torch.equal(self._episodes.episode != self._episodes._none, stored):
+            raise AssertionError("ReaPERSampler: a slot that holds nothing has an episode, or the other way round")
+        if bool(((self._tree.leaves.view(-1)[: self._size] > 0) & (self._stamp == 0)).any()):
+            raise AssertionError("ReaPERSampler: a slot that holds nothing can be drawn")
+
     def _restored(self) -> None:
         self._tree.rebuild_()
         self._episodes.rebuild_()
@@ -207,7 +216,10 @@ class ReaPERSampler(PrioritySampler):
                 return
             self._reader.require_in_turn(slots, self._num_slots)
             if slots.shape[0] < self._num_slots:
-                self._drop(streams.skipped(slots))
+                skipped = streams.skipped(slots)
+                self._drop(skipped)
+                self._stamp[skipped] = 0
+                self._priority[skipped] = 0.0
         self._episodes.write(
             slots,
             SumTree.to_mass(self._max_priority),
@@ -221,12 +233,9 @@ class ReaPERSampler(PrioritySampler):
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
 
     def _drop(self, slots: Tensor) -> None:
-        """Forget slots that were written without our knowing what; until written again they cannot be drawn."""
         if slots.numel():
             self._episodes.drop(slots)
             self._tree.write(slots, torch.zeros_like(slots))
-            self._stamp[slots] = 0
-            self._priority[slots] = 0.0
 
     def _forget(self) -> None:
         self._episodes.forget()

@@ -15,7 +15,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler
+from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler, is_same_memory
 from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
 from torchrl_replay_ext.slices import SliceIndex
 from torchrl_replay_ext.tracing import is_traced, pick, take
@@ -34,6 +34,7 @@ class SliceStarts(PrioritySampler):
     """
 
     _needs_order = True
+    _writes_in_turn = True
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class SliceStarts(PrioritySampler):
         self._bind(storage)
         if not int(self._clock) and len(storage):  # pyright: ignore[reportArgumentType]
             self._adopt(storage)
+        self._catch_up(storage)
 
     def columns(self, storage: Storage) -> Any:
         """The stored TensorDict; KeyError if it lacks behaviour statistics."""
@@ -100,10 +102,14 @@ class SliceStarts(PrioritySampler):
             self._reader.require_in_turn(slots, self._num_slots)
             skipped = streams.skipped(slots)
             if slots.shape[0] < self._num_slots and skipped.numel():
-                self.slices.drop(skipped)
+                self._drop(skipped)
                 self._stamp[skipped] = 0
+                self._priority[skipped] = 0.0
         self.slices.write(slots, self._clock + 1, ended=ended, trajectory=trajectory, initial=initial)
         self._stamp_slots(slots)
+
+    def _drop(self, slots: Tensor) -> None:
+        self.slices.drop(slots)
 
     def _forget(self) -> None:
         self.slices.forget()
@@ -124,6 +130,9 @@ class SliceStarts(PrioritySampler):
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
+
+    def _check(self) -> None:
+        self.slices.check_valid(self._stamp[: self._num_slots] > 0)
 
     def _restored(self) -> None:
         self.slices.rebuild_(self._stamp[: self._num_slots] > 0)
@@ -463,11 +472,13 @@ class TrajectoryRetraceSampler(Sampler):
 
     def _recall(self, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Which rows are real, and the numbers of their writes, if ``slots`` are a batch that was drawn."""
-        for position in range(len(self._outstanding) - 1, -1, -1):
-            drawn, mask, stamp = self._outstanding[position]
-            if drawn.shape == slots.shape and (drawn.data_ptr() == slots.data_ptr() or torch.equal(drawn, slots)):
-                del self._outstanding[position]
-                return mask, stamp
+        # the batch itself, or one like it
+        for same in (is_same_memory, torch.equal):
+            for position in range(len(self._outstanding) - 1, -1, -1):
+                drawn, mask, stamp = self._outstanding[position]
+                if drawn.shape == slots.shape and same(drawn, slots):
+                    del self._outstanding[position]
+                    return mask, stamp
         return None, None
 
     # --- inspection and state
@@ -490,6 +501,11 @@ class TrajectoryRetraceSampler(Sampler):
         }
         ours = TensorDict({key: value.to(torch.float32) for key, value in values.items()}, device=starts._device)
         return self._anchors.stats().update(ours) if self._prioritized else ours
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        for sampler in self._samplers():
+            sampler.check_valid()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on, as tensors."""

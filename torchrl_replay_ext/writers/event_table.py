@@ -194,7 +194,7 @@ class EventTableWriter(CompilableWriter):
         if not data.shape[0]:
             raise RuntimeError("EventTableWriter.extend: there is nothing to write.")
         flat = data.reshape(-1) if data.ndim > 1 else data
-        self._check(data)
+        self._check(data, storage.ndim)
         if self._resets != self._tables.num_resets:
             # by another process
             self._forget()
@@ -226,19 +226,6 @@ class EventTableWriter(CompilableWriter):
             slots = self._flat(torch.as_tensor(result).reshape(-1) if _is_flat(result) else result)
             self._tables.overwrite(slots.unique().to(self._tables.device), in_turn=False)
         return result
-
-    def _check(self, data: TensorDictBase) -> None:
-        """ValueError if ``data`` cannot be stored beside what is."""
-        stored: Any = getattr(self._storage, "_storage", None)
-        if stored is None:
-            return
-        for key, column in data.items(True, True):
-            known = stored.get(key, None)
-            if known is not None and known.shape[stored.ndim :] != column.shape[data.ndim :]:
-                raise ValueError(
-                    f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)}; what is stored needs "
-                    f"{(*data.shape, *known.shape[stored.ndim :])}."
-                )
 
     def _numbers_of(self, data: TensorDictBase, key: NestedKey, *, required: bool) -> np.ndarray | None:
         """The entries of a column, one per row."""
@@ -434,6 +421,12 @@ class EventTableWriter(CompilableWriter):
         if not self._tables.num_written and len(storage):
             self._allocate()
             self._tables.adopt(len(storage), first - 1)
+        skipped = self._tables.skipped(first)
+        if len(skipped) and int(self._write_count):
+            # a write has broken off, in a process that was killed
+            self._tables.overwrite(skipped)
+            self._tables.written(skipped)
+            self._tails.clear()
         try:
             index = super().extend(data)
         except BaseException:

@@ -1,0 +1,621 @@
+"""Random operations on a replay buffer, wrong ones and checkpoints among them, beside lists of what it should hold."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.events import NaiveTables
+from tests.reference import NaivePER, NaiveReaPER
+from tests.samplers.experience import Environments, assert_same_state, transitions
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    FrameStackStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+HISTORY = {"a": (3, "a"), "b": (2, "b")}
+SLICE = 3
+DEPTH = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is drawn once for a buffer.
+
+    Args:
+        capacity: of the buffer; of the default table if pinned.
+        num_envs: environments, told apart by trajectory ids if there are several.
+        ndim: of the storage.
+        compilable: the class of buffer and storage.
+        seed: of everything that is drawn later.
+    """
+
+    capacity: int
+    num_envs: int
+    ndim: int
+    compilable: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of buffer.
+
+    Args:
+        parts: makes sampler and writer for a capacity, the number of streams and a source of choices.
+        reference: class of the naive sampler that it is compared to, if there is one.
+        ndims: dimensions of storages that serve it.
+        pinned: there are event tables with retention="pinned".
+        frames: the storage keeps each frame once.
+    """
+
+    parts: Callable[[int, int, random.Random], dict[str, Any]]
+    reference: type | None = None
+    ndims: tuple[int, ...] = (1, 2)
+    pinned: bool = False
+    frames: bool = False
+
+
+def proportional(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
+    return {"sampler": ProportionalSampler(capacity, stratified=rng.random() < 0.5, **choices)}
+
+
+def rank(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    choices = {"segments": rng.choice(["exact", "piecewise"]), "weight_norm": rng.choice(["buffer", "batch"])}
+    stale = rng.choice([0.0, 0.05, 0.5, 1.0])
+    return {"sampler": RankBasedSampler(capacity, stratified=rng.random() < 0.5, stale_fraction=stale, **choices)}
+
+
+def reaper(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
+    choices["truncated"] = rng.choice(["finished", "ongoing"])
+    return {"sampler": ReaPERSampler(capacity, num_streams=streams, **choices)}
+
+
+def events(kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    specs = [EventSpec(name, ("next", name), history, table=table) for name, (history, table) in HISTORY.items()]
+    sizes = {"a": max(capacity // 2, 3), "b": 4}
+    if retention == "pinned":
+        sizes["default"] = capacity
+    tables = EventTables(specs, sizes, retention=retention)
+    priority: dict[str, Any] | None = None if kind is None else {"kind": kind}
+    if kind == "reaper":
+        priority |= {"num_streams": streams}
+    corrections = [None, "mixture"]
+    if kind is None and retention == "ring":
+        corrections += ["conditional", "lemma2", "priority"]
+    sampler = EventTableSampler(
+        tables,
+        eta={"default": 0.5, "a": 0.3, "b": 0.2},
+        min_size=rng.choice([1, 3]),
+        allocation=rng.choice(["systematic", "multinomial", "largest_remainder"]),
+        correction=rng.choice(corrections),
+        priority=priority,
+        pair_keys=("observation",),
+    )
+    return {"sampler": sampler, "writer": EventTableWriter(tables)}
+
+
+def decoupled(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    policy = TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+    inner = proportional(capacity, streams, rng)["sampler"]
+    granularity = rng.choice(["batch", "transition"])
+    return {"sampler": DecoupledSampler(inner, policy, num_candidates=2, granularity=granularity)}
+
+
+def slices(anchors: Callable[..., Any] | None, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    drawn_by = "uniform" if anchors is None else anchors(capacity, streams, rng)["sampler"]
+    pad = anchors is not None or rng.random() < 0.7
+    return {
+        "sampler": TrajectoryRetraceSampler(
+            capacity, slice_len=SLICE, num_streams=streams, behaviour_keys=(), anchors=drawn_by, pad=pad
+        )
+    }
+
+
+# a new sampler needs one more line here
+CASES = {
+    "proportional": Case(proportional, NaivePER),
+    "rank": Case(rank),
+    "reaper": Case(reaper, NaiveReaPER),
+    "tables": Case(partial(events, None, "ring")),
+    "tables, pinned": Case(partial(events, None, "pinned"), ndims=(1,), pinned=True),
+    "tables, proportional": Case(partial(events, "proportional", "ring")),
+    "tables, proportional, pinned": Case(partial(events, "proportional", "pinned"), ndims=(1,), pinned=True),
+    "tables, rank": Case(partial(events, "rank", "ring")),
+    "tables, reaper": Case(partial(events, "reaper", "ring")),
+    "decoupled": Case(decoupled, NaivePER),
+    "slices": Case(partial(slices, None)),
+    "slices, proportional": Case(partial(slices, proportional)),
+    "slices, reaper": Case(partial(slices, reaper)),
+    "frames": Case(proportional, NaivePER, ndims=(1,), frames=True),
+    "frames, slices": Case(partial(slices, rank), ndims=(1,), frames=True),
+}
+
+
+class Refused(Exception):
+    """What should have been refused was not."""
+
+
+class Driven:
+    """A buffer and plain lists of what it should hold, under operations drawn from a seed.
+
+    Args:
+        name: of the case.
+        seed: of the setting and of all that follows.
+    """
+
+    def __init__(self, name: str, seed: int):
+        self.case, rng = CASES[name], random.Random(seed)
+        self.rng = rng
+        num_envs, ndim = rng.choice([1, 1, 2, 3]), rng.choice(self.case.ndims)
+        steps = rng.randint(2, 7) if ndim == 2 else rng.randint(4, 24)
+        capacity = steps * num_envs if ndim == 2 else steps
+        compilable = rng.random() < 0.5
+        self.setting = Setting(capacity, num_envs, ndim, compilable, rng.randrange(2**31))
+        self.buffer = self.make()
+        self.environments = Environments(num_envs, rng, rng.choice([0.05, 0.3]))
+        self.reference = self.make_reference()
+        self.rows = capacity // num_envs if ndim == 2 else capacity
+        self.operations, self.written = 0, 0
+        self.counts: dict[str, int] = {}
+        self.frames: dict[int, list[int]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is stored."""
+        self.cursor = 0
+        # the number of the transition in each slot, and what was observed in it
+        self.content: dict[int, int] = {}
+        self.observed: dict[int, torch.Tensor] = {}
+        self.late: list[tuple[TensorDict, list[int]]] = []
+        self.tables = None
+        if self.sampler_has_tables:
+            sizes = dict(zip(self.tables_of().names, self.tables_of()._max_capacity, strict=True))
+            if not self.case.pinned:
+                del sizes["default"]
+            specs = [(name, history, table) for name, (history, table) in HISTORY.items()]
+            self.tables = NaiveTables(specs, sizes, None if self.case.pinned else self.setting.capacity)
+            self.number_of: list[int] = []
+
+    # --- parts
+
+    def make(self) -> Any:
+        """The buffer of this setting."""
+        setting = self.setting
+        rng, capacity = random.Random(setting.seed), setting.capacity
+        parts = self.case.parts(capacity, setting.num_envs if setting.ndim == 1 else 1, rng)
+        size = sum(parts["writer"].tables._max_capacity) if self.case.pinned else capacity
+        compilable = setting.compilable
+        if self.case.frames:
+            storage: Any = FrameStackStorage(size, frame_capacity=4 * size + 8)
+        else:
+            storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(size, ndim=setting.ndim)
+        make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
+        buffer = make(storage=storage, **parts)
+        buffer.set_rng(torch.Generator().manual_seed(setting.seed))
+        return buffer
+
+    def make_reference(self) -> Any:
+        """The naive sampler of this setting."""
+        if self.case.reference is None:
+            return None
+        sampler = self.sampler
+        given = {"td_error": sampler._td_error, "weight_norm": sampler._weight_norm}
+        if self.case.reference is NaiveReaPER:
+            given["truncated"] = sampler._truncated
+        return self.case.reference(**given)
+
+    @property
+    def sampler(self) -> Any:
+        """What keeps the priorities."""
+        sampler = self.buffer.sampler
+        return getattr(sampler, "critic_sampler", sampler)
+
+    @property
+    def sampler_has_tables(self) -> bool:
+        return isinstance(self.buffer.sampler, EventTableSampler)
+
+    def tables_of(self) -> EventTables:
+        return self.buffer.writer.tables
+
+    # --- writing
+
+    def chunk(self, count: int) -> tuple[list[Any], TensorDict]:
+        """``count`` steps, of each environment if the storage has columns, as the collector's batch [T, E] or [n]."""
+        envs, setting = range(self.setting.num_envs), self.setting
+        step = self.environments.step
+        if setting.ndim == 2:
+            frames = [[step(env) for env in envs] for _ in range(count)]
+            steps = [taken for frame in frames for taken in frame]
+        else:
+            steps = [step(self.rng.choice(envs)) for _ in range(count)]
+            if count > self.rows:
+                self.environments.end_unseen(steps, self.rows)
+        with_ids = setting.num_envs > 1 and setting.ndim == 1
+        data = transitions(steps, with_ids=with_ids)
+        numbers = torch.arange(self.written, self.written + len(steps))
+        self.written += len(steps)
+        data["number"] = numbers
+        data["action"] = torch.rand(len(steps), 1)
+        data["observation"] = (numbers % 4).float().unsqueeze(1)
+        for name in HISTORY:
+            data["next", name] = torch.tensor([[self.rng.random() < 0.15] for _ in steps])
+        if self.case.frames:
+            self.stack(data, steps)
+        if setting.ndim == 2:
+            data = data.reshape(count, setting.num_envs).transpose(0, 1)
+        return steps, data
+
+    def stack(self, data: TensorDict, steps: list[Any]) -> None:
+        """Frames of one byte, of which an observation has the last ones of its episode."""
+        before, after = [], []
+        for taken in steps:
+            frames = self.frames.setdefault(taken.episode, [self.rng.randrange(256)] * DEPTH)
+            before.append(list(frames))
+            frames[:] = [*frames[1:], self.rng.randrange(256)]
+            after.append(list(frames))
+            if taken.terminated or taken.truncated:
+                del self.frames[taken.episode]
+        if len(self.frames) > 64:
+            for episode in sorted(self.frames)[:-16]:
+                del self.frames[episode]
+        data["observation"], data["next", "observation"] = (
+            torch.tensor(stack, dtype=torch.uint8).view(len(steps), DEPTH, 1) for stack in (before, after)
+        )
+
+    def tell(self, steps: list[Any], data: TensorDict) -> None:
+        """Note what was written."""
+        width = self.setting.num_envs if self.setting.ndim == 2 else 1
+        flat = data.transpose(0, 1).reshape(-1) if self.setting.ndim == 2 else data
+        rows = zip(steps, flat["number"].tolist(), flat["observation"], strict=True)
+        flags = {name: flat["next", name].reshape(-1).tolist() for name in HISTORY} if self.tables is not None else {}
+        for row, (taken, number, observation) in enumerate(rows):
+            if self.tables is not None:
+                stream = row % width if width > 1 else taken.traj_id if self.setting.num_envs > 1 else 0
+                happened = {name: flags[name][row] for name in HISTORY}
+                self.tables.write(stream, happened, taken.terminated or taken.truncated)
+                self.number_of.append(number)
+            if self.case.pinned:
+                continue
+            slot = self.cursor
+            self.cursor = (self.cursor + 1) % self.setting.capacity
+            self.content[slot], self.observed[number] = number, observation
+            if self.reference is not None:
+                self.reference.write(slot, taken.episode, taken.terminated, taken.truncated)
+        if len(self.observed) > 1000:
+            stored = set(self.content.values())
+            self.observed = {number: row for number, row in self.observed.items() if number in stored}
+
+    def extend(self, count: int | None = None) -> None:
+        count = self.rng.randint(1, 5) if count is None else count
+        if self.setting.ndim == 2:
+            # TorchRL raises after writing an [E, 1] batch: it mistakes [E, 2] for E flat indices
+            count = max(count, 2)
+        steps, data = self.chunk(count)
+        self.buffer.extend(data.clone())
+        self.tell(steps, data)
+
+    def extend_beyond_capacity(self) -> None:
+        if self.sampler_has_tables and self.setting.num_envs > 1 and self.setting.ndim == 1:
+            return self.extend()
+        self.extend(self.rows + self.rng.randint(0, 5))
+
+    def add(self) -> None:
+        if self.setting.ndim == 2:
+            return self.extend()
+        steps, data = self.chunk(1)
+        self.buffer.add(data[0].clone())
+        self.tell(steps, data)
+
+    def set_item(self) -> None:
+        """Another action for a stored transition; the sampler is not told, and need not be."""
+        if self.case.pinned or self.setting.ndim == 2 or self.case.frames or not self.content:
+            return
+        slot = self.rng.randrange(len(self.content))
+        row = self.buffer.storage._storage[slot].clone()
+        row["action"] = torch.rand(1)
+        self.buffer[slot] = row
+        assert torch.equal(self.buffer[slot]["action"], row["action"])
+
+    def restart_collector(self) -> None:
+        """New trajectories, with ids from 0."""
+        one_lane = self.setting.ndim == 2
+        if self.sampler_has_tables or self.setting.num_envs == 1 or one_lane:
+            return
+        if self.environments.can_restart(one_lane_per_env=one_lane):
+            self.environments.restart()
+            self.extend(1)
+
+    def write_wrongly(self) -> None:
+        """An entry of another shape: refused before anything is written."""
+        if not self.content and self.tables is None:
+            return
+        if not self.written or not len(self.buffer):
+            return
+        checked = isinstance(self.buffer.writer, EventTableWriter) or self.setting.compilable or self.case.frames
+        if not checked:
+            return
+        environments, frames = copy.deepcopy(self.environments), copy.deepcopy(self.frames)
+        _, data = self.chunk(2)
+        self.environments, self.frames = environments, frames
+        self.environments.rng = self.rng
+        kind = self.rng.choice(["shape", "missing"])
+        if kind == "shape":
+            data["action"] = torch.rand(*data.shape, 3)
+        else:
+            data = data.exclude(("next", "done"))
+        self.refused(lambda: self.buffer.extend(data))
+
+    # --- drawing
+
+    def slots(self, index: torch.Tensor) -> list[int]:
+        if self.setting.ndim == 2:
+            return (index[:, 0] * self.setting.num_envs + index[:, 1]).tolist()
+        return index.tolist()
+
+    def sample(self) -> TensorDict | None:
+        size = self.rng.randint(1, 6)
+        if isinstance(self.buffer.sampler, TrajectoryRetraceSampler):
+            size *= SLICE
+            starts = self.buffer.sampler._starts
+            if not int(starts._tree.total()):
+                self.refused(lambda: self.buffer.sample(size), RuntimeError)
+                return None
+        batch = self.buffer.sample(size)
+        assert batch.shape == (size,)
+        numbers = batch["number"].tolist()
+        slots = self.slots(batch["index"])
+        if self.case.pinned:
+            stored = {self.number_of[number] for number in self.tables.stored()}
+            assert set(numbers) <= stored
+        else:
+            assert numbers == [self.content[slot] for slot in slots]
+            for number, row in zip(numbers, batch["observation"], strict=True):
+                assert torch.equal(row, self.observed[number])
+        weight = batch.get("priority_weight", None)
+        if weight is not None:
+            assert bool((weight > 0).all() and (weight <= 1 + 1e-6).all()), weight
+        stamps = [] if self.reference is None else self.reference.stamps(slots)
+        self.late.append((batch, stamps))
+        if len(self.late) > 4:
+            self.late.pop(0)
+        return batch
+
+    def td_errors(self, count: int) -> torch.Tensor:
+        """From 1e-3 to 10, now and then 0."""
+        if self.reference is not None:
+            # the reference does not round
+            return torch.tensor([10 ** self.rng.uniform(-1, 1) for _ in range(count)])
+        return torch.tensor([0.0 if self.rng.random() < 0.05 else 10 ** self.rng.uniform(-3, 1) for _ in range(count)])
+
+    def update(self) -> None:
+        """TD errors of a batch, maybe of one drawn a while ago."""
+        if not self.late:
+            self.sample()
+        if not self.late:
+            return
+        batch, stamps = self.late.pop(self.rng.randrange(len(self.late)))
+        if self.setting.ndim == 2 and self.drawn(self.slots(batch["index"])) > 1:
+            # would be taken for the last of them
+            return
+        batch["td_error"] = self.td_errors(len(batch))
+        self.buffer.update_tensordict_priority(batch)
+        if self.reference is not None:
+            self.reference.update(self.slots(batch["index"]), batch["td_error"].tolist(), stamps)
+
+    def drawn(self, slots: list[int]) -> int:
+        """How many of the batches that the sampler remembers, the last one written included, have this index."""
+        written = getattr(self.sampler, "_just_written", None)
+        drawn = [batch[0].tolist() for batch in getattr(self.sampler, "_outstanding", ())]
+        return drawn.count(slots) + (written is not None and written.tolist() == slots)
+
+    def some_index(self, count: int) -> tuple[torch.Tensor, list[int]]:
+        """Slots that hold something, duplicates among them."""
+        if self.case.pinned:
+            held = self.tables_of().holds(torch.arange(self.tables_of().num_slots)).any(0).nonzero().squeeze(1).tolist()
+        else:
+            held = sorted(self.content)
+        slots = self.rng.choices(held, k=count)
+        index = torch.tensor(slots)
+        if self.setting.ndim == 2:
+            index = torch.stack([index // self.setting.num_envs, index % self.setting.num_envs], -1)
+        return index, slots
+
+    def update_by_index(self) -> None:
+        count = self.rng.randint(1, 6)
+        index, slots = self.some_index(count)
+        if self.drawn(slots):
+            # would be taken for that batch
+            return
+        error = self.td_errors(count)
+        self.buffer.update_priority(index, error)
+        if self.reference is not None:
+            self.reference.update(slots, error.tolist())
+
+    def update_wrongly(self) -> None:
+        sampler = self.sampler
+        if getattr(sampler, "_kind", "") is None or getattr(sampler, "anchors", "") == "uniform":
+            # takes no priorities
+            return
+        count = self.rng.randint(1, 4)
+        index, _ = self.some_index(count)
+        error = self.td_errors(count)
+        kind = self.rng.choice(["nan", "inf", "negative", "huge", "short", "long", "outside", "below", "float"])
+        wrong = {"nan": float("nan"), "inf": float("inf"), "negative": -1.0, "huge": 3e38}
+        if kind in wrong:
+            part = getattr(sampler, "_anchors", sampler)
+            if kind == "huge" and (
+                isinstance(part, RankBasedSampler) or getattr(part, "_kind", "") == "rank" or part.alpha < 0.6
+            ):
+                return
+            error[self.rng.randrange(count)] = wrong[kind]
+        elif kind in ("short", "long"):
+            error = torch.ones(count + 1 if kind == "long" else count + 2)
+        elif kind == "float":
+            index = index.float() + 0.5
+        else:
+            index[self.rng.randrange(count)] = -1000 if kind == "below" else 1000
+        self.refused(lambda: self.buffer.update_priority(index, error))
+
+    def refused(self, operation: Callable[[], Any], error: Any = (ValueError, IndexError, TypeError, KeyError)) -> None:
+        """An error, and everything as it was."""
+        before = copy.deepcopy((self.buffer.sampler.state_dict(), self.buffer.writer.state_dict()))
+        size = len(self.buffer)
+        try:
+            operation()
+        except error:
+            pass
+        else:
+            raise Refused(f"not refused: {operation}")
+        after = self.buffer.sampler.state_dict(), self.buffer.writer.state_dict()
+        for one, other in zip(after, before, strict=True):
+            assert_same_state(one, other)
+        assert len(self.buffer) == size
+
+    # --- what else may happen
+
+    def set_exponents(self) -> None:
+        sampler = self.sampler
+        part = getattr(sampler, "_anchors", sampler)
+        if part is getattr(sampler, "_starts", None):
+            return
+        name = self.rng.choice(["alpha", "beta", "omega", "eta"])
+        if name == "eta":
+            if self.sampler_has_tables:
+                share = self.rng.choice([0.0, 0.25, 0.9])
+                sampler.eta = {"default": 1 - share, "a": share / 2, "b": share / 2}
+            return
+        if name == "omega" and not isinstance(part, ReaPERSampler) and getattr(part, "_source", None) is None:
+            return
+        if name == "alpha" and getattr(part, "_kind", "") is None:
+            return
+        value = self.rng.choice([0.0, 0.3, 0.7, 1.0])
+        setattr(part, name, value)
+        if self.reference is not None:
+            setattr(self.reference, name, value)
+        wrong = self.rng.choice([-0.5, float("nan"), float("inf")])
+        try:
+            setattr(part, name, wrong)
+        except ValueError:
+            assert abs(getattr(part, name) - value) < 1e-6
+        else:
+            raise Refused(f"{name} = {wrong}")
+
+    def go_on_with_a_copy(self) -> None:
+        """From a checkpoint, a pickle or a copy."""
+        kind = self.rng.choice(["state_dict", "into another", "dumps", "pickle", "deepcopy"])
+        policy = getattr(self.buffer.sampler, "_policy", None)
+        if kind == "state_dict":
+            # back to where it was, over what came since
+            state = copy.deepcopy(self.buffer.state_dict())
+            if self.sampler is self.buffer.sampler and len(self.buffer):
+                self.sample()
+            self.buffer.load_state_dict(state)
+        elif kind == "into another":
+            other = self.make()
+            other.load_state_dict(copy.deepcopy(self.buffer.state_dict()))
+            self.buffer = other
+        elif kind == "dumps":
+            with tempfile.TemporaryDirectory() as path:
+                self.buffer.dumps(path)
+                other = self.make()
+                other.loads(path)
+                # what is loaded may be mapped to the files
+                self.buffer = copy.deepcopy(other)
+        elif kind == "pickle":
+            self.buffer = pickle.loads(pickle.dumps(self.buffer))
+        else:
+            self.buffer = copy.deepcopy(self.buffer)
+        if policy is not None and self.buffer.sampler._policy is None:
+            self.buffer.sampler.policy = policy
+        self.late.clear()
+
+    def empty(self) -> None:
+        self.buffer.empty()
+        self.environments.restart()
+        self.begin()
+        if self.reference is not None:
+            self.reference.empty()
+
+    # --- comparing
+
+    def check(self) -> None:
+        """Every part agrees with itself, and all with the lists."""
+        self.buffer.sampler.check_valid()
+        storage = self.buffer.storage
+        if self.case.frames and storage._pool is not None:
+            storage._pool.check_valid()
+        if self.tables is not None:
+            tables = self.tables_of()
+            numbers = storage._storage["number"].reshape(-1)
+            for name, expected in [*self.tables.tables.items(), ("default", self.tables.default)]:
+                found = numbers[tables[name].index()].tolist()
+                assert found == [self.number_of[number] for number in expected], name
+        if self.case.pinned:
+            return
+        assert len(self.buffer) == len(self.content)
+        if not self.content:
+            return
+        stored = storage._storage["number"].reshape(-1)[: len(self.content)].tolist()
+        assert stored == [self.content[slot] for slot in range(len(stored))]
+        newest = range(self.written)[-len(stored) :] if not self.tables_or_holes else None
+        assert newest is None or sorted(stored) == list(newest)
+        if self.reference is not None:
+            probabilities = self.buffer.sampler.probabilities(storage)
+            expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
+            torch.testing.assert_close(probabilities, expected, rtol=1e-3, atol=1e-7)
+
+    # whether numbers were given to rows that were refused
+    tables_or_holes = False
+
+    OPERATIONS = (
+        (22, "extend"),
+        (9, "add"),
+        (1, "extend_beyond_capacity"),
+        (26, "sample"),
+        (22, "update"),
+        (8, "update_by_index"),
+        (3, "update_wrongly"),
+        (2, "write_wrongly"),
+        (2, "set_item"),
+        (2, "set_exponents"),
+        (1, "go_on_with_a_copy"),
+        (1, "restart_collector"),
+        (0.2, "empty"),
+    )
+
+    def operate(self, name: str | None = None) -> None:
+        """One operation."""
+        if name is None:
+            weights, names = zip(*self.OPERATIONS, strict=True)
+            name = self.rng.choices(names, weights)[0]
+        if not len(self.buffer) and name not in ("go_on_with_a_copy", "empty"):
+            name = "extend"
+        self.operations += 1
+        self.counts[name] = self.counts.get(name, 0) + 1
+        if name == "write_wrongly":
+            self.tables_or_holes = True
+        getattr(self, name)()
