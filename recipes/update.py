@@ -95,9 +95,14 @@ class Learner:
         self._targets = list(targets)
         self._on_cpu = optimizers[0].param_groups[0]["params"][0].device.type == "cpu"
         self._updates_per_graph, self._cudagraphs = updates_per_graph, cudagraphs
-        self._eager = None if compiled else eager_update(*self._arguments)
+        self._eager = eager_update(*self._arguments)
+        self._is_compiled = compiled
         self._compiled: CompiledUpdate | None = None
-        self._extends = False
+        # With one call per batch, the batch is written in the same graph. But on a GPU the batch has to come from the
+        # CPU first, ranks are sorted at writes outside graphs only, and events are not part of a graph.
+        self._extends = (
+            gradient_steps == updates_per_graph and self._on_cpu and getattr(replay.sampler, "writes_in_graphs", True)
+        )
 
     def __call__(self, data: TensorDictBase, *, copy_targets: bool = False) -> list[dict[str, Tensor]]:
         """Write ``data`` and make the updates.
@@ -105,7 +110,9 @@ class Learner:
         Returns:
             What the loss functions returned: dicts of tensors [updates].
         """
-        if self._eager is not None:
+        # The first write of all is outside of graphs: it sets up the buffer. They are made afterwards, so that a run
+        # that goes on from a checkpoint has the same ones.
+        if not self._is_compiled or not self._replay.write_count:
             self._replay.extend(data)
             if copy_targets:
                 for target, source in self._targets:
@@ -121,15 +128,6 @@ class Learner:
         ]
 
     def _compile(self) -> "CompiledUpdate":
-        # With one call per batch, the batch is written in the same graph. But the first write of all has to be outside,
-        # on a GPU the batch has to come from the CPU first, ranks are sorted at writes outside graphs only, and events
-        # are not part of a graph.
-        self._extends = (
-            self._gradient_steps == self._updates_per_graph
-            and self._replay.write_count > 0
-            and self._on_cpu
-            and getattr(self._replay.sampler, "writes_in_graphs", True)
-        )
         return CompiledUpdate(
             *self._arguments,
             targets=self._targets,

@@ -314,6 +314,13 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "CompilableTensorStorage(capacity); for other storages use torchrl's TensorDictReplayBuffer."
             )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave; a graph may then be the first to write or sample."""
+        super().load_state_dict(state_dict)
+        if self._storage.initialized:
+            # the sampler takes shape and device from the storage, as at a write
+            self._sampler.mark_update(torch.empty(0, dtype=torch.int64), storage=self._storage)
+
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
         if not is_traced():

@@ -1,5 +1,7 @@
 """A run that was stopped and resumed is the run that was not: the same bits, but for the time it took."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -97,30 +99,34 @@ def test_actor_batches(tmp_path, monkeypatch, name, sampler):
 )
 def test_games(tmp_path, monkeypatch, name, words):
     """Frames are stored once, games go on after lost lives."""
-    sizes = [
-        f"{name}.hidden_sizes=[16]",
-        f"{name}.optimizer={{name: rmsprop}}",
-        "env.atari.repeat_action_probability=0.25",
-    ]
+    settings = ["env.atari.max_frames=400", "env.atari.repeat_action_probability=0.25"]
+    learning = [f"{name}.hidden_sizes=[16]", f"{name}.optimizer={{name: rmsprop}}"]
     check(monkeypatch, tmp_path, name, "env=atari/breakout", *settings, *learning, *words)
 
 
+COMPILED = [
+    ("dqn", ["sampler=per", "num_envs=4", "updates_per_graph=2"]),
+    ("dqn", ["sampler=reaper", "updates_per_graph=2", "dqn.learning_starts=0"]),
+    ("td3", ["sampler=dper", "updates_per_graph=2"]),
+    ("dqn", ["sampler=uniform"]),
+    ("dqn", ["sampler=rank"]),
+    ("dqn", [*EVENTS, "sampler=sset_per"]),
+    ("sac", ["sampler=per"]),
+    ("acer", ["env=cartpole", "sampler=per"]),
+    ("acer", ["env=pendulum"]),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("dqn", ["sampler=uniform"]),
-        ("dqn", ["sampler=per", "num_envs=4", "updates_per_graph=2"]),
-        ("dqn", ["sampler=rank"]),
-        ("dqn", ["sampler=reaper", "updates_per_graph=2"]),
-        ("dqn", ["sampler=uniform", "updates_per_graph=2", "dqn.learning_starts=0"]),
-        ("dqn", [*EVENTS, "sampler=sset_per"]),
-        ("sac", ["sampler=per"]),
-        ("td3", ["sampler=dper", "updates_per_graph=2"]),
-        ("acer", ["env=cartpole", "sampler=per"]),
-        ("acer", ["env=pendulum"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), COMPILED[:3])
+def test_traced(tmp_path, monkeypatch, name, words):
+    """The graph is made anew; that of test_compiled, without the minute that inductor takes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    check(monkeypatch, tmp_path, name, "compile=true", *words, stops=(4,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words"), COMPILED)
 def test_compiled(tmp_path, monkeypatch, name, words):
     """The graph is made anew, and computes the same."""
     check(monkeypatch, tmp_path, name, "compile=true", *words, stops=(4,))
