@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -354,6 +355,25 @@ def compare(case: Case) -> None:
         assert first.stats()["dropped_updates"] == 0
         assert_valid(first)
         assert_valid(second)
+
+
+@pytest.mark.usefixtures("same_numbers")
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["reaper"], [name for name, case in CASES.items() if case.extends and not name.startswith("uniform")]),
+)
+def test_a_restored_buffer_may_begin_in_a_graph(name):
+    case = CASES[name]
+    experience, source, restored = case.experience(), case.buffer(), case.buffer()
+    source.extend(experience.take(4))
+    restored.load_state_dict(source.state_dict())
+    data = experience.take(4)
+    graph = torch.compile(lambda data: step(restored, data), fullgraph=True, backend="eager")
+    results = []
+    for function in (partial(step, source), graph):
+        torch.manual_seed(1)
+        results.append(function(data.clone()))
+    assert_same_batch(*results)
 
 
 @pytest.mark.usefixtures("same_numbers")

@@ -319,7 +319,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         super().load_state_dict(state_dict)
         if self._storage.initialized:
             # the sampler takes shape and device from the storage, as at a write
-            self._sampler.mark_update(torch.empty(0, dtype=torch.int64), storage=self._storage)
+            columns = (self._storage.ndim,) if self._storage.ndim > 1 else ()
+            self._sampler.mark_update(torch.empty(0, *columns, dtype=torch.int64), storage=self._storage)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""

@@ -356,9 +356,10 @@ def test_command_line(tmp_path):
     assert (run_dir / "checkpoint.zip").is_file()
 
     os.truncate(run_dir / "checkpoint.zip", 10_000)
-    damaged = command(f"resume={run_dir}")
-    errors = damaged.communicate(timeout=60)[1]
-    assert damaged.returncode == 2 and "checkpoint.zip is damaged: " in errors and errors.count("\n") == 1
-
-    refused = command(f"resume={run_dir}", "dqn.gamma=0.9")
-    assert refused.communicate(timeout=60)[1].count("\n") == 1 and refused.returncode == 2
+    for process, message in (
+        (command(f"resume={run_dir}"), "checkpoint.zip is damaged: "),
+        (command(f"resume={run_dir}", "dqn.gamma=0.9"), "a resumed run keeps its configuration"),
+    ):
+        errors = process.communicate(timeout=60)[1]
+        assert process.returncode == 2
+        assert message in errors and errors.count("\n") == 1
