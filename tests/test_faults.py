@@ -233,9 +233,12 @@ def test_a_write_that_breaks_off(name, where):
     """An interrupt, say, between what is done at a write; the next batches hold nothing half-written."""
     buffer = filled(name)
     break_off(buffer, where, "raise")
+    drawn = buffer.sample(16)
     with pytest.raises(Killed):
         buffer.extend(rows(range(100, 105)))
     del buffer.storage.set
+    drawn["td_error"] = torch.ones(16)
+    buffer.update_tensordict_priority(drawn)
     lost = PLACES[where]
     if name.startswith("tables"):
         # its writer cleans up
