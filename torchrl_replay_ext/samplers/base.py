@@ -432,13 +432,13 @@ class PrioritySampler(Sampler):
             self._update_traced(self._slots(index), torch.as_tensor(priority, device=self._device), stamp)
             return
         name = type(self).__name__
-        clock = self._clock.item()
         if storage is not self._bound:
             self._bind(storage)
+        self._catch_up(storage)
+        clock = self._clock.item()
         if not clock and storage is not None and _length(storage):
             self._adopt(storage)
             clock = self._clock.item()
-        self._catch_up(storage)
         slots = self._slots(index)
         error = torch.as_tensor(priority, dtype=torch.float32, device=self._device)
         if error.ndim != 1:
@@ -582,13 +582,13 @@ class PrioritySampler(Sampler):
         else:
             if storage is not self._bound:
                 self._bind(storage)
+            self._catch_up(storage)
             clock = self._clock.item()
             if not clock:
                 if not _length(storage):
                     raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
                 self._adopt(storage)
                 clock = self._clock.item()
-            self._catch_up(storage)
         slots, info = self._rows(batch_size)
         if not traced:
             self._outstanding.append((slots, clock))
