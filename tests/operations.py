@@ -367,8 +367,8 @@ class Driven:
         if isinstance(self.buffer.writer, CompilableWriter):
             wrong = data.exclude(("next", "done")) if self.rng.random() < 0.5 else data.set("action", action)
             return self.refused(lambda: self.buffer.extend(wrong))
-        if len(steps) >= self.setting.capacity or any(int(part._told) < 0 for part in self.parts_with_state()):
-            # nobody can know: all is written over, or the last write was before a checkpoint
+        if len(steps) >= len(self.content) or any(int(part._told) < 0 for part in self.parts_with_state()):
+            # nothing would be left to draw, or the last write was before a checkpoint, and nobody can know
             return None
         with contextlib.suppress(RuntimeError):
             self.buffer.extend(data.set("action", action))
