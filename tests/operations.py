@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -33,6 +34,7 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.buffers import CompilableWriter
 
 HISTORY = {"a": (3, "a"), "b": (2, "b")}
 SLICE = 3
@@ -190,6 +192,7 @@ class Driven:
         # the number of the transition in each slot, and what was observed in it
         self.content: dict[int, int] = {}
         self.observed: dict[int, torch.Tensor] = {}
+        self.length = 0
         self.late: list[tuple[TensorDict, list[int]]] = []
         self.tables = None
         if self.sampler_has_tables:
@@ -233,6 +236,10 @@ class Driven:
         """What keeps the priorities."""
         sampler = self.buffer.sampler
         return getattr(sampler, "critic_sampler", sampler)
+
+    def parts_with_state(self) -> list[Any]:
+        sampler = self.sampler
+        return sampler._samplers() if isinstance(sampler, TrajectoryRetraceSampler) else [sampler]
 
     @property
     def sampler_has_tables(self) -> bool:
@@ -303,6 +310,7 @@ class Driven:
             slot = self.cursor
             self.cursor = (self.cursor + 1) % self.setting.capacity
             self.content[slot], self.observed[number] = number, observation
+            self.length = min(self.length + 1, self.setting.capacity)
             if self.reference is not None:
                 self.reference.write(slot, taken.episode, taken.terminated, taken.truncated)
         if len(self.observed) > 1000:
@@ -334,7 +342,7 @@ class Driven:
         """Another action for a stored transition; the sampler is not told, and need not be."""
         if self.case.pinned or self.setting.ndim == 2 or self.case.frames or not self.content:
             return
-        slot = self.rng.randrange(len(self.content))
+        slot = self.rng.choice(sorted(self.content))
         row = self.buffer.storage._storage[slot].clone()
         row["action"] = torch.rand(1)
         self.buffer[slot] = row
@@ -350,24 +358,33 @@ class Driven:
             self.extend(1)
 
     def write_wrongly(self) -> None:
-        """An entry of another shape: refused before anything is written."""
-        if not self.content and self.tables is None:
-            return
-        if not self.written or not len(self.buffer):
-            return
-        checked = isinstance(self.buffer.writer, EventTableWriter) or self.setting.compilable or self.case.frames
-        if not checked:
-            return
+        """Entries of another shape, or missing ones: refused before anything is written, or not drawn from then on."""
         environments, frames = copy.deepcopy(self.environments), copy.deepcopy(self.frames)
-        _, data = self.chunk(2)
+        steps, data = self.chunk(2)
         self.environments, self.frames = environments, frames
         self.environments.rng = self.rng
-        kind = self.rng.choice(["shape", "missing"])
-        if kind == "shape":
-            data["action"] = torch.rand(*data.shape, 3)
-        else:
-            data = data.exclude(("next", "done"))
-        self.refused(lambda: self.buffer.extend(data))
+        action = torch.rand(*data.shape, 3)
+        if isinstance(self.buffer.writer, CompilableWriter):
+            wrong = data.exclude(("next", "done")) if self.rng.random() < 0.5 else data.set("action", action)
+            return self.refused(lambda: self.buffer.extend(wrong))
+        if len(steps) >= len(self.content) or any(int(part._told) < 0 for part in self.parts_with_state()):
+            # nothing would be left to draw, or the last write was before a checkpoint, and nobody can know
+            return None
+        with contextlib.suppress(RuntimeError):
+            self.buffer.extend(data.set("action", action))
+            raise Refused("another shape")
+        # TorchRL's writer has moved on
+        for slot in range(self.cursor, self.cursor + len(steps)):
+            self.content.pop(slot % self.setting.capacity, None)
+            if self.reference is not None:
+                self.reference.transitions.pop(slot % self.setting.capacity, None)
+        self.length = min(self.length + len(steps), self.setting.capacity)
+        self.cursor = (self.cursor + len(steps)) % self.setting.capacity
+        if self.setting.num_envs == 1 or self.setting.ndim == 2:
+            # nobody knows whether they go on
+            self.environments.open.clear()
+        if self.content:
+            self.sample()
 
     # --- drawing
 
@@ -424,7 +441,10 @@ class Driven:
         batch["td_error"] = self.td_errors(len(batch))
         self.buffer.update_tensordict_priority(batch)
         if self.reference is not None:
-            self.reference.update(self.slots(batch["index"]), batch["td_error"].tolist(), stamps)
+            rows = zip(self.slots(batch["index"]), batch["td_error"].tolist(), stamps, strict=True)
+            for slot, error, stamp in rows:
+                if slot in self.reference.transitions:
+                    self.reference.update([slot], [error], [stamp])
 
     def drawn(self, slots: list[int]) -> int:
         """How many of the batches that the sampler remembers, the last one written included, have this index."""
@@ -576,20 +596,18 @@ class Driven:
                 assert found == [self.number_of[number] for number in expected], name
         if self.case.pinned:
             return
-        assert len(self.buffer) == len(self.content)
+        assert len(self.buffer) == self.length
         if not self.content:
             return
-        stored = storage._storage["number"].reshape(-1)[: len(self.content)].tolist()
-        assert stored == [self.content[slot] for slot in range(len(stored))]
-        newest = range(self.written)[-len(stored) :] if not self.tables_or_holes else None
-        assert newest is None or sorted(stored) == list(newest)
+        stored = storage._storage["number"].reshape(-1).tolist()
+        assert all(stored[slot] == number for slot, number in self.content.items())
+        probabilities = self.buffer.sampler.probabilities(storage)
         if self.reference is not None:
-            probabilities = self.buffer.sampler.probabilities(storage)
-            expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
-            torch.testing.assert_close(probabilities, expected, rtol=1e-3, atol=1e-7)
-
-    # whether numbers were given to rows that were refused
-    tables_or_holes = False
+            criterion = self.reference.criterion()
+            expected = torch.tensor([criterion.get(slot, 0.0) for slot in range(self.length)], dtype=torch.float64)
+            torch.testing.assert_close(probabilities, expected / expected.sum(), rtol=1e-3, atol=1e-7)
+        holes = [slot for slot in range(self.length) if slot not in self.content]
+        assert not bool(probabilities[holes].any())
 
     OPERATIONS = (
         (22, "extend"),
@@ -612,10 +630,8 @@ class Driven:
         if name is None:
             weights, names = zip(*self.OPERATIONS, strict=True)
             name = self.rng.choices(names, weights)[0]
-        if not len(self.buffer) and name not in ("go_on_with_a_copy", "empty"):
+        if not self.content and not (self.case.pinned and len(self.buffer)) and name != "empty":
             name = "extend"
         self.operations += 1
         self.counts[name] = self.counts.get(name, 0) + 1
-        if name == "write_wrongly":
-            self.tables_or_holes = True
         getattr(self, name)()

@@ -141,8 +141,11 @@ class EpisodeIndex:
 
     def drop(self, slots: Tensor) -> None:
         """Forget what ``slots`` [n] held, the oldest first; what goes on does not go on after them."""
+        position = self.positions(slots)
         self._evict(slots, slots % self.lanes)
         if not self.assigned:
+            # nothing is written over it at once
+            self._tree.write(position, torch.zeros_like(position))
             self._abandon(self._lane_episode)
             self._lane_episode.fill_(self._none)
 
@@ -338,7 +341,8 @@ class EpisodeIndex:
         totals = take(self._totals.leaves, record)
         whole = torch.where(take(self._finished, record), totals, self._totals.max())
         is_new = take(stamp, slots) > take(self._touched, record)
-        ratio = (part.double() / whole).nan_to_num_(nan=1.0) if exact else part / whole
+        # slots that hold nothing belong to the last record, behind whose start they need not lie
+        ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
 
     @property

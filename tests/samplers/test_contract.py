@@ -69,6 +69,18 @@ def test_writes_go_on_after_a_refused_one():
     buffer.sampler._episodes._tree.check_valid()
 
 
+def test_what_a_refused_write_has_left_does_not_count_for_episodes():
+    buffer = buffer_of(capacity=6)
+    buffer.extend(rows(6, done=[3], ids=[0, 0, 0, 0, 1, 1]))
+    with pytest.raises(ValueError, match="num_streams=1"):
+        buffer.extend(rows(2, ids=[2, 3]))
+    probabilities = buffer.sampler.probabilities(buffer.storage)
+    assert probabilities[:2].tolist() == [0.0, 0.0] and bool((probabilities[2:] > 0).all())
+    buffer.sampler.check_valid()
+    # of the first episode two transitions are left
+    assert buffer.sampler._episodes.reliability(torch.tensor([2, 3]), buffer.sampler._stamp).tolist() == [0.5, 1.0]
+
+
 def test_attached_to_a_loaded_ring(tmp_path):
     """Where the ring begins shows with the first write; the episodes are then in order."""
     source = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)

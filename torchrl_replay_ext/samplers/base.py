@@ -335,31 +335,32 @@ class PrioritySampler(Sampler):
             self._empty()
         if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
             self._adopt(storage)
-            self._expect(slots, storage)
+            self._told.fill_(self._ends_at(slots, storage))
         else:
-            self._expect(slots, storage)
+            told = self._ends_at(slots, storage)
             if slots.numel() > self._num_slots:
                 # rows that were overwritten by later rows of the same write; nothing from before is left either
                 self._forget()
             self._write(slots[-self._num_slots :], storage)
+            # only now: it may have been refused
+            self._told.fill_(told)
 
-    def _expect(self, slots: Tensor, storage: Storage | None) -> None:
-        """Keep where the writer's write of ``slots`` [n] ends; forget what it has skipped."""
-        last = getattr(storage, "_last_cursor_index", None)
+    def _ends_at(self, slots: Tensor, storage: Storage | None) -> int:
+        """What ``_told`` is after the write of ``slots`` [n]; what the writer has skipped is forgotten."""
+        last, told = getattr(storage, "_last_cursor_index", None), int(self._told)
         lanes = math.prod(self._dims[1:])
         if not self._in_ring or last is None or int(slots[-1]) // lanes != int(last):
-            return
-        told, first = int(self._told), int(slots[0]) // lanes
+            return told
+        first = int(slots[0]) // lanes
         if slots.shape[0] < self._num_slots and told != -1:
             if told == int(last):
                 # marked again
-                return
+                return told
             if first != (told + 1) % self._dims[0]:
                 if not self._writes_in_turn:
-                    self._told.fill_(_OUT_OF_TURN)
-                    return
+                    return _OUT_OF_TURN
                 self._forget_up_to((first - 1) % self._dims[0])
-        self._told.fill_(int(last))
+        return int(last)
 
     def _catch_up(self, storage: Storage | None) -> None:
         """Forget slots that were written to without our being told: by a write that broke off, or was refused.
@@ -380,6 +381,8 @@ class PrioritySampler(Sampler):
         behind = (told + 1 + torch.arange((step - told) % steps, device=self._device)) % steps
         slots = (behind.unsqueeze(1) * width + torch.arange(width, device=self._device)).reshape(-1)
         self._just_written = None
+        # batches drawn before are no longer what is stored
+        self._clock.add_(1)
         self._drop(slots)
         self._stamp[slots] = 0
         self._priority[slots] = 0.0
@@ -429,13 +432,13 @@ class PrioritySampler(Sampler):
             self._update_traced(self._slots(index), torch.as_tensor(priority, device=self._device), stamp)
             return
         name = type(self).__name__
-        clock = self._clock.item()
         if storage is not self._bound:
             self._bind(storage)
+        self._catch_up(storage)
+        clock = self._clock.item()
         if not clock and storage is not None and _length(storage):
             self._adopt(storage)
             clock = self._clock.item()
-        self._catch_up(storage)
         slots = self._slots(index)
         error = torch.as_tensor(priority, dtype=torch.float32, device=self._device)
         if error.ndim != 1:
@@ -579,13 +582,13 @@ class PrioritySampler(Sampler):
         else:
             if storage is not self._bound:
                 self._bind(storage)
+            self._catch_up(storage)
             clock = self._clock.item()
             if not clock:
                 if not _length(storage):
                     raise RuntimeError(f"{type(self).__name__}: cannot sample from an empty storage.")
                 self._adopt(storage)
                 clock = self._clock.item()
-            self._catch_up(storage)
         slots, info = self._rows(batch_size)
         if not traced:
             self._outstanding.append((slots, clock))

@@ -1,0 +1,310 @@
+"""What goes wrong while a buffer is used: wrong data, late updates, threads, processes killed as they write."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.operations import CASES, Driven
+from torchrl_replay_ext import (
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+pytestmark = [
+    # torchrl's, at each checkpoint of a storage that was loaded
+    pytest.mark.filterwarnings("ignore:last_cursor is None:UserWarning"),
+]
+
+# For each sampler, in the slow run.
+OPERATIONS = int(os.environ.get("FAULT_OPERATIONS", "1000000"))
+SEQUENCE = 2000
+
+
+# --- random operations
+
+
+class RandomOperations(RuleBasedStateMachine):
+    """Operations chosen by hypothesis, which finds the shortest sequence that fails."""
+
+    name = "proportional"
+
+    @initialize(seed=st.integers(0, 2**32))
+    def create(self, seed):
+        torch.manual_seed(seed)
+        self.driven = Driven(self.name, seed)
+
+    @rule(name=st.sampled_from([name for _, name in Driven.OPERATIONS]))
+    def operate(self, name):
+        self.driven.operate(name)
+
+    @rule(count=st.integers(1, 4))
+    def write_and_learn(self, count):
+        self.driven.operate("extend")
+        for _ in range(count):
+            self.driven.operate("sample")
+            self.driven.operate("update")
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "driven"):
+            self.driven.check()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_operations(name):
+    case = type(name, (RandomOperations,), {"name": name}).TestCase
+    case.settings = settings(max_examples=2, stateful_step_count=12, deadline=None, derandomize=True)
+    case("runTest").runTest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_million_random_operations(name):
+    """``FAULT_OPERATIONS`` sets their number."""
+
+    @settings(max_examples=max(OPERATIONS // SEQUENCE, 1), deadline=None, database=None)
+    @given(seed=st.integers(0, 2**32))
+    def drive(seed):
+        torch.manual_seed(seed)
+        driven = Driven(name, seed)
+        for number in range(SEQUENCE):
+            driven.operate()
+            if number % 10 == 0:
+                driven.check()
+        driven.check()
+
+    drive()
+
+
+# --- processes that are killed
+
+CAPACITY = 24
+
+
+def rows(numbers, done=()):
+    """Transitions of one environment, in which every entry tells the number."""
+    numbers = torch.as_tensor(list(numbers))
+    ended = torch.isin(numbers, torch.as_tensor(list(done), dtype=torch.int64)).unsqueeze(1)
+    return TensorDict(
+        {
+            "observation": numbers.float().unsqueeze(1),
+            "action": numbers.float().unsqueeze(1).clone(),
+            "next": {"done": ended, "terminated": ended.clone(), "number": numbers},
+        },
+        numbers.shape,
+    )
+
+
+def tables():
+    return EventTables([EventSpec("end", ("next", "terminated"), 4)], {"end": 8})
+
+
+def event_sampler(priority):
+    def sampler(shared):
+        return EventTableSampler(shared, eta={"default": 0.5, "end": 0.5}, min_size=1, priority=priority)
+
+    return sampler
+
+
+SAMPLERS = {
+    "proportional": lambda shared: ProportionalSampler(CAPACITY),
+    "rank": lambda shared: RankBasedSampler(CAPACITY),
+    "reaper": lambda shared: ReaPERSampler(CAPACITY),
+    "slices": lambda shared: TrajectoryRetraceSampler(
+        CAPACITY, slice_len=2, behaviour_keys=(), anchors=ProportionalSampler(CAPACITY)
+    ),
+    "tables": event_sampler(None),
+    "tables, proportional": event_sampler({"kind": "proportional"}),
+    "tables, reaper": event_sampler({"kind": "reaper"}),
+}
+
+
+def make(name):
+    shared = tables()
+    arguments = {"writer": EventTableWriter(shared)} if name.startswith("tables") else {}
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[name](shared), **arguments)
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL, where the test is in one process."""
+
+
+def stop(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise Killed
+
+
+def break_off(buffer, where, how):
+    """Let the next write of ``buffer`` end at a place of the write path."""
+    storage = buffer.storage
+    columns, written = storage._storage, type(storage).set
+
+    def halfway(cursor, data, *, set_cursor=True):
+        if where == "before the data":
+            stop(how)
+        if where == "within the data":
+            # as in the storage: first it moves on, then one entry after another is written
+            storage._set_last_cursor(cursor)
+            storage._get_new_len(data, cursor)
+            columns["observation"][cursor] = data["observation"]
+            stop(how)
+        written(storage, cursor, data, set_cursor=set_cursor)
+        stop(how)
+
+    storage.set = halfway
+
+
+def write_and_die(buffer, where):
+    torch.set_num_threads(1)
+    break_off(buffer, where, "kill")
+    buffer.extend(rows(range(100, 105)))
+
+
+def whole(batch):
+    return torch.equal(batch["observation"], batch["action"]) and torch.equal(
+        batch["observation"][:, 0], batch["next", "number"].float()
+    )
+
+
+def check_survivors(buffer, lost):
+    """Only whole rows that were written to the end are drawn, and all of those, but the ``lost`` ones."""
+    drawn = set()
+    for _ in range(60):
+        batch = buffer.sample(16)
+        assert whole(batch)
+        drawn |= set(batch["next", "number"].tolist())
+    kept = set(range(40 - CAPACITY, 40)) - set(lost)
+    assert drawn == kept, (sorted(drawn), sorted(kept))
+    buffer.sampler.check_valid()
+
+
+def go_on(buffer):
+    """The buffer works as ever: what was broken off is overwritten in its time."""
+    buffer.extend(rows(range(200, 210), done=[209]))
+    batch = buffer.sample(8)
+    batch["td_error"] = torch.rand(8)
+    buffer.update_tensordict_priority(batch)
+    buffer.sampler.check_valid()
+    for first in range(300, 340, 5):
+        buffer.extend(rows(range(first, first + 5), done=[first + 4]))
+        assert whole(buffer.sample(8))
+        buffer.sampler.check_valid()
+    if isinstance(buffer.sampler, EventTableSampler):
+        numbers = buffer.storage._storage["next", "number"]
+        found = numbers[buffer.sampler.tables["end"].index()].tolist()
+        assert found == [*range(331, 335), *range(336, 340)]
+    drawn = set()
+    for _ in range(60):
+        drawn |= set(buffer.sample(16)["next", "number"].tolist())
+    assert drawn == set(range(340 - CAPACITY, 340))
+
+
+def filled(name):
+    buffer = make(name)
+    for first in range(0, 40, 10):
+        buffer.extend(rows(range(first, first + 10), done=[first + 9]))
+    return buffer
+
+
+# rows 16 to 20 are those in the slots of the write that breaks off
+PLACES = {"before the data": (), "within the data": range(16, 21), "after the data": range(16, 21)}
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_write_that_breaks_off(name, where):
+    """An interrupt, say, between what is done at a write; the next batches hold nothing half-written."""
+    buffer = filled(name)
+    break_off(buffer, where, "raise")
+    drawn = buffer.sample(16)
+    with pytest.raises(Killed):
+        buffer.extend(rows(range(100, 105)))
+    del buffer.storage.set
+    drawn["td_error"] = torch.ones(16)
+    buffer.update_tensordict_priority(drawn)
+    lost = PLACES[where]
+    if name.startswith("tables"):
+        # its writer cleans up
+        buffer.sample(4)
+        assert all(whole(buffer.sample(16)) for _ in range(20))
+    else:
+        check_survivors(buffer, lost)
+    go_on(buffer)
+
+
+@pytest.mark.parametrize("name", ["proportional", "tables, reaper"])
+def test_a_process_that_is_killed_as_it_writes(name):
+    buffer = filled(name)
+    buffer.share()
+    context = torch.multiprocessing.get_context("spawn")
+    process = context.Process(target=write_and_die, args=(buffer, "within the data"))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    # the lock died with it: whoever waits for it waits for ever
+    assert not buffer._write_lock.acquire(timeout=0.1)
+    # what the README says
+    buffer.share()
+    check_survivors(buffer, range(16, 21))
+    go_on(buffer)
+
+
+# --- threads
+
+
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
+def test_writes_and_updates_while_batches_are_drawn_ahead(name):
+    shared = tables()
+    arguments = {"writer": EventTableWriter(shared)} if name.startswith("tables") else {}
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[name](shared), batch_size=8, prefetch=3, **arguments
+    )
+    buffer.extend(rows(range(CAPACITY), done=[CAPACITY - 1]))
+    until, failures, written = time.monotonic() + 0.5, [], [CAPACITY]
+
+    def write():
+        first = written[0]
+        written[0] += 3
+        buffer.extend(rows(range(first, first + 3), done=[first + 2] if random.random() < 0.3 else []))
+
+    def learn():
+        batch = buffer.sample()
+        assert whole(batch)
+        batch["td_error"] = torch.rand(8)
+        buffer.update_tensordict_priority(batch)
+
+    def repeat(what):
+        try:
+            while time.monotonic() < until and not failures:
+                what()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=repeat, args=(what,)) for what in (write, learn, learn)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    for drawn in buffer._prefetch_queue:
+        drawn.result()
+    buffer.sampler.check_valid()
+    stored = buffer.storage._storage["next", "number"].sort().values.tolist()
+    assert stored == list(range(written[0] - CAPACITY, written[0]))
