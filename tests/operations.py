@@ -259,7 +259,7 @@ class Driven:
             steps = [taken for frame in frames for taken in frame]
         else:
             steps = [step(self.rng.choice(envs)) for _ in range(count)]
-            if count > self.rows:
+            if count > self.rows and not self.sampler_has_tables:
                 self.environments.end_unseen(steps, self.rows)
         with_ids = setting.num_envs > 1 and setting.ndim == 1
         data = transitions(steps, with_ids=with_ids)
@@ -397,11 +397,12 @@ class Driven:
         size = self.rng.randint(1, 6)
         if isinstance(self.buffer.sampler, TrajectoryRetraceSampler):
             size *= SLICE
-            starts = self.buffer.sampler._starts
-            if not int(starts._tree.total()):
-                self.refused(lambda: self.buffer.sample(size), RuntimeError)
-                return None
-        batch = self.buffer.sample(size)
+        try:
+            batch = self.buffer.sample(size)
+        except RuntimeError:
+            # no episode is long enough
+            assert not int(self.buffer.sampler._starts._tree.total())
+            return None
         assert batch.shape == (size,)
         numbers = batch["number"].tolist()
         slots = self.slots(batch["index"])

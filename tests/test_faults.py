@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.operations import CASES, Driven
+from tests.reference import NaiveReaPER
 from torchrl_replay_ext import (
     EventSpec,
     EventTables,
@@ -73,6 +74,22 @@ def test_random_operations(name):
     case("runTest").runTest()
 
 
+def drive(name, seed, count):
+    torch.manual_seed(seed)
+    driven = Driven(name, seed)
+    for number in range(count):
+        driven.operate()
+        if number % 10 == 0:
+            driven.check()
+    driven.check()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_some_random_operations(name):
+    for seed in range(4):
+        drive(name, seed, 150)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_million_random_operations(name):
@@ -80,16 +97,41 @@ def test_a_million_random_operations(name):
 
     @settings(max_examples=max(OPERATIONS // SEQUENCE, 1), deadline=None, database=None)
     @given(seed=st.integers(0, 2**32))
-    def drive(seed):
-        torch.manual_seed(seed)
-        driven = Driven(name, seed)
-        for number in range(SEQUENCE):
-            driven.operate()
-            if number % 10 == 0:
-                driven.check()
-        driven.check()
+    def drives(seed):
+        drive(name, seed, SEQUENCE)
 
-    drive()
+    drives()
+
+
+# --- refused writes
+
+
+def test_the_turn_is_kept_after_a_refused_write():
+    """The write that follows ends where the last one had ended; it was taken for that one, marked again."""
+    buffer, reference = make("reaper"), NaiveReaPER()
+
+    def write(numbers, done=()):
+        slots = buffer.extend(rows(numbers, done)).tolist()
+        for slot, number in zip(slots, numbers, strict=True):
+            reference.write(slot, "one", number in done, False)
+
+    buffer.extend(rows(range(CAPACITY)))
+    wrong = rows(range(12))
+    wrong["action"] = torch.zeros(12, 3)
+    with pytest.raises(RuntimeError):
+        buffer.extend(wrong)
+    buffer.sample(4)
+    write(range(40, 52))
+    write(range(52, 54), done=[53])
+    index, error = torch.arange(12, CAPACITY), torch.linspace(0.1, 2.0, 12)
+    buffer.update_priority(index, error)
+    reference.update(index.tolist(), error.tolist())
+    expected = torch.zeros(CAPACITY, dtype=torch.float64)
+    for slot, value in reference.criterion().items():
+        expected[slot] = value
+    torch.testing.assert_close(
+        buffer.sampler.probabilities(buffer.storage), expected / expected.sum(), rtol=1e-4, atol=1e-9
+    )
 
 
 # --- processes that are killed

@@ -96,6 +96,10 @@ class Streams:
         steps = (self._cursor + torch.arange(gap, device=slots.device)) % self.steps
         return (steps.unsqueeze(1) * self._width + torch.arange(self._width, device=slots.device)).reshape(-1)
 
+    def skip(self, slots: Tensor) -> None:
+        """The next write is expected behind ``slots`` [n], which were written behind our back, the oldest first."""
+        self._cursor.fill_((self.step_of(slots[-1]) + 1) % self.steps)
+
     def follow(
         self,
         slots: Tensor,

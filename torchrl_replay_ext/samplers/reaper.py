@@ -235,6 +235,7 @@ class ReaPERSampler(PrioritySampler):
     def _drop(self, slots: Tensor) -> None:
         if slots.numel():
             self._episodes.drop(slots)
+            self._episodes.streams.skip(slots)
             self._tree.write(slots, torch.zeros_like(slots))
 
     def _forget(self) -> None:

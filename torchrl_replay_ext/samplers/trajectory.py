@@ -110,6 +110,7 @@ class SliceStarts(PrioritySampler):
 
     def _drop(self, slots: Tensor) -> None:
         self.slices.drop(slots)
+        self.slices.streams.skip(slots)
 
     def _forget(self) -> None:
         self.slices.forget()
