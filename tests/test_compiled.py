@@ -360,7 +360,7 @@ def compare(case: Case) -> None:
 @pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize(
     "name",
-    slow_but(["reaper"], [name for name, case in CASES.items() if case.extends and not name.startswith("uniform")]),
+    slow_but(["reaper"], [name for name, case in CASES.items() if case.extends]),
 )
 def test_a_restored_buffer_may_begin_in_a_graph(name):
     case = CASES[name]

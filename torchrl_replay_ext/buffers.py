@@ -87,6 +87,8 @@ class CompilableTensorStorage(LazyTensorStorage):
         """Bring the counters to where the data is, and tell CUDA graphs that all of it stays there."""
         if not self.initialized:
             return
+        # TorchRL sets the length where it first needs the shape: in a graph, to the capacity
+        _ = self._total_shape
         device = _columns(self._storage)[0].device
         for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
             setattr(self, name, getattr(self, name).to(device))
