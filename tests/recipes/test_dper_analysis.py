@@ -172,7 +172,7 @@ def test_command_line(tmp_path, run_dir):
         for line in words
     ]
     for process, (code, message) in zip(processes, words.values(), strict=True):
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == code and errors.startswith(message), errors
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"dper_analysis.csv", "dper_analysis.png"}
     assert not (tmp_path / "none").exists()

@@ -195,7 +195,7 @@ def test_killed_run(tmp_path):
         time.sleep(0.01)
     time.sleep(0.3)
     process.kill()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL, errors
     assert dqn.train(composer.resumed(run_dir, "checkpoint_interval=100000"), run_dir) == DONE
     assert len(rows(run_dir)) == 10

@@ -213,6 +213,6 @@ def test_command_line(tmp_path):
         for line in words
     ]
     for process, (code, message) in zip(processes, words.values(), strict=True):
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == code and errors.lstrip().startswith(message), errors
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").sac.hidden_sizes == [16, 16]
