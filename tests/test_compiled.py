@@ -250,10 +250,8 @@ DEFAULT = (
     "proportional",
     "rank",
     "reaper",
-    "events, uniform, conditional",
-    "events, reaper, mixture",
-    "slices, uniform, two streams, not padded",
-    "slices, proportional",
+    "events, proportional, pinned",
+    "slices, proportional, two streams",
 )
 
 
@@ -386,7 +384,7 @@ def test_one_graph_for_life_draws_what_eager_code_draws(name):
 @pytest.mark.parametrize(
     ("name", "width"),
     slow_but(
-        [("rank", 256), ("proportional", 1)],
+        [("rank", 256)],
         itertools.product(
             [
                 "proportional",

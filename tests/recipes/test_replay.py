@@ -47,6 +47,7 @@ def test_the_actor_learns_from_batches_of_its_own(tmp_path, recipe, sampler):
     assert ("sampler/max_priority" in last) == ("uniform" not in sampler)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
 def test_in_one_graph(tmp_path):
     torch._dynamo.reset()

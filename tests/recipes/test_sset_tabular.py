@@ -41,6 +41,7 @@ def test_learning_makes_the_update_of_q_learning():
     assert len(errors) == 50
 
 
+@pytest.mark.slow
 def test_histories_speed_up_q_learning_and_events_alone_do_not():
     """The gate of ten seeds, with one of them."""
     methods = ("uniform", "history 60", "history 1")

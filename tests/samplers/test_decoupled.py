@@ -13,6 +13,7 @@ from torchrl.envs import ObservationNorm
 from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, TruncatedNormal
 
 from tests.events import scripted
+from tests.params import slow_but
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -436,7 +437,7 @@ def test_pickles_leave_the_policy_out():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("granularity", ["batch", "group", "transition"])
+@pytest.mark.parametrize("granularity", slow_but(["group"], ["batch", "group", "transition"]))
 @pytest.mark.parametrize("critic", [RandomSampler, lambda: ProportionalSampler(1000)])
 def test_one_graph_draws_what_eager_code_draws(critic, granularity):
     torch._dynamo.reset()
