@@ -629,7 +629,7 @@ def test_a_sampler_in_a_stock_buffer_is_not_for_graphs():
     assert "LazyTensorStorage cannot be compiled; use CompilableReplayBuffer" in whole_text(caught.value)
 
 
-@pytest.mark.parametrize("name", ["proportional", "reaper, two streams"])
+@pytest.mark.parametrize("name", slow_but(["proportional"], ["proportional", "reaper, two streams"]))
 def test_draws_from_an_emptied_buffer_have_no_weight(name):
     case = CASES[name]
     buffer, experience = case.buffer(), case.experience()

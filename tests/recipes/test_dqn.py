@@ -285,6 +285,7 @@ class TestCompiled:
         assert len(sorts) >= 2
         assert all(math.isfinite(float(row["loss"])) for row in rows(tmp_path)[1:])
 
+    @pytest.mark.slow
     def test_the_first_batch_of_all_may_be_learned_from(self, tmp_path):
         torch._dynamo.reset()
         words = ("sampler=uniform", "compile=true", "updates_per_graph=2", "dqn.learning_starts=0")

@@ -251,6 +251,7 @@ class TestCAGrad:
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
         assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
+    @pytest.mark.slow
     def test_compiled(self, tmp_path):
         torch._dynamo.reset()
         results = []
