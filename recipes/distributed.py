@@ -24,16 +24,15 @@ from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical
 from torchrl.modules import MLP, EGreedyModule, QValueActor
-from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
 from recipes.config import RunConfig
-from recipes.dqn import DQNConfig
+from recipes.dqn import DQNConfig, make_loss
 from recipes.environment import make_discrete_env
 from recipes.remote import RemoteCollector, RemoteReplay, runtime
 from recipes.replay import stored_keys
 from recipes.run import ConfigError, run_recipe, typed
 from recipes.training import Agent, prepare, run
-from recipes.update import Learner, target_pairs
+from recipes.update import Learner
 
 
 @dataclass
@@ -102,15 +101,7 @@ def learn_from_afar(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     # A copy for the collectors, which have no GPU.
     exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
     acting = deepcopy(actor).cpu()
-    loss_module = DQNLoss(
-        actor, loss_function=dqn.loss_function, delay_value=True, double_dqn=True, action_space="categorical"
-    )
-    loss_module.make_value_estimator(gamma=dqn.gamma)
-    if dqn.tau is None:
-        HardUpdate(loss_module, value_network_update_interval=0)
-        targets, target_step = target_pairs(loss_module), None
-    else:
-        targets, target_step = (), SoftUpdate(loss_module, tau=dqn.tau).step
+    loss_module, targets, target_step = make_loss(dqn, actor)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
 
     # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
@@ -126,9 +117,7 @@ def learn_from_afar(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     )
 
     def learn(data: TensorDictBase, steps: int) -> list[dict[str, torch.Tensor]]:
-        interval = dqn.target_update_interval
-        due = interval is not None and steps // interval > (steps - data.numel()) // interval
-        return learner(data, copy_targets=due)
+        return learner(data, copy_targets=dqn.copies_due(steps, data.numel()))
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:

@@ -99,6 +99,11 @@ class DQNConfig(FixedRoundsConfig):
         done = min(step / duration, 1.0) if duration else 1.0
         return self.initial_epsilon + done * (self.final_epsilon - self.initial_epsilon)
 
+    def copies_due(self, step: int, count: int) -> bool:
+        """Whether the target network is to be copied after the last `count` of `step` steps."""
+        interval = self.target_update_interval
+        return interval is not None and step // interval > (step - count) // interval
+
 
 @dataclass
 class Config(RunConfig):
@@ -160,6 +165,26 @@ def q_columns(
     return columns
 
 
+def make_loss(
+    dqn: DQNConfig, actor: QValueActor
+) -> tuple[DQNLoss, Sequence[tuple[Tensor, Tensor]], Callable[[], None] | None]:
+    """The loss of a Double DQN; what a copy of its target network copies, or else the step that moves it."""
+    loss_module = DQNLoss(
+        actor,
+        loss_function=dqn.loss_function,
+        delay_value=True,
+        double_dqn=True,
+        action_space="categorical",
+        reduction="mean" if dqn.cagrad is None else "none",
+    )
+    loss_module.make_value_estimator(gamma=dqn.gamma)
+    if dqn.tau is None:
+        # Makes the target network a copy; when it is due again is up to the learner.
+        HardUpdate(loss_module, value_network_update_interval=0)
+        return loss_module, target_pairs(loss_module), None
+    return loss_module, (), SoftUpdate(loss_module, tau=dqn.tau).step
+
+
 def train(config: DictConfig, run_dir: Path) -> int:
     """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
 
@@ -178,21 +203,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     observed = evaluation_envs[0].observation_space.shape or ()
     network = make_network(observed, flatdim(action_space), dqn.hidden_sizes, device=device)
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
-    loss_module = DQNLoss(
-        actor,
-        loss_function=dqn.loss_function,
-        delay_value=True,
-        double_dqn=True,
-        action_space="categorical",
-        reduction="mean" if dqn.cagrad is None else "none",
-    )
-    loss_module.make_value_estimator(gamma=dqn.gamma)
-    if dqn.tau is None:
-        # Makes the target network a copy; when it is due again is up to the learner.
-        HardUpdate(loss_module, value_network_update_interval=0)
-        targets, target_step = target_pairs(loss_module), None
-    else:
-        targets, target_step = (), SoftUpdate(loss_module, tau=dqn.tau).step
+    loss_module, targets, target_step = make_loss(dqn, actor)
     columns = q_columns(evaluation_envs[0], loss_module, dqn.gamma, device)
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
@@ -213,9 +224,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     )
 
     def learn(data: TensorDictBase, steps: int) -> list[dict[str, torch.Tensor]]:
-        interval = dqn.target_update_interval
-        due = interval is not None and steps // interval > (steps - data.numel()) // interval
-        return learner(data, copy_targets=due)
+        return learner(data, copy_targets=dqn.copies_due(steps, data.numel()))
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:

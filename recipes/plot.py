@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from scipy.stats import trim_mean
 
-from recipes.progress import PROGRESS, read_progress
+from recipes.progress import PROGRESS, read_progress, steps_to_reach
 from recipes.run import BAD_CONFIG, CONFIG, ConfigError
 
 RESAMPLES = 1000
@@ -147,11 +147,8 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
 
 def steps_to_solved(run: Run, least: float, column: str = RETURN) -> float:
     """Steps at the first of IN_A_ROW evaluations in a row with a value of at least `least`; inf if there are none."""
-    reached = run.values[column] >= least - 1e-6
-    for first in range(len(reached) - IN_A_ROW + 1):
-        if reached[first : first + IN_A_ROW].all():
-            return float(run.steps[first])
-    return math.inf
+    steps = steps_to_reach(run.steps.tolist(), run.values[column].tolist(), least, IN_A_ROW)
+    return math.inf if steps is None else float(steps)
 
 
 def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: Sequence[str] = SAMPLER) -> str:

@@ -76,16 +76,7 @@ class Progress:
         """Writes the rows that wait; OSError: the file is as it was."""
         if self.path is None or not self._waiting:
             return
-        length = self.path.stat().st_size if self.path.is_file() else 0
-        try:
-            with self.path.open("a", newline="") as file:
-                file.write(_lines(self._waiting, header=not length))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            if self.path.is_file():
-                os.truncate(self.path, length)
-            raise
+        append_rows(self.path, self._waiting)
         self._waiting.clear()
 
 
@@ -121,6 +112,20 @@ def warn(message: str) -> None:
     tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
+def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Appends rows to a CSV, which are on the disk then; OSError: the file is as it was."""
+    length = path.stat().st_size if path.is_file() else 0
+    try:
+        with path.open("a", newline="") as file:
+            file.write(_lines(rows, header=not length))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        if path.is_file():
+            os.truncate(path, length)
+        raise
+
+
 def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
     """Replaces the file's content by `rows`, atomically; no rows: no file."""
     if not rows:
@@ -144,3 +149,12 @@ def read_progress(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         whole, _, _ = file.read().rpartition("\n")
     return list(csv.DictReader(io.StringIO(whole, newline="")))
+
+
+def steps_to_reach(steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int) -> int | None:
+    """Steps at the first of `in_a_row` evaluations in a row with at least this value; None if there are none."""
+    reached = [value >= least - 1e-6 for value in values]
+    for first in range(len(reached) - in_a_row + 1):
+        if all(reached[first : first + in_a_row]):
+            return steps[first]
+    return None

@@ -14,7 +14,6 @@ after which it reached that (empty: it did not); last, best and final, its last 
 of the last tenth of them; wall_time in seconds; commit and torch, the code that ran; command, which repeats it.
 """
 
-import csv
 import math
 import os
 import shlex
@@ -23,7 +22,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,11 +33,10 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipes.progress import PROGRESS, read_progress
-from recipes.run import CHECKPOINT, CONFIG, DONE, INTERRUPTED, ConfigError, run_recipe, typed
+from recipes.progress import PROGRESS, append_rows, read_progress, steps_to_reach
+from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, run_recipe, typed
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
-FAILED = 1
 # of a run, in runs.csv and curves.csv
 KEYS = ("recipe", "env", "variant", "seed")
 
@@ -207,30 +205,6 @@ class Pool:
             process.send_signal(signal.SIGINT)
 
 
-def steps_to_reach(steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int) -> int | None:
-    """Steps at the first of `in_a_row` evaluations in a row with at least this value; None if there are none.
-
-    A run that ends with one that reaches it, since reaching ends it, need not go on for more.
-    """
-    reached = [value >= least - 1e-6 for value in values]
-    for first in range(len(reached) - in_a_row + 1):
-        if all(reached[first : first + in_a_row]):
-            return steps[first]
-    return None
-
-
-def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Appends rows to a CSV, at once."""
-    new = not path.is_file()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV; none if there is no file."""
     return read_progress(path) if path.is_file() else []
@@ -288,8 +262,8 @@ def run_study(config: DictConfig, out: Path) -> int:
             job, row = futures[future], future.result()
             if row is not None:
                 # the curve first: what has a row is whole
-                append(out / CURVES, pool.curve(job))
-                append(out / RUNS, [row])
+                append_rows(out / CURVES, pool.curve(job))
+                append_rows(out / RUNS, [row])
                 bar.update()
             elif not pool.stopped:
                 failed.append(job)

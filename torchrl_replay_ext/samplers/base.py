@@ -383,9 +383,14 @@ class PrioritySampler(Sampler):
         self._just_written = None
         # batches drawn before are no longer what is stored
         self._clock.add_(1)
-        self._drop(slots)
-        self._stamp[slots] = 0
-        self._priority[slots] = 0.0
+        self._lose(slots)
+
+    def _lose(self, slots: Tensor) -> None:
+        """Forget ``slots`` [n], all different, of which nobody knows what they hold, until they are written again."""
+        if slots.numel():
+            self._drop(slots)
+            self._stamp[slots] = 0
+            self._priority[slots] = 0.0
 
     @abstractmethod
     def _drop(self, slots: Tensor) -> None:

@@ -216,10 +216,7 @@ class ReaPERSampler(PrioritySampler):
                 return
             self._reader.require_in_turn(slots, self._num_slots)
             if slots.shape[0] < self._num_slots:
-                skipped = streams.skipped(slots)
-                self._drop(skipped)
-                self._stamp[skipped] = 0
-                self._priority[skipped] = 0.0
+                self._lose(streams.skipped(slots))
         self._episodes.write(
             slots,
             SumTree.to_mass(self._max_priority),
@@ -233,10 +230,9 @@ class ReaPERSampler(PrioritySampler):
         self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
 
     def _drop(self, slots: Tensor) -> None:
-        if slots.numel():
-            self._episodes.drop(slots)
-            self._episodes.streams.skip(slots)
-            self._tree.write(slots, torch.zeros_like(slots))
+        self._episodes.drop(slots)
+        self._episodes.streams.skip(slots)
+        self._tree.write(slots, torch.zeros_like(slots))
 
     def _forget(self) -> None:
         self._episodes.forget()

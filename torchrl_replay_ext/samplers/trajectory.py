@@ -100,11 +100,8 @@ class SliceStarts(PrioritySampler):
                 self._stamp_slots(slots)
                 return
             self._reader.require_in_turn(slots, self._num_slots)
-            skipped = streams.skipped(slots)
-            if slots.shape[0] < self._num_slots and skipped.numel():
-                self._drop(skipped)
-                self._stamp[skipped] = 0
-                self._priority[skipped] = 0.0
+            if slots.shape[0] < self._num_slots:
+                self._lose(streams.skipped(slots))
         self.slices.write(slots, self._clock + 1, ended=ended, trajectory=trajectory, initial=initial)
         self._stamp_slots(slots)
 
