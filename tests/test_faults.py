@@ -291,6 +291,25 @@ def test_a_write_that_breaks_off(name, where):
     go_on(buffer)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_write_after_one_that_broke_off(name):
+    """Nothing is drawn in between: what was half-written is seen by the place of the next write alone."""
+    buffer = filled(name)
+    break_off(buffer, "within the data", "raise")
+    with pytest.raises(Killed):
+        buffer.extend(rows(range(100, 105)))
+    del buffer.storage.set
+    buffer.extend(rows(range(105, 108)))
+    drawn = set()
+    for _ in range(60):
+        batch = buffer.sample(16)
+        assert whole(batch)
+        drawn |= set(batch["next", "number"].tolist())
+    assert drawn == {*range(24, 40), *range(105, 108)}
+    buffer.sampler.check_valid()
+    go_on(buffer)
+
+
 @pytest.mark.parametrize("name", ["proportional", "tables, reaper"])
 def test_a_process_that_is_killed_as_it_writes(name):
     buffer = filled(name)

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.functional import extremes, last_occurrence, write_last
@@ -33,6 +33,12 @@ STAMP_KEY = "write_stamp"
 
 def _length(storage: Storage) -> int:
     return len(storage)  # pyright: ignore[reportArgumentType]: the abstract class declares no result
+
+
+def _has_turns(storage: Any) -> bool:
+    """Whether a single writer fills this storage, slot after slot."""
+    buffers = storage._attached_entities
+    return len(buffers) == 1 and isinstance(getattr(buffers[0], "_writer", None), RoundRobinWriter)
 
 
 def _as_float32(number: float) -> float:
@@ -357,7 +363,7 @@ class PrioritySampler(Sampler):
                 # marked again
                 return told
             if first != (told + 1) % self._dims[0]:
-                if not self._writes_in_turn:
+                if not (self._writes_in_turn or _has_turns(storage)):
                     return _OUT_OF_TURN
                 self._forget_up_to((first - 1) % self._dims[0])
         return int(last)
