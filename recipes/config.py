@@ -29,6 +29,9 @@ class EnvConfig:
         atari: preprocessing of an Atari game; None: it is none.
         random_score: mean return of random actions, and ...
         human_score: ... of humans, between which returns are normalized; None: they are not.
+        truncation: what a time limit is to the learner. "bootstrap": the episode is cut off there, and its last target
+            goes on with the value of the next state; "terminal": the end, as if there were nothing to come. In an
+            environment whose observations do not tell the time, the latter teaches that any state may be the last.
     """
 
     name: str = MISSING
@@ -39,8 +42,11 @@ class EnvConfig:
     atari: AtariConfig | None = None
     random_score: float | None = None
     human_score: float | None = None
+    truncation: str = "bootstrap"
 
     def __post_init__(self) -> None:
+        if self.truncation not in ("bootstrap", "terminal"):
+            raise ValueError(f"env.truncation={self.truncation}: choose bootstrap, terminal")
         if (self.random_score is None) != (self.human_score is None) or (
             self.random_score is not None and self.random_score == self.human_score
         ):

@@ -72,6 +72,15 @@ class FreshWorld(gymnasium.Wrapper):
         return self.env.reset(seed=seed, options=options)
 
 
+class TerminalTruncation(gymnasium.Wrapper):
+    """An environment that reports its time limit as a terminal state."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """One step."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated or truncated, False, info
+
+
 def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     try:
         if config.atari is not None:
@@ -84,6 +93,8 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
         raise
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"env.id={config.id}: {error}") from error
+    if config.truncation == "terminal":
+        env = TerminalTruncation(env)
     if config.flags:
         env.reset()
         info = env.step(env.action_space.sample())[4]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.operations import CASES, Driven
@@ -325,6 +326,111 @@ def test_a_process_that_is_killed_as_it_writes(name):
     buffer.share()
     check_survivors(buffer, range(16, 21))
     go_on(buffer)
+
+
+# --- changes of a sampler's state that break off
+
+
+class DieAfter(TorchDispatchMode):
+    """Raises when so many operations of torch have been done."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.left = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.left -= 1
+        if not self.left:
+            raise Killed
+        return result
+
+
+def broken_mark(buffer, count):
+    """A write of which the data is stored, but not all that the sampler makes of it."""
+    sampler, mode = buffer.sampler, DieAfter(count)
+    mark = sampler.mark_update
+
+    def dying(*arguments, **keywords):
+        with mode:
+            mark(*arguments, **keywords)
+
+    sampler.mark_update = dying
+    try:
+        buffer.extend(rows(range(100, 105)))
+    finally:
+        del sampler.mark_update
+
+
+def broken_update(buffer, count):
+    batch = buffer.sample(8)
+    batch["td_error"] = torch.rand(8)
+    with DieAfter(count):
+        buffer.update_tensordict_priority(batch)
+
+
+def broken_sample(buffer, count):
+    with DieAfter(count):
+        buffer.sample(8)
+
+
+# what is done, and which rows it may or may not have lost
+CHANGES = {
+    "write": (broken_mark, {*range(16, 21), *range(100, 105)}),
+    "update": (broken_update, set()),
+    "sample": (broken_sample, set()),
+}
+
+
+def survive(name, what, count):
+    """Breaks off after ``count`` operations; whether there were so many."""
+    torch.manual_seed(count)
+    buffer, (change, open_) = filled(name), CHANGES[what]
+    has_priorities = name != "tables"
+    errors = 0.5 + torch.rand(CAPACITY)
+    buffer.update_priority(torch.arange(CAPACITY), errors)
+    own = getattr(buffer.sampler, "anchors", buffer.sampler)
+    before = own._priority[:CAPACITY].clone()
+    try:
+        change(buffer, count)
+    except Killed:
+        pass
+    else:
+        return False
+    # a checkpoint is as good as a batch
+    own.state_dict()
+    if has_priorities and what != "update":
+        numbers = buffer.storage._storage["next", "number"]
+        same = torch.isin(numbers, torch.tensor(list(open_)), invert=True)
+        assert torch.equal(own._priority[:CAPACITY][same], before[same])
+    drawn = set()
+    for _ in range(40):
+        batch = buffer.sample(16)
+        assert whole(batch)
+        drawn |= set(batch["next", "number"].tolist())
+    assert set(range(16, 40)) - open_ <= drawn <= set(range(16, 40)) | open_
+    buffer.sampler.check_valid()
+    go_on(buffer)
+    return True
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_change_that_breaks_off(name, what):
+    """Ctrl-C, wherever it comes: nothing is lost but the rows of that write, and all goes on."""
+    for count in (1, 4, 12, 20, 28, 35, 70, 130, 200):
+        if not survive(name, what, count):
+            break
+    assert count > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_change_that_breaks_off_anywhere(name, what):
+    count = 1
+    while survive(name, what, count):
+        count += 1
 
 
 # --- threads

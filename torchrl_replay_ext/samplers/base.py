@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ class PrioritySampler(Sampler):
         self._largest_d = torch.zeros(1, dtype=torch.float64, device=device)
         # the step of the ring at which the last write ended that we were told of; -1: not known
         self._told = torch.full((), -1, dtype=torch.int64, device=device)
+        # whether the state is being changed; always on the CPU, where looking costs nothing
+        self._changing = torch.zeros((), dtype=torch.bool)
         self._outstanding: deque[tuple[Tensor, float]] = deque(maxlen=_OUTSTANDING)
         self._just_written: Tensor | None = None
         self._allocate(size, device)
@@ -337,6 +340,17 @@ class PrioritySampler(Sampler):
             slots = self._in_range(slots[slots >= 0], self._num_slots)
         if not slots.numel():
             return
+        self._mend(storage, slots)
+        try:
+            with self._change():
+                self._take_in(slots, storage)
+        except (KeyError, TypeError, ValueError):
+            # refused, with nothing changed
+            self._changing.fill_(False)
+            raise
+
+    def _take_in(self, slots: Tensor, storage: Storage | None) -> None:
+        """A write of ``slots`` [n], of which the first may be overwritten by the last."""
         if self._needs_order and self._order_unknown and getattr(storage, "_last_cursor_index", None) is not None:
             self._empty()
         if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
@@ -373,10 +387,61 @@ class PrioritySampler(Sampler):
 
         What they hold may be half of this and half of that. Writer and storage move on before they write.
         """
+        self._mend(storage)
         last, told = getattr(storage, "_last_cursor_index", None), int(self._told)
         if told >= 0 and last is not None and int(last) != told:
-            self._forget_up_to(int(last))
-            self._told.fill_(int(last))
+            with self._change():
+                self._forget_up_to(int(last))
+                self._told.fill_(int(last))
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """What is left before its end leaves a state of which parts contradict each other; see :meth:`_mend`."""
+        outer = bool(self._changing)
+        self._changing.fill_(True)
+        yield
+        self._changing.fill_(outer)
+
+    def _mend(self, storage: Storage | None, writing: Tensor | None = None) -> None:
+        """Make the state anew if a change of it broke off: by Ctrl-C, or since its process was killed.
+
+        What was stored and updated before is kept, with each transition's last TD error; which of those without one are
+        new, and the exponents of the time when alpha was annealed, are not.
+
+        Args:
+            storage: what the slots hold.
+            writing: slots that are being written.
+        """
+        if storage is None or not self._changing:
+            return
+        known, priority = self._stamp > 0, self._priority.clone()
+        steps, *lanes = self._dims
+        told, last = int(self._told), getattr(storage, "_last_cursor_index", None)
+        order = torch.arange(steps, device=self._device)
+        if told >= 0 or last is not None:
+            order = (order + 1 + (told if told >= 0 else int(last))) % steps  # pyright: ignore[reportArgumentType]
+        if told >= 0 and last is not None:
+            # what was not told is not known
+            order = order[(int(last) - told) % steps :]
+        if writing is not None:
+            known[writing] = False
+        slots = order.unsqueeze(1) * math.prod(lanes) + torch.arange(math.prod(lanes), device=self._device)
+        kept = known[slots].all(1)
+        self._clear()
+        self._stamp.zero_()
+        self._priority.zero_()
+        self._max_priority.copy_(torch.maximum(self._max_priority, priority.abs().max()))
+        # runs of what is known
+        ends = (kept[1:] != kept[:-1]).nonzero().squeeze(1) + 1
+        for run, is_kept in zip(slots.tensor_split(ends.cpu()), kept.tensor_split(ends.cpu()), strict=True):
+            if run.numel() and bool(is_kept[0]):
+                self._write(run.reshape(-1), storage)
+        learned = ((self._stamp > 0) & (priority > 0)).nonzero().squeeze(1)
+        if learned.numel():
+            self._priority[learned] = priority[learned]
+            self._update(learned, priority[learned], None)
+        self._just_written = None
+        self._changing.fill_(False)
 
     def _forget_up_to(self, step: int) -> None:
         """Forget the slots behind the last write that we were told of, up to a step of the ring."""
@@ -507,10 +572,11 @@ class PrioritySampler(Sampler):
                 )
         if slots.numel():
             priority = self._size_of(error)
-            write_last(self._priority, slots, priority)
-            self._update(slots, priority, None)
-            if self._size_of(largest) > self._max_priority.item():
-                self._max_priority.fill_(self._size_of(largest))
+            with self._change():
+                write_last(self._priority, slots, priority)
+                self._update(slots, priority, None)
+                if self._size_of(largest) > self._max_priority.item():
+                    self._max_priority.fill_(self._size_of(largest))
         self._step()
 
     def _update_traced(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
@@ -542,7 +608,8 @@ class PrioritySampler(Sampler):
         alpha = self._hyperparameters["alpha"]
         if not self._traceable:
             if alpha.just_ended():
-                self._reweight()
+                with self._change():
+                    self._reweight()
         elif alpha.annealed:
             slots = (self._swept + torch.arange(_SWEEP, device=self._device)) % self._size
             self._swept.add_(_SWEEP)
@@ -665,6 +732,7 @@ class PrioritySampler(Sampler):
         slot had been overwritten. ``rejected_updates``: TD errors not applied because they were negative, not finite or
         too large; outside traced steps that is an error. And each hyperparameter's current value.
         """
+        self._mend(self._bound)
         density = self._unnormalized(self._stored_slots())
         count = density.numel()
         if not count or not bool(density.sum() > 0):
@@ -731,7 +799,8 @@ class PrioritySampler(Sampler):
         self._hyperparameters["alpha"].set(value)
         self._set_limit()
         if self.alpha != before:
-            self._reweight()
+            with self._change():
+                self._reweight()
 
     @abstractmethod
     def _reweight(self, slots: Tensor | None = None) -> None:
@@ -760,6 +829,7 @@ class PrioritySampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on, as tensors."""
+        self._mend(self._bound)
         state = {key: value.clone() for key, value in self._state().items()}
         state |= {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
         state["storage_shape"] = torch.tensor(self._shape or (), dtype=torch.int64)
@@ -793,6 +863,7 @@ class PrioritySampler(Sampler):
             hyperparameter.load(state[key])
         self._set_limit()
         self._told.fill_(-1)
+        self._changing.fill_(False)
         self._outstanding.clear()
         self._just_written = None
         self._restored()
@@ -825,6 +896,7 @@ class PrioritySampler(Sampler):
             tensor.zero_()
         self._max_priority.fill_(1.0)
         self._told.fill_(-1)
+        self._changing.fill_(False)
         # batches in flight are of no use any more
         self._outstanding = deque(((slots, -1) for slots, _ in self._outstanding), maxlen=_OUTSTANDING)
         self._just_written = None

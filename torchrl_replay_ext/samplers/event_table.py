@@ -187,7 +187,8 @@ class EventTableSampler(PrioritySampler):
         before = self._eta.clone()
         self._set_eta(value)
         if self._correction == "priority" and not torch.equal(before[0], self._eta[0]):
-            self._reweight()
+            with self._change():
+                self._reweight()
 
     @property
     def omega(self) -> float:
@@ -519,8 +520,11 @@ class EventTableSampler(PrioritySampler):
     @torch.no_grad()
     def sort(self) -> None:
         """Rank-based: bring the ranks up to date; needed only where nothing is written or drawn outside of graphs."""
-        if self._kind != "rank" or not self._tables.num_slots:
-            return
+        if self._kind == "rank" and self._tables.num_slots:
+            with self._change():
+                self._sort()
+
+    def _sort(self) -> None:
         everything = torch.arange(self._size, device=self._device)
         positions, slots = self._everywhere(everything[self._stamp > 0])
         listed = positions != self._nowhere

@@ -244,6 +244,10 @@ class RankBasedSampler(PrioritySampler):
     @torch.no_grad()
     def sort(self) -> None:
         """Bring the order up to date; O(N log N). Needed only where all writes are part of a graph."""
+        with self._change():
+            self._sort()
+
+    def _sort(self) -> None:
         in_use = self._tree.leaves.view(-1) > 0
         slots = self._slot_at[in_use.nonzero().squeeze(1)]
         key = self._priority[slots]
