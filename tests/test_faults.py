@@ -1,5 +1,6 @@
 """What goes wrong while a buffer is used: wrong data, late updates, threads, processes killed as they write."""
 
+import itertools
 import os
 import random
 import signal
@@ -346,6 +347,11 @@ class DieAfter(TorchDispatchMode):
         return result
 
 
+def broken_write(buffer, count):
+    with DieAfter(count):
+        buffer.extend(rows(range(100, 105), done=[104]))
+
+
 def broken_mark(buffer, count):
     """A write of which the data is stored, but not all that the sampler makes of it."""
     sampler, mode = buffer.sampler, DieAfter(count)
@@ -376,7 +382,8 @@ def broken_sample(buffer, count):
 
 # what is done, and which rows it may or may not have lost
 CHANGES = {
-    "write": (broken_mark, {*range(16, 21), *range(100, 105)}),
+    "write": (broken_write, {*range(16, 21), *range(100, 105)}),
+    "mark": (broken_mark, {*range(16, 21), *range(100, 105)}),
     "update": (broken_update, set()),
     "sample": (broken_sample, set()),
 }
@@ -409,6 +416,11 @@ def survive(name, what, count):
         assert whole(batch)
         drawn |= set(batch["next", "number"].tolist())
     assert set(range(16, 40)) - open_ <= drawn <= set(range(16, 40)) | open_
+    if name.startswith("tables"):
+        # the table holds the ends of episodes, as before; or there was room made in it, or it was filled
+        table = buffer.storage._storage["next", "number"][buffer.sampler.tables["end"].index()].tolist()
+        ends = [*range(26, 30), *range(36, 40)]
+        assert table in (ends, ends[4:], [*ends[4:], *range(101, 105)]), table
     buffer.sampler.check_valid()
     go_on(buffer)
     return True
@@ -431,6 +443,42 @@ def test_a_change_that_breaks_off_anywhere(name, what):
     count = 1
     while survive(name, what, count):
         count += 1
+
+
+def survive_pinned(count):
+    """As survive: no slot is lost for good, and what is in a table is whole."""
+    shared = EventTables([EventSpec("end", ("next", "terminated"), 4)], {"default": 16, "end": 8}, retention="pinned")
+    sampler = EventTableSampler(shared, eta={"default": 0.5, "end": 0.5}, min_size=1, priority={"kind": "proportional"})
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), sampler=sampler, writer=EventTableWriter(shared)
+    )
+    for first in range(0, 40, 10):
+        buffer.extend(rows(range(first, first + 10), done=[first + 9]))
+    try:
+        broken_write(buffer, count)
+    except Killed:
+        pass
+    else:
+        return False
+    for _ in range(8):
+        assert whole(buffer.sample(16))
+    sampler.check_valid()
+    for first in range(200, 260, 10):
+        buffer.extend(rows(range(first, first + 10), done=[first + 9]))
+        assert whole(buffer.sample(16))
+        sampler.check_valid()
+    numbers = buffer.storage._storage["next", "number"]
+    assert numbers[shared["default"].index()].tolist() == list(range(244, 260))
+    assert numbers[shared["end"].index()].tolist() == [*range(246, 250), *range(256, 260)]
+    return True
+
+
+@pytest.mark.parametrize("counts", [(1, 30, 90, 130, 160, 200, 240), pytest.param(None, marks=pytest.mark.slow)])
+def test_a_write_to_pinned_tables_that_breaks_off(counts):
+    for count in counts or itertools.count(1):
+        if not survive_pinned(count):
+            break
+    assert count > 150
 
 
 # --- threads

@@ -49,6 +49,13 @@ class FreeList:
         self.head.zero_()
         self.tail.fill_(self.size)
 
+    def refill_(self, free: Tensor) -> None:
+        """The ids that are True in ``free`` [size] are free, and no others."""
+        ids = free.nonzero().squeeze(1)
+        self.queue[: len(ids)] = ids.to(self.queue.dtype)
+        self.head.zero_()
+        self.tail.fill_(len(ids))
+
     def free(self) -> Tensor:
         """The ids that are free, bool [size]; AssertionError if one is free twice."""
         waiting = (self.head + torch.arange(int(self.tail - self.head), device=self.queue.device)) % self.size

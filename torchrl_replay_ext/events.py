@@ -6,6 +6,7 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -170,6 +171,10 @@ class Listener(Protocol):
         """``slots`` [n] are no longer at ``positions`` [n]."""
         ...
 
+    def lists_changed(self) -> None:
+        """Entries may be anywhere else now."""
+        ...
+
 
 class EventTable:
     """One of :class:`EventTables`."""
@@ -261,6 +266,9 @@ class EventTables(Mapping[str, EventTable]):
         self._max_capacity = [capacity.get(name, 0) for name in self.names]
         self.num_slots = 0
         self._listeners: list[weakref.ref[Listener]] = []
+        # whether the lists are being changed, by any process; and how many changes by this one are nested
+        self._changing = torch.zeros((), dtype=torch.bool)
+        self._depth = 0
 
     # The tables that are lists: in a ring the default table is not.
     @property
@@ -336,7 +344,7 @@ class EventTables(Mapping[str, EventTable]):
         self._head, self._tail, self.counts = self._lists.unbind()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_listeners": self._heard()}
+        return vars(self) | {"_listeners": self._heard(), "_depth": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -380,7 +388,7 @@ class EventTables(Mapping[str, EventTable]):
             self.device = device
             for part in (self, self._free):
                 for name, value in list(vars(part).items()) if part is not None else ():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and name != "_changing":
                         setattr(part, name, value.to(device))
             self._rows()
 
@@ -394,6 +402,7 @@ class EventTables(Mapping[str, EventTable]):
         """Restore :meth:`tensors`, in place."""
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
+        self._changing.fill_(False)
         self._resets.add_(1)
 
     def clear(self) -> None:
@@ -406,9 +415,57 @@ class EventTables(Mapping[str, EventTable]):
         self._next.zero_()
         self._newest.fill_(-1)
         self._ordered.fill_(True)
+        self._changing.fill_(False)
         self._resets.add_(1)
         if self._free is not None:
             self._free.clear_()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """What is left before its end leaves lists of which parts contradict each other; see :meth:`mend`."""
+        outer = bool(self._changing)
+        self._changing.fill_(True)
+        self._depth += 1
+        try:
+            yield
+            self._changing.fill_(outer)
+        finally:
+            self._depth -= 1
+
+    def settle(self) -> None:
+        """The change that goes on has been taken back: there is nothing to mend."""
+        self._changing.fill_(False)
+
+    def mend(self) -> None:
+        """Make the lists anew if a change of them broke off: by Ctrl-C, or since its process was killed.
+
+        What was in a table stays there. No episode goes on: what was written last of it does not enter with what comes.
+        """
+        if not self._changing or self._depth:
+            return
+        if self.num_slots:
+            for number in range(self._first, len(self.names)):
+                place = self._place[number - self._first]
+                held = (place != self.nowhere).nonzero().squeeze(1)
+                begin, end = self._begins[number : number + 2]
+                passed = (place[held].to(torch.int64) - begin - self._tail[number]) % (end - begin)
+                held = held[passed.argsort()]
+                place[held] = self.nowhere
+                held = held[-self.capacity_of(number) :]
+                positions = self._between(number, 0, len(held))
+                self.slot_at[positions] = held.to(self.slot_at.dtype)
+                place[held] = positions.to(place.dtype)
+                self._tail[number], self._head[number], self.counts[number] = 0, len(held), len(held)
+                if not self._pinned:
+                    age = (held - self._next) % self.num_slots
+                    self._ordered[number] = bool((age[1:] > age[:-1]).all())
+            if self._free is not None:
+                everything = torch.arange(self.num_slots, device=self.device)
+                self._free.refill_(~self.holds(everything).any(0))
+            self._resets.add_(1)
+        for listener in self._heard():
+            listener.lists_changed()
+        self._changing.fill_(False)
 
     def __getitem__(self, name: str) -> EventTable:
         if name not in self.names:
@@ -460,9 +517,10 @@ class EventTables(Mapping[str, EventTable]):
                 f"EventTables[{name!r}].capacity={value}: must be in [1, {most}]; memory is set aside for the capacity "
                 "given at first."
             )
-        self._capacity[number] = int(value)
-        gone = self._evict(number, self.size(number) - int(value))
-        self._release(gone)
+        with self.change():
+            self._capacity[number] = int(value)
+            gone = self._evict(number, self.size(number) - int(value))
+            self._release(gone)
 
     def index(self, number: int) -> Tensor:
         """The slots of a table, oldest entry first, int64."""
@@ -534,13 +592,15 @@ class EventTables(Mapping[str, EventTable]):
         """Entries of ``slots`` [n], each named once, die: their transitions were overwritten, in turn or out of it."""
         positions = self._listed(slots)
         alive = positions != self.nowhere
-        if bool(alive.any()):
+        if not bool(alive.any()):
+            return
+        with self.change():
             deaths = alive.sum(1)
+            self._place[:, slots] = self.nowhere
             self.counts[self._first :] -= deaths
             # in lists in the order of time, what dies is what is oldest
             if in_turn:
                 self._tail[self._first :] += deaths * self._ordered[self._first :]
-            self._place[:, slots] = self.nowhere
             self._left(positions[alive].to(torch.int64), slots.expand_as(positions)[alive])
 
     def _evict(self, number: int, count: int) -> Tensor:
@@ -573,6 +633,10 @@ class EventTables(Mapping[str, EventTable]):
             slots: int64 [n], all different.
             numbers: of the transitions in them, int64 [n], counted as they are written.
         """
+        with self.change():
+            self._insert(number, slots, numbers)
+
+    def _insert(self, number: int, slots: Tensor, numbers: Tensor) -> None:
         capacity = self.capacity_of(number)
         slots, numbers = slots[-capacity:], numbers[-capacity:]
         count = len(slots)

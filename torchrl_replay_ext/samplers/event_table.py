@@ -396,6 +396,20 @@ class EventTableSampler(PrioritySampler):
         self._tree.write(positions, torch.zeros_like(positions))
         self._count_pairs(slots)
 
+    def lists_changed(self) -> None:
+        """Called by the tables: entries may be anywhere else now."""
+        self._changing.fill_(True)
+
+    def _mend(self, storage: Storage | None, writing: Tensor | None = None) -> None:
+        self._tables.mend()
+        if self._changing and storage is not None:
+            self._holes.fill_(True)
+            last = getattr(storage, "_last_cursor_index", None)
+            if self._in_ring and last is not None:
+                # rows were written, but what they wrote over has not left the tables
+                self._tables.overwrite(self._tables.skipped((int(last) + 1) * math.prod(self._dims[1:])))
+        super()._mend(storage, writing)
+
     def _count_pairs(self, slots: Tensor) -> None:
         if self._pairs is not None:
             slots = slots.unique()

@@ -195,6 +195,7 @@ class EventTableWriter(CompilableWriter):
             raise RuntimeError("EventTableWriter.extend: there is nothing to write.")
         flat = data.reshape(-1) if data.ndim > 1 else data
         self._check(data, storage.ndim)
+        self._tables.mend()
         if self._resets != self._tables.num_resets:
             # by another process
             self._forget()
@@ -209,7 +210,8 @@ class EventTableWriter(CompilableWriter):
         for first in range(0, steps, piece):
             part = data if piece >= steps else data[first : first + piece]
             of_part = slice(first * width, (first + piece) * width)
-            written.append(self._write(part, _part(rows, of_part), occurred[of_part]))
+            with self._tables.change():
+                written.append(self._write(part, _part(rows, of_part), occurred[of_part]))
         if len(written) > 1:
             index = torch.cat(written)
             if not storage._storage.ndim > 1:
@@ -436,6 +438,7 @@ class EventTableWriter(CompilableWriter):
                 self._tables.overwrite(slots)
                 self._tables.written(slots)
                 self._tails.clear()
+            self._tables.settle()
             raise
         self._allocate()
         return index
@@ -457,6 +460,7 @@ class EventTableWriter(CompilableWriter):
         except BaseException:
             tables.give_back(slots)
             self._tails.clear()
+            tables.settle()
             raise
         self._write_count += data.shape[0]
         return index
