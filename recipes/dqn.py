@@ -53,9 +53,6 @@ class DQNConfig(FixedRoundsConfig):
 
     Args:
         loss_function: "l2", the squared TD error, or "smooth_l1".
-        weighted_mean: over a batch of importance-sampling weights w and losses l. "weights": sum(w l) / sum(w), as
-            TorchRL's losses take it; "batch": sum(w l) / B, as Schaul et al., 2016 have it, where a batch of rarely
-            drawn transitions moves the network further than one of often drawn ones.
         target_update_interval: steps from one copy to the target network to the next; None: see tau.
         tau: share of the network that the target network takes over at each update; None: copies.
         cagrad: c of CAGrad, which combines the gradients of the event tables; None: the gradient of the whole batch.
@@ -67,7 +64,6 @@ class DQNConfig(FixedRoundsConfig):
 
     learning_rate: float = MISSING
     loss_function: str = MISSING
-    weighted_mean: str = "weights"
     target_update_interval: int | None = MISSING
     tau: float | None = MISSING
     cagrad: float | None = MISSING
@@ -85,9 +81,6 @@ class DQNConfig(FixedRoundsConfig):
         self.check("tau", lambda value: value is None or 0 < value <= 0.5, "must be in (0, 0.5]")
         self.check("cagrad", lambda value: value is None or 0 <= value < 1, "must be in [0, 1)")
         self.check("loss_function", lambda value: value in ("smooth_l1", "l2"), "choose smooth_l1, l2")
-        self.check("weighted_mean", lambda value: value in ("weights", "batch"), "choose weights, batch")
-        if self.weighted_mean == "batch" and self.cagrad is not None:
-            raise ValueError("dqn.weighted_mean=batch: dqn.cagrad must be null")
         interval = self.target_update_interval
         self.check(
             "tau",
@@ -130,16 +123,6 @@ class Config(RunConfig):
     def learning(self) -> DQNConfig:
         """The hyperparameters."""
         return self.dqn
-
-
-def batch_mean_loss(loss_module: DQNLoss, sample: TensorDictBase) -> dict[str, Tensor]:
-    """The loss of the batch, not divided by the sum of the weights.
-
-    Args:
-        loss_module: with reduction="none".
-        sample: the batch.
-    """
-    return {"loss": loss_module(sample)["loss"].mean()}
 
 
 def table_losses(loss_module: DQNLoss, num_tables: int, sample: TensorDictBase) -> dict[str, Tensor]:
@@ -192,7 +175,7 @@ def make_loss(
         delay_value=True,
         double_dqn=True,
         action_space="categorical",
-        reduction="mean" if dqn.cagrad is None and dqn.weighted_mean == "weights" else "none",
+        reduction="mean" if dqn.cagrad is None else "none",
     )
     loss_module.make_value_estimator(gamma=dqn.gamma)
     if dqn.tau is None:
@@ -224,17 +207,11 @@ def train(config: DictConfig, run_dir: Path) -> int:
     columns = q_columns(evaluation_envs[0], loss_module, dqn.gamma, device)
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
-    loss: Callable[[TensorDictBase], Mapping[str, Tensor]] = loss_module
-    if dqn.cagrad is not None:
-        loss = partial(table_losses, loss_module, len(cfg.env.events) + 1)
-    elif dqn.weighted_mean == "batch":
-        loss = partial(batch_mean_loss, loss_module)
-
     # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
     replay = make_replay(cfg, device, td_error="squared")
     learner = Learner(
         replay,
-        loss,
+        loss_module if dqn.cagrad is None else partial(table_losses, loss_module, len(cfg.env.events) + 1),
         [optimizer],
         gradient_steps=dqn.gradient_steps,
         max_grad_norm=dqn.max_grad_norm,

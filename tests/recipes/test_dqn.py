@@ -22,6 +22,7 @@ from recipes.collect import VectorCollector
 from recipes.recording import Recording
 from recipes.replay import end_last_episodes
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
+from recipes.update import Learner
 from tests.params import slow_but
 from tests.recipes.runs import assert_same_runs, stop_after
 from torchrl_replay_ext import RankBasedSampler
@@ -211,6 +212,20 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
     assert ended in ([([2], 1)], [([2], 0)])  # the last step may have ended it
 
 
+@pytest.mark.parametrize("truncation", ["bootstrap", "terminal"])
+def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
+    stored = []
+    monkeypatch.setattr(Learner, "__call__", lambda learner, data, **_: stored.append(data.clone()) or [])
+    words = ["+env.options={max_episode_steps: 5}", f"+env.truncation={truncation}"]
+    assert dqn.train(configuration(*words), tmp_path) == DONE
+    following = torch.cat(stored)["next"]
+    assert following["done"].any() and torch.equal(following["terminated"], ~following["truncated"] & following["done"])
+    # after five steps no pole has fallen yet
+    limits = following["terminated" if truncation == "terminal" else "truncated"]
+    assert torch.equal(limits, following["done"])
+    assert float(rows(tmp_path)[-1]["return_mean"]) == 5.0
+
+
 @pytest.mark.parametrize("written", [3, 5])
 def test_cut_off_episode_ends_as_truncated(written):
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=1)
@@ -247,6 +262,7 @@ def test_cut_off_episode_ends_as_truncated(written):
         ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
         ("env.id=CartPole-v99", "env.id=CartPole-v99: "),
         ("env.id=Pendulum-v1", "needs discrete actions"),
+        ("+env.truncation=never", "env.truncation=never: choose bootstrap, terminal"),
         ("device=abacus", "device=abacus: "),
         ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
         ("updates_per_graph=4", "updates_per_graph=4: must divide dqn.gradient_steps=2"),
