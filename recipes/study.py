@@ -33,7 +33,7 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipes.progress import PROGRESS, append_rows, read_progress, steps_to_reach
+from recipes.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
 from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, run_recipe, typed
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
@@ -210,6 +210,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return read_progress(path) if path.is_file() else []
 
 
+def take_up(out: Path) -> set[tuple[str, ...]]:
+    """The runs that have a row. What a killed study left half-written, a row or a curve without its row, is removed."""
+    for path in (out / RUNS, out / CURVES):
+        if path.is_file():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    done = {tuple(row[key] for key in KEYS) for row in read_rows(out / RUNS)}
+    curves = read_rows(out / CURVES)
+    whole = [row for row in curves if tuple(row[key] for key in KEYS) in done]
+    if len(whole) < len(curves):
+        rewrite(out / CURVES, whole)
+    return done
+
+
 def code_version() -> str:
     """The commit of this checkout, with a + if it was changed since; "unknown" where git does not know."""
     root = Path(__file__).parent
@@ -249,7 +262,7 @@ def run_study(config: DictConfig, out: Path) -> int:
         if {**before, "seeds": None} != {**recorded, "seeds": None}:
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
-    done = {tuple(row[key] for key in KEYS) for row in read_rows(out / RUNS)}
+    done = take_up(out)
     jobs = jobs_of(study, cfg.seeds)
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())

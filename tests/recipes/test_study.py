@@ -118,6 +118,20 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     assert len(processes.started) == 1
 
 
+@pytest.mark.parametrize("lost", [1, 60])
+def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
+    """The row is torn, its curve is there already: the run is made again, and nothing stands twice."""
+    words = ["study.envs=[cartpole]", "seeds=1", "workers=1"]
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    before = [study.read_rows(tmp_path / name) for name in (study.RUNS, study.CURVES)]
+    path = tmp_path / study.RUNS
+    os.truncate(path, path.stat().st_size - lost)
+    processes.started.clear()
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    assert len(processes.started) == 1
+    assert [study.read_rows(tmp_path / name) for name in (study.RUNS, study.CURVES)] == before
+
+
 def test_another_study_needs_another_directory(tmp_path, processes):
     words = ["study.envs=[cartpole]", "seeds=1"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
