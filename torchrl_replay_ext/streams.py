@@ -97,7 +97,11 @@ class Streams:
         return (steps.unsqueeze(1) * self._width + torch.arange(self._width, device=slots.device)).reshape(-1)
 
     def skip(self, slots: Tensor) -> None:
-        """The next write is expected behind ``slots`` [n], which were written behind our back, the oldest first."""
+        """The next write is expected behind ``slots`` [n], which were written behind our back, the oldest first.
+
+        Any trajectory may have ended there.
+        """
+        self._doubtful.fill_(True)
         self._cursor.fill_((self.step_of(slots[-1]) + 1) % self.steps)
 
     def follow(

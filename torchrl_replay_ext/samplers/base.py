@@ -289,7 +289,8 @@ class PrioritySampler(Sampler):
         # a storage that was loaded does not know where its ring begins, but will after the next write
         self._order_unknown = last is None and len(steps) == self._dims[0]
         slots = steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
-        self._write(slots.reshape(-1), storage)
+        with self._change():
+            self._write(slots.reshape(-1), storage)
 
     def _slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""

@@ -305,6 +305,7 @@ class TrajectoryRetraceSampler(Sampler):
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer for slots just written."""
+        self._agree()
         for sampler in self._samplers():
             sampler.mark_update(index, storage=storage)
 
@@ -322,6 +323,14 @@ class TrajectoryRetraceSampler(Sampler):
         # the one that reads the data first: it may refuse it
         return [self._starts, self._anchors] if self._prioritized else [self._starts]
 
+    def _agree(self) -> None:
+        """What only the first of our samplers has taken in, since the write broke off in between, is known to none."""
+        if self._prioritized and not is_traced():
+            ours, theirs = int(self._starts._told), int(self._anchors._told)
+            if ours >= 0 and theirs >= 0 and ours != theirs:
+                self._starts._told.fill_(theirs)
+                self._starts._changing.fill_(True)
+
     # --- drawing
 
     @torch.no_grad()
@@ -337,6 +346,7 @@ class TrajectoryRetraceSampler(Sampler):
                 f"slice_len={self._slice_len}."
             )
         if self._prioritized:
+            self._agree()
             self._starts.ready(storage)
         index, drawn = self._anchors.sample(storage, batch_size // self._slice_len)
         start = self._anchors._slots(index)
