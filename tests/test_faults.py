@@ -173,6 +173,9 @@ SAMPLERS = {
     "slices": lambda shared: TrajectoryRetraceSampler(
         CAPACITY, slice_len=2, behaviour_keys=(), anchors=ProportionalSampler(CAPACITY)
     ),
+    "slices, reaper": lambda shared: TrajectoryRetraceSampler(
+        CAPACITY, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(CAPACITY)
+    ),
     "tables": event_sampler(None),
     "tables, proportional": event_sampler({"kind": "proportional"}),
     "tables, reaper": event_sampler({"kind": "reaper"}),
@@ -309,6 +312,42 @@ def test_a_write_after_one_that_broke_off(name):
         drawn |= set(batch["next", "number"].tolist())
     assert drawn == {*range(24, 40), *range(105, 108)}
     buffer.sampler.check_valid()
+    go_on(buffer)
+
+
+def test_an_end_that_was_lost_frees_its_stream():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=ReaPERSampler(CAPACITY, num_streams=2))
+
+    def write(numbers, trajectories, done=()):
+        buffer.extend(rows(numbers, done).set(("collector", "traj_ids"), torch.tensor(trajectories)))
+
+    write(range(10), [0, 1] * 5)
+    break_off(buffer, "within the data", "raise")
+    with pytest.raises(Killed):
+        write(range(10, 14), [0, 1, 0, 1], done=[12, 13])
+    del buffer.storage.set
+    write(range(14, 18), [2, 3, 2, 3])
+    assert set(buffer.sample(400)["next", "number"].tolist()) == {*range(10), *range(14, 18)}
+    buffer.sampler.check_valid()
+
+
+def test_a_write_that_breaks_off_between_slices_and_anchors():
+    """What only one of the two has taken in would be drawn, and then be updated where it is not known."""
+    buffer = filled("slices, reaper")
+    anchors = buffer.sampler.anchors
+
+    def die(*_, **__):
+        raise Killed
+
+    anchors.mark_update = die
+    with pytest.raises(Killed):
+        buffer.extend(rows(range(100, 105)))
+    del anchors.mark_update
+    for _ in range(20):
+        batch = buffer.sample(16)
+        assert whole(batch) and not (batch["next", "number"] >= 100).any()
+        buffer.update_priority(batch["index"], torch.rand(16))
+        buffer.sampler.check_valid()
     go_on(buffer)
 
 
