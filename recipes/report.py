@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from recipes.plot import LABELS, Run, bootstrap_interval, draw_curves, interquartile_mean
 from recipes.run import ConfigError, typed
-from recipes.study import CURVES, KEYS, RUNS, STUDY, StudyConfig, read_rows
+from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
 TABLE, FIGURE = "table.md", "figure.png"
 
@@ -57,12 +57,12 @@ def read_study(out: Path) -> Study:
     # by step: what was written twice, around an interruption, is there once
     curves: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for row in read_rows(out / CURVES):
-        curves[tuple(row[key] for key in KEYS)][int(row["env_steps"])] = float(row[config.column])
+        curves[key_of(row)][int(row["env_steps"])] = float(row[config.column])
     runs = defaultdict(lambda: defaultdict(dict))
     for env, variants in rows.items():
         for variant, seeds in variants.items():
             for seed, row in seeds.items():
-                curve = curves[tuple(row[key] for key in KEYS)]
+                curve = curves[key_of(row)]
                 runs[env][variant][seed] = Run(
                     env=env,
                     group=variant,

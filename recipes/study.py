@@ -210,14 +210,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return read_progress(path) if path.is_file() else []
 
 
+def key_of(row: dict[str, str]) -> tuple[str, ...]:
+    """What tells the run of a row of runs.csv or curves.csv from others, as Job.key."""
+    return tuple(row[name] for name in KEYS)
+
+
 def take_up(out: Path) -> set[tuple[str, ...]]:
     """The runs that have a row. What a killed study left half-written, a row or a curve without its row, is removed."""
     for path in (out / RUNS, out / CURVES):
         if path.is_file():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    done = {tuple(row[key] for key in KEYS) for row in read_rows(out / RUNS)}
+    done = {key_of(row) for row in read_rows(out / RUNS)}
     curves = read_rows(out / CURVES)
-    whole = [row for row in curves if tuple(row[key] for key in KEYS) in done]
+    whole = [row for row in curves if key_of(row) in done]
     if len(whole) < len(curves):
         rewrite(out / CURVES, whole)
     return done

@@ -230,13 +230,19 @@ def whole(batch):
     )
 
 
-def check_survivors(buffer, lost):
-    """Only whole rows that were written to the end are drawn, and all of those, but the ``lost`` ones."""
+def drawn_numbers(buffer, batches=60):
+    """What is drawn, of which all is whole."""
     drawn = set()
-    for _ in range(60):
+    for _ in range(batches):
         batch = buffer.sample(16)
         assert whole(batch)
         drawn |= set(batch["next", "number"].tolist())
+    return drawn
+
+
+def check_survivors(buffer, lost):
+    """Only whole rows that were written to the end are drawn, and all of those, but the ``lost`` ones."""
+    drawn = drawn_numbers(buffer)
     kept = set(range(40 - CAPACITY, 40)) - set(lost)
     assert drawn == kept, (sorted(drawn), sorted(kept))
     buffer.sampler.check_valid()
@@ -257,17 +263,17 @@ def go_on(buffer):
         numbers = buffer.storage._storage["next", "number"]
         found = numbers[buffer.sampler.tables["end"].index()].tolist()
         assert found == [*range(331, 335), *range(336, 340)]
-    drawn = set()
-    for _ in range(60):
-        drawn |= set(buffer.sample(16)["next", "number"].tolist())
-    assert drawn == set(range(340 - CAPACITY, 340))
+    assert drawn_numbers(buffer) == set(range(340 - CAPACITY, 340))
 
 
-def filled(name):
-    buffer = make(name)
+def fill(buffer):
     for first in range(0, 40, 10):
         buffer.extend(rows(range(first, first + 10), done=[first + 9]))
     return buffer
+
+
+def filled(name):
+    return fill(make(name))
 
 
 # rows 16 to 20 are those in the slots of the write that breaks off
@@ -305,12 +311,7 @@ def test_a_write_after_one_that_broke_off(name):
         buffer.extend(rows(range(100, 105)))
     del buffer.storage.set
     buffer.extend(rows(range(105, 108)))
-    drawn = set()
-    for _ in range(60):
-        batch = buffer.sample(16)
-        assert whole(batch)
-        drawn |= set(batch["next", "number"].tolist())
-    assert drawn == {*range(24, 40), *range(105, 108)}
+    assert drawn_numbers(buffer) == {*range(24, 40), *range(105, 108)}
     buffer.sampler.check_valid()
     go_on(buffer)
 
@@ -419,6 +420,14 @@ def broken_sample(buffer, count):
         buffer.sample(8)
 
 
+def dies(change, buffer, count):
+    try:
+        change(buffer, count)
+    except Killed:
+        return True
+    return False
+
+
 # what is done, and which rows it may or may not have lost
 CHANGES = {
     "write": (broken_write, {*range(16, 21), *range(100, 105)}),
@@ -437,11 +446,7 @@ def survive(name, what, count):
     buffer.update_priority(torch.arange(CAPACITY), errors)
     own = getattr(buffer.sampler, "anchors", buffer.sampler)
     before = own._priority[:CAPACITY].clone()
-    try:
-        change(buffer, count)
-    except Killed:
-        pass
-    else:
+    if not dies(change, buffer, count):
         return False
     # a checkpoint is as good as a batch
     own.state_dict()
@@ -449,11 +454,7 @@ def survive(name, what, count):
         numbers = buffer.storage._storage["next", "number"]
         same = torch.isin(numbers, torch.tensor(list(open_)), invert=True)
         assert torch.equal(own._priority[:CAPACITY][same], before[same])
-    drawn = set()
-    for _ in range(40):
-        batch = buffer.sample(16)
-        assert whole(batch)
-        drawn |= set(batch["next", "number"].tolist())
+    drawn = drawn_numbers(buffer, 40)
     assert set(range(16, 40)) - open_ <= drawn <= set(range(16, 40)) | open_
     if name.startswith("tables"):
         # the table holds the ends of episodes, as before; or there was room made in it, or it was filled
@@ -491,13 +492,7 @@ def survive_pinned(count):
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(CAPACITY), sampler=sampler, writer=EventTableWriter(shared)
     )
-    for first in range(0, 40, 10):
-        buffer.extend(rows(range(first, first + 10), done=[first + 9]))
-    try:
-        broken_write(buffer, count)
-    except Killed:
-        pass
-    else:
+    if not dies(broken_write, fill(buffer), count):
         return False
     for _ in range(8):
         assert whole(buffer.sample(16))

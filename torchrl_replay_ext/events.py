@@ -452,10 +452,8 @@ class EventTables(Mapping[str, EventTable]):
                 held = held[passed.argsort()]
                 place[held] = self.nowhere
                 held = held[-self.capacity_of(number) :]
-                positions = self._between(number, 0, len(held))
-                self.slot_at[positions] = held.to(self.slot_at.dtype)
-                place[held] = positions.to(place.dtype)
-                self._tail[number], self._head[number], self.counts[number] = 0, len(held), len(held)
+                self._lay_out(number, held)
+                self.counts[number] = len(held)
                 if not self._pinned:
                     age = (held - self._next) % self.num_slots
                     self._ordered[number] = bool((age[1:] > age[:-1]).all())
@@ -633,10 +631,6 @@ class EventTables(Mapping[str, EventTable]):
             slots: int64 [n], all different.
             numbers: of the transitions in them, int64 [n], counted as they are written.
         """
-        with self.change():
-            self._insert(number, slots, numbers)
-
-    def _insert(self, number: int, slots: Tensor, numbers: Tensor) -> None:
         capacity = self.capacity_of(number)
         slots, numbers = slots[-capacity:], numbers[-capacity:]
         count = len(slots)
@@ -668,12 +662,16 @@ class EventTables(Mapping[str, EventTable]):
         """Move the living entries of a table together, at the beginning of its positions."""
         slots = self.index(number)
         old = self._place[number - self._first, slots].to(torch.int64)
-        new = self._between(number, 0, len(slots))
         self._left(old, slots)
-        self.slot_at[new] = slots.to(self.slot_at.dtype)
-        self._place[number - self._first, slots] = new.to(self._place.dtype)
+        self._entered(self._lay_out(number, slots), slots)
+
+    def _lay_out(self, number: int, slots: Tensor) -> Tensor:
+        """Put a table's entries, ``slots`` [n], oldest first, at the beginning of its positions; returns these, [n]."""
+        positions = self._between(number, 0, len(slots))
+        self.slot_at[positions] = slots.to(self.slot_at.dtype)
+        self._place[number - self._first, slots] = positions.to(self._place.dtype)
         self._tail[number], self._head[number] = 0, len(slots)
-        self._entered(new, slots)
+        return positions
 
     def _release(self, slots: Tensor, but: Tensor | None = None) -> None:
         """Give back those of ``slots`` that no table holds any more, and that are not among ``but``."""

@@ -288,9 +288,13 @@ class PrioritySampler(Sampler):
             steps = (steps + int(last) + 1) % len(steps)
         # a storage that was loaded does not know where its ring begins, but will after the next write
         self._order_unknown = last is None and len(steps) == self._dims[0]
-        slots = steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
         with self._change():
-            self._write(slots.reshape(-1), storage)
+            self._write(self._slots_at(steps).reshape(-1), storage)
+
+    def _slots_at(self, steps: Tensor) -> Tensor:
+        """The slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
+        lanes = math.prod(self._dims[1:])
+        return steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
 
     def _slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""
@@ -416,26 +420,24 @@ class PrioritySampler(Sampler):
         if storage is None or not self._changing:
             return
         known, priority = self._stamp > 0, self._priority.clone()
-        steps, *lanes = self._dims
-        told, last = int(self._told), getattr(storage, "_last_cursor_index", None)
-        order = torch.arange(steps, device=self._device)
-        if told >= 0 or last is not None:
-            order = (order + 1 + (told if told >= 0 else int(last))) % steps  # pyright: ignore[reportArgumentType]
+        steps, told, last = self._dims[0], int(self._told), getattr(storage, "_last_cursor_index", None)
+        newest = told if told >= 0 else -1 if last is None else int(last)
+        order = (newest + 1 + torch.arange(steps, device=self._device)) % steps
         if told >= 0 and last is not None:
             # what was not told is not known
             order = order[(int(last) - told) % steps :]
         if writing is not None:
             known[writing] = False
-        slots = order.unsqueeze(1) * math.prod(lanes) + torch.arange(math.prod(lanes), device=self._device)
+        slots = self._slots_at(order)
         kept = known[slots].all(1)
         self._clear()
         self._stamp.zero_()
         self._priority.zero_()
         self._max_priority.copy_(torch.maximum(self._max_priority, priority.abs().max()))
         # runs of what is known
-        ends = (kept[1:] != kept[:-1]).nonzero().squeeze(1) + 1
-        for run, is_kept in zip(slots.tensor_split(ends.cpu()), kept.tensor_split(ends.cpu()), strict=True):
-            if run.numel() and bool(is_kept[0]):
+        ends = ((kept[1:] != kept[:-1]).nonzero().squeeze(1) + 1).cpu()
+        for run, is_kept in zip(slots.tensor_split(ends), kept.tensor_split(ends), strict=True):
+            if bool(is_kept[0]):
                 self._write(run.reshape(-1), storage)
         learned = ((self._stamp > 0) & (priority > 0)).nonzero().squeeze(1)
         if learned.numel():
@@ -446,16 +448,14 @@ class PrioritySampler(Sampler):
 
     def _forget_up_to(self, step: int) -> None:
         """Forget the slots behind the last write that we were told of, up to a step of the ring."""
-        steps, *lanes = self._dims
-        told, width = int(self._told), math.prod(lanes)
+        steps, told = self._dims[0], int(self._told)
         if told < 0:
             return
         behind = (told + 1 + torch.arange((step - told) % steps, device=self._device)) % steps
-        slots = (behind.unsqueeze(1) * width + torch.arange(width, device=self._device)).reshape(-1)
         self._just_written = None
         # batches drawn before are no longer what is stored
         self._clock.add_(1)
-        self._lose(slots)
+        self._lose(self._slots_at(behind).reshape(-1))
 
     def _lose(self, slots: Tensor) -> None:
         """Forget ``slots`` [n], all different, of which nobody knows what they hold, until they are written again."""
