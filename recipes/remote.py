@@ -35,7 +35,7 @@ from recipes.replay import (
     make_sampler,
     written_slots,
 )
-from recipes.run import ConfigError
+from recipes.run import ConfigError, LostProcess
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
 from torchrl_replay_ext.samplers.base import STAMP_KEY
 
@@ -87,6 +87,36 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def noticing_lost_actors(buffer: Any) -> Iterator[None]:
+    """For what is asked of actors; an error of the user's own code in one of them passes as it is.
+
+    Args:
+        buffer: handle of the buffer's actor.
+
+    Raises:
+        LostProcess: the process of the buffer or of a collector was killed, ran out of memory or crashed.
+    """
+    try:
+        yield
+    except Exception as error:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        # The second is what comes of sending weights to it.
+        if not isinstance(error, RayActorError) and "/gloo/" not in str(error):
+            raise
+        lost = "a collector"
+        try:
+            # Collectors cannot be asked: after an error in one, TorchRL ends all of them.
+            ray.get(buffer.__ray_ready__.remote(), timeout=10)
+        except GetTimeoutError:
+            pass
+        except RayActorError:
+            lost = "the replay buffer"
+        raise LostProcess(f"the process of {lost} has ended (killed, or out of memory?)") from error
 
 
 class ReplayActor(CompilableReplayBuffer):
@@ -170,9 +200,14 @@ class RemoteReplay:
         )
         self.buffer.set_rng(torch.Generator().manual_seed(config.seed))
         self._remote: Any = self.buffer.client()
+        self.actor: Any = self._remote._actor
         self._device, self._prefetch = device, prefetch
         self._calls = ThreadPoolExecutor(1)
         self._batches: deque[Future[Arrays]] = deque()
+
+    def _answer(self, call: Future[Any]) -> Any:
+        with noticing_lost_actors(self.actor):
+            return call.result()
 
     def extend(self, data: TensorDictBase) -> None:
         """Nothing: the collectors have written it."""
@@ -181,7 +216,7 @@ class RemoteReplay:
         """The next batch."""
         while len(self._batches) <= self._prefetch:
             self._batches.append(self._calls.submit(self._remote.draw))
-        return from_arrays(self._batches.popleft().result()).to(self._device)
+        return from_arrays(self._answer(self._batches.popleft())).to(self._device)
 
     def update_tensordict_priority(self, sample: TensorDictBase) -> None:
         """Sends the TD errors of a sample, and asks for another."""
@@ -192,19 +227,19 @@ class RemoteReplay:
 
     def sampler_stats(self) -> dict[str, float]:
         """The sampler's stats()."""
-        return self._calls.submit(self._remote.sampler_stats).result()
+        return self._answer(self._calls.submit(self._remote.sampler_stats))
 
     def end_open_episodes(self) -> None:
         """See :class:`ReplayActor`."""
-        self._calls.submit(self._remote.end_open_episodes).result()
+        self._answer(self._calls.submit(self._remote.end_open_episodes))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole buffer, after all updates so far; it travels to the learner."""
-        return self._calls.submit(self.buffer.state_dict).result()
+        return self._answer(self._calls.submit(self.buffer.state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self._calls.submit(self.buffer.load_state_dict, state).result()
+        self._answer(self._calls.submit(self.buffer.load_state_dict, state))
 
     def shutdown(self) -> None:
         """End the actor."""
@@ -296,9 +331,10 @@ class RemoteCollector:
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Batches without entries: what was collected is in the buffer."""
         self._collector.set_seed(self._seed + self._starts)
-        self._collector.update_policy_weights_(self._policy)
-        for _ in self._collector:
-            yield TensorDict({}, [self._frames])
+        with noticing_lost_actors(self._replay.actor):
+            self._collector.update_policy_weights_(self._policy)
+            for _ in self._collector:
+                yield TensorDict({}, [self._frames])
 
     def resume(self) -> list[int]:
         """For a resumed run: its collectors begin new episodes, and those in the buffer end here."""

@@ -31,6 +31,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; its message is what the user reads."""
 
 
+class LostProcess(RuntimeError):
+    """A process that a run cannot go on without has ended; its message says which."""
+
+
 def run_recipe(train: Callable[[DictConfig, Path], int], config_name: str) -> None:
     """Reads the command line with hydra, calls `train(config, run_dir)` once per job and exits with its code.
 
@@ -83,9 +87,9 @@ def one_line(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def reason(error: OSError) -> str:
-    """What went wrong with a file, in words."""
-    return error.strerror or str(error)
+def reason(error: Exception) -> str:
+    """What went wrong, with a file for one, in words."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def run_directory(resume: str | None, fresh: str) -> str:

@@ -32,6 +32,7 @@ from recipes.run import (
     FAILED,
     INTERRUPTED,
     ConfigError,
+    LostProcess,
     find_device,
     interruption,
     reason,
@@ -159,7 +160,7 @@ def run(
         try:
             progress.flush()
             save_checkpoint(run_dir, **state)
-        except OSError as error:
+        except (OSError, LostProcess) as error:
             warn(f"step {counters['env_steps']} could not be saved in {run_dir}: {reason(error)}")
             return False
         return True
@@ -183,71 +184,77 @@ def run(
         unit="step",
         mininterval=0.5,
     )
+    lost: LostProcess | None = None
     with interruption() as interrupted, bar:
-        batches = iter(collector)
-        while not finished() and not interrupted():
-            # Collect.
-            agent.explore(counters["env_steps"])
-            batch = next(batches)
-            previous_steps = counters["env_steps"]
-            counters["env_steps"] += batch.numel()
-            data = batch if stored is None else batch.select(*stored)
+        try:
+            batches = iter(collector)
+            while not finished() and not interrupted():
+                # Collect.
+                agent.explore(counters["env_steps"])
+                batch = next(batches)
+                previous_steps = counters["env_steps"]
+                counters["env_steps"] += batch.numel()
+                data = batch if stored is None else batch.select(*stored)
 
-            # Learn.
-            if counters["env_steps"] > learning.learning_starts:
-                for result in agent.learn(data, counters["env_steps"]):
-                    losses.add(result)
-                    counters["updates"] += max(map(len, result.values()))
-            else:
-                replay.extend(data)
+                # Learn.
+                if counters["env_steps"] > learning.learning_starts:
+                    for result in agent.learn(data, counters["env_steps"]):
+                        losses.add(result)
+                        counters["updates"] += max(map(len, result.values()))
+                else:
+                    replay.extend(data)
 
-            # Evaluate.
-            if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
-                counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
-                returns = evaluate(
-                    agent.policy,
-                    evaluation_envs,
-                    epsilon=agent.evaluation_epsilon,
-                    seed=[cfg.seed, counters["evaluations"]],
-                )
-                mean_return = sum(returns) / len(returns)
-                row = {
-                    "env_steps": counters["env_steps"],
-                    "updates": counters["updates"],
-                    "return_mean": mean_return,
-                    **{f"return_{i}": value for i, value in enumerate(returns)},
-                    **(
-                        {}
-                        if (normalized := cfg.env.human_normalized(mean_return)) is None
-                        else {NORMALIZED: normalized}
-                    ),
-                    **agent.columns(counters["env_steps"]),
-                    **losses.take(agent.losses),
-                    "wall_time": time.time() - started,
-                }
-                histograms: dict[str, Tensor] = {}
-                if isinstance(replay.sampler, PRIORITIZED):
-                    row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
-                    if cfg.logger.backend is not None:
-                        share = replay.sampler.probabilities(replay.storage)
-                        # relative to uniform draws
-                        histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
-                progress.write(row, histograms)
-                film()
-                bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
-                counters["last_return"] = mean_return
-                best = counters["best_return"]
-                counters["best_return"] = mean_return if best is None else max(best, mean_return)
-                threshold = cfg.env.reward_threshold
-                if counters["reached_at"] is None and threshold is not None and mean_return >= threshold:
-                    counters["reached_at"] = counters["env_steps"]
-            bar.update(counters["env_steps"] - previous_steps)
+                # Evaluate.
+                if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
+                    counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
+                    returns = evaluate(
+                        agent.policy,
+                        evaluation_envs,
+                        epsilon=agent.evaluation_epsilon,
+                        seed=[cfg.seed, counters["evaluations"]],
+                    )
+                    mean_return = sum(returns) / len(returns)
+                    row = {
+                        "env_steps": counters["env_steps"],
+                        "updates": counters["updates"],
+                        "return_mean": mean_return,
+                        **{f"return_{i}": value for i, value in enumerate(returns)},
+                        **(
+                            {}
+                            if (normalized := cfg.env.human_normalized(mean_return)) is None
+                            else {NORMALIZED: normalized}
+                        ),
+                        **agent.columns(counters["env_steps"]),
+                        **losses.take(agent.losses),
+                        "wall_time": time.time() - started,
+                    }
+                    histograms: dict[str, Tensor] = {}
+                    if isinstance(replay.sampler, PRIORITIZED):
+                        row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
+                        if cfg.logger.backend is not None:
+                            share = replay.sampler.probabilities(replay.storage)
+                            # relative to uniform draws
+                            histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
+                    progress.write(row, histograms)
+                    film()
+                    bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
+                    counters["last_return"] = mean_return
+                    best = counters["best_return"]
+                    counters["best_return"] = mean_return if best is None else max(best, mean_return)
+                    threshold = cfg.env.reward_threshold
+                    if counters["reached_at"] is None and threshold is not None and mean_return >= threshold:
+                        counters["reached_at"] = counters["env_steps"]
+                bar.update(counters["env_steps"] - previous_steps)
 
-            if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
-                save()
+                if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
+                    save()
+        except LostProcess as error:
+            lost = error
         saved = save()
 
     collector.shutdown()
+    if lost is not None:
+        sys.stderr.write(f"stopped at step {counters['env_steps']}: {lost}\n")
     for environment in [*evaluation_envs, *([camera] if camera else [])]:
         environment.close()
     if not saved:
@@ -255,6 +262,9 @@ def run(
             f"resume={run_dir} goes on from the one before" if (run_dir / CHECKPOINT).is_file() else "there is none"
         )
         sys.stderr.write(f"no checkpoint at the end of the run; {before}\n")
+        return FAILED
+    if lost is not None:
+        sys.stderr.write(f"go on with resume={run_dir}\n")
         return FAILED
     if not finished():
         print(f"interrupted at step {counters['env_steps']}; go on with resume={run_dir}")

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from recipes import distributed, remote, training
 from recipes.remote import ReplayActor, from_arrays, stored_rows
 from recipes.replay import STORED_KEYS, make_sampler
-from recipes.run import DONE, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT, Composer, needs, rows
+from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
+from tests.recipes.runs import ROOT, Composer, checkpoint, needs, rows
 from torchrl_replay_ext import CompilableTensorStorage
 
 TINY = [
@@ -152,6 +152,45 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
         "learning_curve.png",
         "checkpoint.zip",
     }
+
+
+@pytest.mark.parametrize(
+    ("which", "saved"), [("a collector", {64, 80}), ("the replay buffer", {32})], ids=["collector", "buffer"]
+)
+def test_killed_actor(ray_runtime, tmp_path, monkeypatch, capsys, which, saved):
+    """SIGKILL, as if it had run out of memory: the run ends, says why, and goes on from what could be saved."""
+    import ray
+
+    collectors = []
+    evaluate, collector = training.evaluate, remote.RemoteCollector
+
+    def noted(*arguments, **keywords):
+        collectors.append(collector(*arguments, **keywords))
+        return collectors[0]
+
+    def killing(*arguments, **keywords):
+        if keywords["seed"][1] == 2:
+            actors = *collectors[0]._collector.remote_collectors, collectors[0]._replay.actor
+            victim = actors[-1 if which == "the replay buffer" else 1]
+            os.kill(ray.get(victim.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        return evaluate(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "RemoteCollector", noted)
+        patch.setattr(training, "evaluate", killing)
+        configuration = composer.configuration("num_envs=2", "num_collectors=2", "checkpoint_interval=32")
+        assert distributed.train(configuration, tmp_path) == FAILED
+    errors = capsys.readouterr().err
+    assert f": the process of {which} has ended (killed, or out of memory?)\n" in errors
+    assert f"resume={tmp_path}" in errors and "Traceback" not in errors
+    assert checkpoint(tmp_path)["counters"]["env_steps"] in saved
+    assert distributed.train(composer.resumed(tmp_path), tmp_path) == DONE
+    assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
+
+
+def test_errors_of_an_environment_pass_as_they_are(ray_runtime):
+    with pytest.raises(ValueError, match="action 5"), remote.noticing_lost_actors(None):
+        raise ValueError("action 5")
 
 
 def test_too_few_cpus(monkeypatch):
