@@ -10,7 +10,8 @@ data, as in training; on its own (--only) it is about twice as fast.
 Replay: wall-clock time of one cycle, that is a sample of a full buffer and the update of its priorities from new TD
 errors; median over the cycles. "sample only" stands for uniform replay, which has nothing to update. What comes out is
 in each library's own arrays: NumPy for cpprb and tianshou, JAX for flashbax (which leaves the importance-sampling
-weights to its user), torch for the others. TD errors are handed over in the same kind of array.
+weights to its user), torch for the others. TD errors are handed over in the same kind of array. A median does not show
+the sort of rank-based replay, once in capacity / 20 updates.
 
 Training: CPU time of one step of the environment in a DQN on CartPole, with one update per ten steps; median over
 chunks of steps.
@@ -59,6 +60,7 @@ from torchrl_replay_ext import (
     EventTableSampler,
     EventTableWriter,
     ProportionalSampler,
+    RankBasedSampler,
     ReaPERSampler,
     compile_step,
 )
@@ -378,10 +380,12 @@ REPLAY = (
     Contender(REPLAY_BASELINE, eager(torchrl_per)),
     Contender("torchrl RandomSampler (sample only)", eager(lambda capacity: RandomSampler())),
     Contender("ProportionalSampler", eager(proportional)),
+    Contender("RankBasedSampler", eager(RankBasedSampler)),
     Contender("ReaPERSampler", eager(ReaPERSampler)),
     Contender("EventTableSampler (sample only)", eager(event_tables)),
     Contender("compiled ProportionalSampler, torch.compile", compiled(proportional, checked=True)),
     Contender("compiled ProportionalSampler", compiled(proportional)),
+    Contender("compiled RankBasedSampler", compiled(RankBasedSampler)),
     Contender("compiled ReaPERSampler", compiled(ReaPERSampler)),
     Contender("compiled RandomSampler (sample only)", compiled(lambda capacity: RandomSampler())),
     Contender("compiled EventTableSampler (sample only)", compiled(event_tables)),
