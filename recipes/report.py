@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
@@ -143,18 +144,23 @@ def draw(study: Study, out: Path) -> None:
     """Learning curves above, and below the steps each seed took, with the median and its interval."""
     config = study.config
     envs = [env for env in config.envs if env in study.runs]
-    figure = Figure(figsize=(5.4 * len(envs), 8), layout="constrained")
+    # more of them would hide the curves behind their legend, or need more colors than there are
+    beside_curves, cycle = len(config.variants) > 4, colormaps["tab10" if len(config.variants) <= 10 else "tab20"]
+    figure = Figure(figsize=((8.5 if beside_curves else 5.4) * len(envs), 8), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, len(envs), squeeze=False)
     for axes, dots, env in zip(above, below, envs, strict=True):
         groups = {variant: study.runs[env][variant] for variant in config.variants if study.runs[env][variant]}
+        axes.set_prop_cycle(color=cycle.colors)
         draw_curves(axes, {variant: list(runs.values()) for variant, runs in groups.items()}, config.column)
+        if beside_curves:
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(config.column, config.column))
         for place, variant in enumerate(groups):
             steps = np.array(list(study.steps(env, variant).values()))
             missed = np.array([row["reached"] == "" for row in study.rows[env][variant].values()])
             beside = place + np.linspace(-0.25, 0.25, len(steps)) if len(steps) > 1 else np.array([place])
-            color = f"C{place}"
+            color = cycle(place)
             dots.scatter(beside[~missed], steps[~missed], s=14, color=color, alpha=0.6)
             dots.scatter(beside[missed], steps[missed], s=18, color=color, marker="x", alpha=0.6)
             low, high = bootstrap_interval(steps, np.median)
@@ -163,7 +169,7 @@ def draw(study: Study, out: Path) -> None:
                 place, middle, yerr=[[middle - low], [high - middle]], fmt="_", color="black", markersize=30, capsize=5
             )
         dots.set(ylabel="steps to the threshold (x: not reached)", ylim=(0, None))
-        dots.set_xticks(range(len(groups)), groups, rotation=20)
+        dots.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
     figure.suptitle(provenance(study), fontsize=7, y=-0.01, va="top")
     figure.savefig(out / FIGURE, dpi=110, bbox_inches="tight")
 
