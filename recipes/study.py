@@ -7,7 +7,8 @@
 Runs are processes of their own, as many at a time as there are cores, first all variants of one seed, then those of the
 next. Each leaves its directory in <out>/runs, and when it has finished a row in <out>/runs.csv and its evaluations in
 <out>/curves.csv; <out>/study.yaml says what was studied. The same command goes on with a study that was interrupted:
-what has a row is not run again, and what has a checkpoint is resumed.
+what has a row is not run again, and what has a checkpoint is resumed. Seeds are not batched into one process: torch.vmap
+updates the networks of ten seeds in .35 of the time, but on CartPole those updates are a tenth of what a run takes.
 
 runs.csv has a row per run: recipe, env, variant, seed; env_steps and updates it took; threshold, and reached, the steps
 after which it reached that (empty: it did not); last, best and final, its last evaluation, its best one, and the mean
