@@ -7,8 +7,8 @@
 Runs are processes of their own, as many at a time as there are cores, first all variants of one seed, then those of the
 next. Each leaves its directory in <out>/runs, and when it has finished a row in <out>/runs.csv and its evaluations in
 <out>/curves.csv; <out>/study.yaml says what was studied. The same command goes on with a study that was interrupted:
-what has a row is not run again, and what has a checkpoint is resumed. Seeds are not batched into one process: torch.vmap
-updates the networks of ten seeds in .35 of the time, but on CartPole those updates are a tenth of what a run takes.
+what has a row is not run again, and what has a checkpoint is resumed. Seeds are not batched into one process:
+torch.vmap updates the networks of ten seeds in .35 of the time, but on CartPole these updates are a tenth of a run.
 
 runs.csv has a row per run: recipe, env, variant, seed; env_steps and updates it took; threshold, and reached, the steps
 after which it reached that (empty: it did not); last, best and final, its last evaluation, its best one, and the mean
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING, DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -129,6 +130,11 @@ def jobs_of(study: StudyConfig, seeds: int | None = None) -> list[Job]:
     ]
 
 
+def override(key: str, path: Path) -> str:
+    """A word of the command line that sets `key` to a path, whatever that holds."""
+    return f"{key}={QuotedString(str(path), Quote.single).with_quotes()}"
+
+
 class Pool:
     """Processes that run jobs, each in a directory of its own."""
 
@@ -146,9 +152,9 @@ class Pool:
         if self.stopped:
             return None
         run_dir = self.directory(job)
-        words = [*job.command, f"hydra.run.dir={run_dir}"]
+        words = [*job.command, override("hydra.run.dir", run_dir)]
         if (run_dir / CHECKPOINT).is_file() and (run_dir / CONFIG).is_file():
-            words = [*job.command[:2], f"resume={run_dir}"]
+            words = [*job.command[:2], override("resume", run_dir)]
         elif run_dir.exists():
             shutil.rmtree(run_dir)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -286,9 +292,8 @@ def run_study(config: DictConfig, out: Path) -> int:
                 bar.update()
             elif not pool.stopped:
                 failed.append(job)
-    for job in failed:
-        log = pool.directory(job).with_suffix(".log")
-        sys.stderr.write(f"failed: {shlex.join(['python', *job.command])} (see {log})\n")
+                log = pool.directory(job).with_suffix(".log")
+                bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
     if pool.stopped:
         print(f"interrupted; the same command goes on with {out}")
         return INTERRUPTED

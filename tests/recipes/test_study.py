@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from recipes import plot, report, study
@@ -31,7 +32,9 @@ class FakeRun:
     def __init__(self, command, *, stdout, **_):
         self.command = command[2:]
         FakeRun.started.append(self.command)
-        words = dict(word.split("=", 1) for word in command if "=" in word)
+        # as hydra reads them
+        read = OverridesParser.create().parse_overrides([word for word in command if "=" in word])
+        words = {override.key_or_group: str(override.value()) for override in read}
         self.code = DONE
         if "resume" in words:
             return
@@ -86,6 +89,14 @@ def test_seeds_come_first():
     assert jobs[1].command == ["-m", "recipes.dqn", "env=cartpole", "compile=true", "sampler=per", "seed=0"]
 
 
+def test_any_name_of_a_variant_does(tmp_path, processes):
+    name = "one, {two}=$3 it's"
+    config = configuration("study.envs=[cartpole]", "seeds=1")
+    config.study.variants = {"per": ["sampler=per"], name: ["sampler=reaper"]}
+    assert study.run_study(config, tmp_path) == DONE
+    assert {row["variant"] for row in study.read_rows(tmp_path / study.RUNS)} == {"per", name}
+
+
 def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     words = ["study.envs=[cartpole]", "workers=2"]
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
@@ -101,7 +112,7 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     processes.started.clear()
     assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == study.FAILED
     assert sorted(command[-1].split("/")[-2] for command in processes.started) == ["per", "rank", "reaper", "uniform"]
-    assert ["recipes.dqn", f"resume={half}"] in processes.started
+    assert ["recipes.dqn", f"resume='{half}'"] in processes.started
     errors = capsys.readouterr().err
     assert "failed: python -m recipes.dqn env=cartpole compile=true sampler=rank seed=1 (see" in errors
     assert (tmp_path / "runs/cartpole/rank/seed1.log").read_text() == "no such thing\n"
