@@ -70,6 +70,7 @@ class Environments:
             if step.episode not in seen:
                 step.truncated = True
                 del self.open[env]
+                self.unseen_ends.add(step.traj_id)
         self.unseen_ends |= {
             s.traj_id for s in written[:-visible] if (s.terminated or s.truncated) and s.episode not in seen
         }
