@@ -144,8 +144,9 @@ def draw(study: Study, out: Path) -> None:
     """Learning curves above, and below the steps each seed took, with the median and its interval."""
     config = study.config
     envs = [env for env in config.envs if env in study.runs]
-    # more of them would hide the curves behind their legend, or need more colors than there are
-    beside_curves, cycle = len(config.variants) > 4, colormaps["tab10" if len(config.variants) <= 10 else "tab20"]
+    cycle = colormaps["tab10" if len(config.variants) <= 10 else "tab20"]
+    # the legend of more of them would hide the curves
+    beside_curves = len(config.variants) > 4
     figure = Figure(figsize=((8.5 if beside_curves else 5.4) * len(envs), 8), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, len(envs), squeeze=False)

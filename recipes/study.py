@@ -278,7 +278,7 @@ def run_study(config: DictConfig, out: Path) -> int:
     jobs = jobs_of(study, cfg.seeds)
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())
-    failed: list[Job] = []
+    failed = 0
     workers = cfg.workers or len(os.sched_getaffinity(0))
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
     with stopping(pool), bar, ThreadPoolExecutor(workers) as threads:
@@ -291,13 +291,13 @@ def run_study(config: DictConfig, out: Path) -> int:
                 append_rows(out / RUNS, [row])
                 bar.update()
             elif not pool.stopped:
-                failed.append(job)
+                failed += 1
                 log = pool.directory(job).with_suffix(".log")
                 bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
     if pool.stopped:
         print(f"interrupted; the same command goes on with {out}")
         return INTERRUPTED
-    print(f"{len(jobs) - len(failed)} runs in {out / RUNS}; python -m recipes.plot study={out} shows them")
+    print(f"{len(jobs) - failed} runs in {out / RUNS}; python -m recipes.plot study={out} shows them")
     return FAILED if failed else DONE
 
 

@@ -176,6 +176,42 @@ def run(
             return
         progress.show(frames, step)
 
+    def assess() -> None:
+        counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
+        returns = evaluate(
+            agent.policy,
+            evaluation_envs,
+            epsilon=agent.evaluation_epsilon,
+            seed=[cfg.seed, counters["evaluations"]],
+        )
+        mean_return = sum(returns) / len(returns)
+        row = {
+            "env_steps": counters["env_steps"],
+            "updates": counters["updates"],
+            "return_mean": mean_return,
+            **{f"return_{i}": value for i, value in enumerate(returns)},
+            **({} if (normalized := cfg.env.human_normalized(mean_return)) is None else {NORMALIZED: normalized}),
+            **agent.columns(counters["env_steps"]),
+            **losses.take(agent.losses),
+            "wall_time": time.time() - started,
+        }
+        histograms: dict[str, Tensor] = {}
+        if isinstance(replay.sampler, PRIORITIZED):
+            row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
+            if cfg.logger.backend is not None:
+                share = replay.sampler.probabilities(replay.storage)
+                # relative to uniform draws
+                histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
+        progress.write(row, histograms)
+        film()
+        bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
+        counters["last_return"] = mean_return
+        best = counters["best_return"]
+        counters["best_return"] = mean_return if best is None else max(best, mean_return)
+        threshold = cfg.env.reward_threshold
+        if counters["reached_at"] is None and threshold is not None and mean_return >= threshold:
+            counters["reached_at"] = counters["env_steps"]
+
     started = time.time() - counters["wall_time"]
     bar = tqdm(
         total=learning.total_steps,
@@ -206,44 +242,7 @@ def run(
 
                 # Evaluate.
                 if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
-                    counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
-                    returns = evaluate(
-                        agent.policy,
-                        evaluation_envs,
-                        epsilon=agent.evaluation_epsilon,
-                        seed=[cfg.seed, counters["evaluations"]],
-                    )
-                    mean_return = sum(returns) / len(returns)
-                    row = {
-                        "env_steps": counters["env_steps"],
-                        "updates": counters["updates"],
-                        "return_mean": mean_return,
-                        **{f"return_{i}": value for i, value in enumerate(returns)},
-                        **(
-                            {}
-                            if (normalized := cfg.env.human_normalized(mean_return)) is None
-                            else {NORMALIZED: normalized}
-                        ),
-                        **agent.columns(counters["env_steps"]),
-                        **losses.take(agent.losses),
-                        "wall_time": time.time() - started,
-                    }
-                    histograms: dict[str, Tensor] = {}
-                    if isinstance(replay.sampler, PRIORITIZED):
-                        row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
-                        if cfg.logger.backend is not None:
-                            share = replay.sampler.probabilities(replay.storage)
-                            # relative to uniform draws
-                            histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
-                    progress.write(row, histograms)
-                    film()
-                    bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
-                    counters["last_return"] = mean_return
-                    best = counters["best_return"]
-                    counters["best_return"] = mean_return if best is None else max(best, mean_return)
-                    threshold = cfg.env.reward_threshold
-                    if counters["reached_at"] is None and threshold is not None and mean_return >= threshold:
-                        counters["reached_at"] = counters["env_steps"]
+                    assess()
                 bar.update(counters["env_steps"] - previous_steps)
 
                 if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
