@@ -274,6 +274,16 @@ class PrioritySampler(Sampler):
     def _num_slots(self) -> int:
         return math.prod(self._dims)
 
+    @property
+    def _slots_per_step(self) -> int:
+        return math.prod(self._dims[1:])
+
+    def _streams_layout(self, num_streams: int) -> tuple[int, int, bool]:
+        """Steps and lanes of the storage, and whether streams are assigned to lanes: ``num_streams`` if it is flat."""
+        if len(self._dims) > 1:
+            return self._dims[0], self._slots_per_step, False
+        return self._dims[0], num_streams, num_streams > 1
+
     def _shape_changed(self) -> None:
         """Called when the state was made and when the storage's shape has become known: makes it fit for graphs."""
         if self._traceable:
@@ -281,8 +291,7 @@ class PrioritySampler(Sampler):
 
     def _adopt(self, storage: Storage) -> None:
         """Take in what a storage held before this sampler was attached, oldest first, as new transitions."""
-        lanes = math.prod(self._dims[1:])
-        steps = torch.arange(_length(storage) // lanes, device=self._device)
+        steps = torch.arange(_length(storage) // self._slots_per_step, device=self._device)
         last = getattr(storage, "_last_cursor_index", None)
         if last is not None:
             steps = (steps + int(last) + 1) % len(steps)
@@ -293,7 +302,7 @@ class PrioritySampler(Sampler):
 
     def _slots_at(self, steps: Tensor) -> Tensor:
         """The slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
-        lanes = math.prod(self._dims[1:])
+        lanes = self._slots_per_step
         return steps.unsqueeze(1) * lanes + torch.arange(lanes, device=self._device)
 
     def _slots(self, index: int | Tensor | tuple) -> Tensor:
@@ -336,7 +345,7 @@ class PrioritySampler(Sampler):
             self._require_bound(storage)
             slots = self._slots(index)
             self._write(slots[-self._num_slots :], storage)
-            self._told.copy_(slots[-1] // math.prod(self._dims[1:]))
+            self._told.copy_(slots[-1] // self._slots_per_step)
             return
         self._bind(storage)
         slots = self._slots(index)
@@ -373,7 +382,7 @@ class PrioritySampler(Sampler):
     def _ends_at(self, slots: Tensor, storage: Storage | None) -> int:
         """What ``_told`` is after the write of ``slots`` [n]; what the writer has skipped is forgotten."""
         last, told = getattr(storage, "_last_cursor_index", None), int(self._told)
-        lanes = math.prod(self._dims[1:])
+        lanes = self._slots_per_step
         if not self._in_ring or last is None or int(slots[-1]) // lanes != int(last):
             return told
         first = int(slots[0]) // lanes

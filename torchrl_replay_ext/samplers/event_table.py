@@ -407,7 +407,7 @@ class EventTableSampler(PrioritySampler):
             last = getattr(storage, "_last_cursor_index", None)
             if self._in_ring and last is not None:
                 # rows were written, but what they wrote over has not left the tables
-                self._tables.overwrite(self._tables.skipped((int(last) + 1) * math.prod(self._dims[1:])))
+                self._tables.overwrite(self._tables.skipped((int(last) + 1) * self._slots_per_step))
         super()._mend(storage, writing)
 
     def _count_pairs(self, slots: Tensor) -> None:
@@ -427,8 +427,7 @@ class EventTableSampler(PrioritySampler):
 
     def _adopt(self, storage: Storage) -> None:
         last = getattr(storage, "_last_cursor_index", None)
-        lanes = math.prod(self._dims[1:])
-        self._tables.adopt(_length(storage), None if last is None else (int(last) + 1) * lanes - 1)
+        self._tables.adopt(_length(storage), None if last is None else (int(last) + 1) * self._slots_per_step - 1)
         super()._adopt(storage)
 
     def _write(self, slots: Tensor, storage: Storage | None) -> None:

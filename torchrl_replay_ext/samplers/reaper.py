@@ -146,8 +146,7 @@ class ReaPERSampler(PrioritySampler):
         self._shape_changed()
 
     def _shape_changed(self) -> None:
-        steps, *lanes = self._dims
-        layout = (steps, math.prod(lanes), False) if lanes else (steps, self._num_streams, self._num_streams > 1)
+        layout = self._streams_layout(self._num_streams)
         current = getattr(self, "_episodes", None)
         if (
             current is None

@@ -54,8 +54,7 @@ class SliceStarts(PrioritySampler):
         self._shape_changed()
 
     def _shape_changed(self) -> None:
-        steps, *lanes = self._dims
-        layout = (steps, math.prod(lanes), False) if lanes else (steps, self._num_streams, self._num_streams > 1)
+        layout = self._streams_layout(self._num_streams)
         current: SliceIndex | None = getattr(self, "slices", None)
         streams = None if current is None else (current.streams.steps, current.streams.lanes, current.streams.assigned)
         if current is None or streams != layout or current.device != self._device:
