@@ -72,12 +72,12 @@ def processes(monkeypatch):
 @pytest.mark.parametrize("name", STUDIES)
 def test_studies_are_of_what_there_is(name):
     config = study.typed(configuration(name=name), study.Config)
-    importlib.import_module(f"recipes.{config.study.recipe}")
+    recipe = importlib.import_module(f"recipes.{config.study.recipe}")
     for job in study.jobs_of(config.study, 1):
         words = [f"env={job.env}", *job.words]
         with initialize_config_dir(str(ROOT / "recipes/conf"), version_base="1.3"):
             composed = compose(job.recipe, [word for word in words if not word.startswith("hydra")])
-        assert composed.env.name
+        assert study.typed(composed, recipe.Config).env.name
         if config.study.least is None:
             assert composed.env.reward_threshold is not None
 
