@@ -578,6 +578,32 @@ def test_stock_storage_is_refused():
         CompilableReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=2)
 
 
+def test_rows_must_be_whole():
+    buffer = CASES["proportional"].buffer()
+    data = Flat().take(4)
+    buffer.extend(data.clone())
+    with pytest.raises(KeyError, match="no entry 'obs', which is stored"):
+        buffer.extend(data.exclude("obs"))
+    assert len(buffer) == 4 and buffer.write_count == 4
+    buffer.sampler.check_valid()
+    buffer.extend(data.clone())
+    assert len(buffer) == 8
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_nothing_may_be_written(filled):
+    buffer = CASES["proportional"].buffer()
+    data = Flat().take(4)
+    if filled:
+        buffer.extend(data.clone())
+    before = len(buffer)
+    assert buffer.extend(data[:0].clone()).shape == (0,)
+    assert len(buffer) == before
+    buffer.extend(data.clone())
+    assert len(buffer) == before + 4
+    buffer.sampler.check_valid()
+
+
 def whole_text(error: BaseException) -> str:
     """The messages of an error and of all its causes."""
     text, cause = "", error

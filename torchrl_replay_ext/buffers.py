@@ -220,10 +220,13 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         """Write ``data`` [n, ...] over the oldest rows, and tell the samplers.
 
         Raises:
-            KeyError: if an entry that is stored is missing. Nothing is written then, as in the next case.
+            KeyError: if an entry that is stored is missing: one that any write before had. Nothing is written then, as
+                in the next case.
             ValueError: if an entry has another shape than what is stored.
         """
         storage: Any = self._storage
+        if is_tensor_collection(data) and 0 in data.shape:
+            return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64)
         if not is_traced():
             if is_tensor_collection(data):
                 self._check(data, storage.ndim)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torchrl.modules import IndependentNormal, TanhNormal
@@ -21,14 +25,25 @@ def is_squashed(policy: nn.Module, name: str) -> bool:
         if distribution is None:
             continue
         known = isinstance(distribution, type) and issubclass(distribution, (TanhNormal, Normal, IndependentNormal))
-        keywords = set(getattr(module, "distribution_kwargs", None) or {}) - {"safe_tanh", "event_dims"}
+        keywords = _not_plain(getattr(module, "distribution_kwargs", None) or {})
         if not known or keywords:
             raise ValueError(
-                f"{name}: the policy's distribution is {distribution} with {sorted(keywords)}; it must be Normal, "
+                f"{name}: the policy's distribution is {distribution} with {keywords}; it must be Normal, "
                 "IndependentNormal or TanhNormal in its plain form, with actions in [-1, 1]."
             )
         squashed = issubclass(distribution, TanhNormal)
     return squashed
+
+
+def _not_plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a distribution by which it differs from N(loc, scale), or the tanh of that."""
+    plain = {"low": -1.0, "high": 1.0, "tanh_loc": False}
+    without_effect = {"safe_tanh", "event_dims", *(() if keywords.get("tanh_loc") else ("upscale",))}
+    return {
+        key: value
+        for key, value in keywords.items()
+        if key not in without_effect and not (key in plain and bool((torch.as_tensor(value) == plain[key]).all()))
+    }
 
 
 def inside_bounds(action: Tensor) -> Tensor:

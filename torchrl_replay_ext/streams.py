@@ -129,7 +129,7 @@ class Streams:
         """
         stolen = None
         if self.assigned:
-            lane, stolen, restarted = self._assign(trajectory, ended, open_lane)
+            lane, stolen, restarted = self._assign(trajectory, ended, initial, open_lane)
             open_lane = open_lane & ~stolen
             self._old |= restarted & open_lane
         else:
@@ -173,7 +173,7 @@ class Streams:
         if is_traced():
             self.broken_off.add_(unexpected.sum())
         elif bool(unexpected.any()):
-            self._raise_too_many(torch.ones(()), trajectory[unexpected][0])
+            self._raise_too_many(trajectory[unexpected][0])
         self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
 
     def _require_own_lane(self, lane: Tensor, continues: Tensor, trajectory: Tensor, initial: Tensor | None) -> None:
@@ -210,19 +210,23 @@ class Streams:
         largest = trajectory.max().reshape(1)
         self._max_trajectory.copy_(pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
-    def _raise_too_many(self, going_on: Tensor, new: Tensor) -> None:
+    def _raise_too_many(self, new: Tensor) -> None:
         raise ValueError(
-            f"trajectory {int(new)} begins while {int(going_on)} of {self.lanes} streams hold one that still goes on: "
-            f"more simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments "
-            "that write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does "
-            "with set_truncated=True), or mark the first transition of the next (torchrl's InitTracker does)."
+            f"trajectory {int(new)} begins while each of {self.lanes} streams holds one that still goes on: more "
+            f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that "
+            "write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does with "
+            "set_truncated=True), or mark the first transition of the next, in a later write if there are several "
+            "streams (torchrl's InitTracker does)."
         )
 
-    def _assign(self, trajectory: Tensor | None, ended: Tensor, open_lane: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _assign(
+        self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The lane of each row by its trajectory id [n].
 
         A trajectory keeps its lane until it ends; a new one takes the lane that became free first. If none is free and
-        ids have restarted, it takes the lane that was written least recently of those from before.
+        ids have restarted, it takes the lane that was written least recently of those from before; if its beginning is
+        marked, that of all to which this write adds nothing.
 
         Returns:
             lane [n]; lanes [lanes] taken from an unfinished trajectory; whether ids restarted [].
@@ -260,14 +264,16 @@ class Streams:
         released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
         missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
         # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
-        seen_before = (request & (group_id <= self._max_trajectory)).any()
-        available = open_lane & ~match.any(0) & (self._old | self._doubtful | seen_before)
+        cuts_off = group_id <= self._max_trajectory
+        if initial is not None:
+            cuts_off |= initial[clipped]
+        available = open_lane & ~match.any(0) & (self._old | self._doubtful | (request & cuts_off).any())
         # one that was cut off for lack of a lane, and goes on: there are not enough
         returned = request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._cut_off.view(-1)).any(1)
         if is_traced():
             self.broken_off.add_(torch.maximum((missing - available.sum()).clamp_min(0), returned.sum()))
         elif bool((missing > available.sum()) | returned.any()):
-            self._raise_too_many(open_lane.sum(), group_id[returned if bool(returned.any()) else request][-1])
+            self._raise_too_many(group_id[returned if bool(returned.any()) else request][-1])
         age = pick(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
         stolen = available & (age < missing)
         # where ids have restarted, those from before mean nothing any more

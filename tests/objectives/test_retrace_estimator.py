@@ -526,7 +526,11 @@ def test_a_network_that_replaces_the_actions_taken():
         estimator(qvalue_actor(batch.clone()).detach().update(batch))["value_target"].sub(expected).abs().max() < 1e-10
     )
     assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
-    # its first module writes values alone
+    # its first module writes values alone, if the loss has that too
+    mixed, _ = dqn(qvalue_actor, policy="greedy")
+    mixed.make_value_estimator(RetraceEstimator(gamma=0.9, value_network=qvalue_actor[0], policy="greedy"))
+    with pytest.raises(ValueError, match=r"both must be the same network: .* actor\[0\]"):
+        mixed(batch.clone())
     plain, _ = dqn(qvalue_actor[0], policy="greedy")
     result = plain(batch.clone())["loss"]
     # or there is a copy

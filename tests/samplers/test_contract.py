@@ -9,7 +9,14 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler, TrajectoryRetraceSampler
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
 
 
 def rows(count, done=(), ids=None, **extra):
@@ -67,6 +74,36 @@ def test_writes_go_on_after_a_refused_one():
     buffer.extend(rows(2, ids=[5, 5]))
     assert len(set(episodes(buffer))) == 3 and -1 not in episodes(buffer)
     buffer.sampler._episodes._tree.check_valid()
+
+
+@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "missing"),
+    [
+        (ReaPERSampler, ("next", "done")),
+        (partial(TrajectoryRetraceSampler, slice_len=2), ("next", "done")),
+        (partial(TrajectoryRetraceSampler, slice_len=2), "logits"),
+        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ProportionalSampler(size)), "logits"),
+        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ReaPERSampler(size)), ("next", "done")),
+    ],
+)
+def test_a_refused_first_write_is_not_drawn(sampler, missing, compilable):
+    data = rows(4, done=[3], logits=torch.zeros(4, 2))
+    storage, kind = (
+        (CompilableTensorStorage, CompilableReplayBuffer) if compilable else (LazyTensorStorage, TensorDictReplayBuffer)
+    )
+    buffer = kind(storage=storage(20), sampler=sampler(20), batch_size=20)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            buffer.extend(data.exclude(missing))
+        with pytest.raises(RuntimeError, match=r"nothing can be drawn|nothing is stored"):
+            buffer.sample()
+    index = buffer.extend(data.clone())
+    drawn = buffer.sample()["index"]
+    assert set(drawn.tolist()) == set(index.tolist())
+    probabilities = buffer.sampler.probabilities(buffer.storage)
+    assert probabilities.nonzero().squeeze(1).tolist() == index.tolist()
+    buffer.sampler.check_valid()
 
 
 def test_what_a_refused_write_has_left_does_not_count_for_episodes():
@@ -177,6 +214,23 @@ def test_a_marked_first_transition_ends_the_trajectory_before():
     # the same id again, from a second collector
     buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
     assert episodes(buffer) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
+def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler):
+    """In flat storage with several streams nobody says which of them it is in."""
+    buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
+    first = torch.tensor([True, False] * 2)
+    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
+    buffer.extend(rows(4, ids=[2, 2, 3, 3], is_init=first))
+    # 1 goes on, 4 is in the place of 2
+    buffer.extend(rows(4, ids=[3, 3, 4, 4], is_init=torch.tensor([False, False, True, False])))
+    if sampler is ReaPERSampler:
+        assert episodes(buffer) == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4]
+    buffer.sampler.check_valid()
+    # there were too few streams if one that was ended so goes on
+    with pytest.raises(ValueError, match="trajectory 2 begins while each of 2 streams"):
+        buffer.extend(rows(2, ids=[2, 2], is_init=torch.zeros(2, dtype=torch.bool)))
 
 
 def test_late_batches_that_look_like_others():

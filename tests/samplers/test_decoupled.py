@@ -1,3 +1,4 @@
+import copy
 import math
 import pickle
 
@@ -244,10 +245,12 @@ def test_mean_squared_errors_and_log_probabilities():
     torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant)
 
 
-def stochastic_policy(distribution):
+def stochastic_policy(distribution, **keywords):
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
     module = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
-    return ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=distribution)
+    return ProbabilisticActor(
+        module, in_keys=["loc", "scale"], distribution_class=distribution, distribution_kwargs=keywords
+    )
 
 
 @pytest.mark.parametrize("score", ["kl", "logprob"])
@@ -433,6 +436,15 @@ def test_pickles_leave_the_policy_out():
     assert actor.sample().shape == (32,)
 
 
+def test_copies_share_the_policy():
+    rb, _ = make()
+    twin = copy.deepcopy(rb)
+    assert twin.sampler.policy is rb.sampler.policy
+    twin.extend(experience(10, seed=1))
+    assert (len(twin), len(rb)) == (510, 500)
+    assert twin.sampler.actor_buffer(twin).sample().shape == (32,)
+
+
 # --- in a graph
 
 
@@ -496,14 +508,20 @@ def test_bad_arguments(arguments, message):
 
 
 def test_distributions_that_are_not_understood():
-    for distribution, keywords in ((TanhNormal, {"low": -2.0, "high": 2.0}), (TruncatedNormal, {})):
-        net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
-        module = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
-        policy = ProbabilisticActor(
-            module, in_keys=["loc", "scale"], distribution_class=distribution, distribution_kwargs=keywords
-        )
+    wide = {"low": -torch.ones(2), "high": torch.tensor([1.0, 2.0])}
+    for distribution, keywords in (
+        (TanhNormal, {"low": -2.0, "high": 2.0}),
+        (TanhNormal, wide),
+        (TanhNormal, {"tanh_loc": True}),
+        (TruncatedNormal, {}),
+    ):
         with pytest.raises(ValueError, match="the policy's distribution is"):
-            DecoupledSampler(RandomSampler(), policy)
+            DecoupledSampler(RandomSampler(), stochastic_policy(distribution, **keywords))
+
+
+def test_what_a_distribution_does_anyway_may_be_said():
+    policy = stochastic_policy(TanhNormal, low=-torch.ones(2), high=1.0, tanh_loc=False, upscale=3.0, safe_tanh=True)
+    assert DecoupledSampler(RandomSampler(), policy)._squashed
 
 
 def test_pinned_tables_need_candidates_of_their_own():
@@ -532,6 +550,30 @@ def test_what_does_not_fit_together():
     rb, actor_rb = make(count=0)
     rb.extend(experience(20).exclude("action"))
     with pytest.raises(KeyError, match=r"no entries \['action'\]"):
+        actor_rb.sample()
+
+
+@pytest.mark.parametrize("score", ["kl", "mse", "logprob"])
+@pytest.mark.parametrize(
+    ("stored", "of_policy"),
+    [
+        (torch.randn(40), (1,)),
+        (torch.randn(40, 1), ()),
+        (torch.randn(40, 3), (1,)),
+        (torch.randn(40), ()),
+        (torch.randn(40, 2, 2), (2, 2)),
+        (torch.nn.functional.one_hot(torch.arange(40) % 3), (3,)),
+    ],
+    ids=["flat", "flat policy", "broadcast", "both flat", "agents", "discrete"],
+)
+def test_actions_must_be_rows_of_numbers(score, stored, of_policy):
+    def act(observation):
+        return observation[:, :1].reshape(-1, *[1] * len(of_policy)).expand(-1, *of_policy)
+
+    policy = TensorDictModule(act, in_keys=["observation"], out_keys=["action"])
+    rb, actor_rb = make(policy=policy, count=0, score=score)
+    rb.extend(TensorDict({"observation": torch.randn(40, 3), "action": stored}, [40]))
+    with pytest.raises(ValueError, match=r"stored actions are .* both must be continuous, \[B, A\]"):
         actor_rb.sample()
 
 

@@ -354,7 +354,7 @@ class RetraceEstimator(ValueEstimatorBase):
     def _action_values(self, state: TensorDictBase, params: TensorDictBase | None) -> Tensor:
         """All Q, [*B, T, A]."""
         network, key = self.value_network, self.tensor_keys.action_value
-        with _constant(network) if params is None else params.to_module(network, preserve_module_state=False):
+        with _constant(network) if params is None else _filled(network, params):
             written = network(state.copy())
         value = self._get(written, key, "value_network writes it; name its key with set_keys(action_value=)")
         if value.shape[:-1] != state.batch_size:
@@ -400,6 +400,17 @@ class RetraceEstimator(ValueEstimatorBase):
             "action or the logits of the policy that took it; the collector stores what the policy writes, and "
             "ProbabilisticActor(return_log_prob=True) writes both."
         )
+
+
+def _filled(network: torch.nn.Module, params: TensorDictBase) -> AbstractContextManager:
+    """In which the network has these parameters."""
+    try:
+        return params.to_module(network, preserve_module_state=False)  # pyright: ignore[reportReturnType]
+    except KeyError as error:
+        raise ValueError(
+            f"RetraceEstimator: the loss's network has no parameter {error.args[0]!r}, which value_network has; both "
+            "must be the same network: one that writes values alone, as a QValueActor's first module does, actor[0]."
+        ) from error
 
 
 def _constant(network: torch.nn.Module) -> AbstractContextManager:

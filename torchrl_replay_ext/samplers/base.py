@@ -359,9 +359,15 @@ class PrioritySampler(Sampler):
             with self._change():
                 self._take_in(slots, storage)
         except (KeyError, TypeError, ValueError):
-            # refused, with nothing changed
-            self._changing.fill_(False)
+            self._refuse(slots, storage)
             raise
+
+    def _refuse(self, slots: Tensor, storage: Storage | None) -> None:
+        """Nothing was changed by a write of ``slots`` [n]."""
+        self._changing.fill_(False)
+        if storage is not None and _length(storage) <= slots.numel():
+            # the first one: these are not rows of before, to be taken in later
+            self._clock.clamp_(min=1)
 
     def _take_in(self, slots: Tensor, storage: Storage | None) -> None:
         """A write of ``slots`` [n], of which the first may be overwritten by the last."""

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ class DecoupledSampler(Sampler):
       on-policyness by a few percent only. ``granularity="group"`` chooses each group of 16 rows among K,
       ``"transition"`` the nearest B of all K·B rows, by \|z\|² (the KL needs more than one row).
 
-    The policy is held by reference, and therefore always current; it is left out of pickles. Its actions are those of
-    deterministic exploration, without gradient.
+    The policy is held by reference, and therefore always current; copies hold the same one, pickles leave it out. Its
+    actions are those of deterministic exploration, without gradient, in the mode it is in: batch normalization that is
+    in training takes in the candidates.
 
     Args:
         critic_sampler: draws the critic's batches; whatever this sampler is asked for beyond the actor's, it answers.
@@ -89,8 +91,8 @@ class DecoupledSampler(Sampler):
         candidate_sampler: draws the candidates; by default uniform. Event tables of ``retention="pinned"`` need one.
 
     Raises:
-        ValueError: if an argument is out of range or the policy does not write what is needed; at a draw, if
-            ``noise_scale`` does not fit the actions.
+        ValueError: if an argument is out of range or the policy does not write what is needed; at a draw, if actions
+            are not continuous and [A] each, stored and of the policy alike, or ``noise_scale`` does not fit them.
         RuntimeError: at a draw, if the buffer is empty or the policy was left behind by a pickle.
 
     Examples:
@@ -304,13 +306,19 @@ class DecoupledSampler(Sampler):
         if not transformed:
             traced = is_traced() and isinstance(index, Tensor)
             rows = storage.take_columns(keys, index) if traced or stacked else data.select(*keys)[index]
-        action = rows.get(self._action_key)
+        action: Tensor = rows.get(self._action_key)
         inputs = rows.select(*policy.in_keys)
         with nullcontext() if is_traced() else set_interaction_type(InteractionType.DETERMINISTIC):
             if self._stochastic and isinstance(policy, ProbabilisticTensorDictSequential):
                 result = policy.get_dist_params(inputs)
             else:
                 result = policy(inputs)
+        expected: Tensor = result.get("loc" if self._stochastic else self._action_key)
+        if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not action.is_floating_point():
+            raise ValueError(
+                f"DecoupledSampler: stored actions are {action.dtype} of shape {tuple(action.shape)}, the policy's "
+                f"{tuple(expected.shape)}; both must be continuous, [B, A]."
+            )
         if self._stochastic:
             scale = result.get("scale")
             correction = scale.log().sum(-1)
@@ -318,8 +326,8 @@ class DecoupledSampler(Sampler):
                 action = inside_bounds(action)
                 correction = correction + (1 - action.square()).log().sum(-1)
                 action = action.atanh()
-            return (action - result.get("loc")) / scale, correction
-        difference = action - result.get(self._action_key)
+            return (action - expected) / scale, correction
+        difference = action - expected
         # checked here, where the number of dimensions is known
         scale = _as_scale(self._scale, difference)
         if self._score == "kl":
@@ -448,6 +456,12 @@ class DecoupledSampler(Sampler):
     def _empty(self) -> None:
         for sampler in self._samplers():
             sampler._empty()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecoupledSampler:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(deepcopy(self.__getstate__(), memo), _policy=self._policy)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_policy": None, "_drawn": deque(maxlen=_REMEMBERED)}

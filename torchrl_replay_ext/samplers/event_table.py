@@ -87,8 +87,9 @@ class EventTableSampler(PrioritySampler):
         tables: the tables, which an :class:`~torchrl_replay_ext.EventTableWriter` of the same buffer fills.
         eta: η of each table, ``"default"`` included, in [0, 1]; they sum to 1. An
             :class:`~torchrl_replay_ext.Anneal` counts batches drawn.
-        min_size: transitions that a table needs to be drawn from, d_k; by default the batch size. A number for all
-            event tables, or one for each.
+        min_size: transitions that a table needs to be drawn from, d_k; by default the batch size, which
+            :meth:`probabilities` and :meth:`stats` take from the last draw (1 before the first). A number for all event
+            tables, or one for each.
         allocation: how rows are divided among tables, see :func:`~torchrl_replay_ext.functional.allocate`.
         correction: see above.
         beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`, which counts priority

@@ -80,7 +80,7 @@ class ReaPERSampler(PrioritySampler):
     Raises:
         ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage or more
             trajectories go on at once than ``num_streams``.
-        KeyError: at a write, if a key is missing.
+        KeyError: at a write, if the storage has no such key.
 
     Examples:
         >>> from tensordict import TensorDict

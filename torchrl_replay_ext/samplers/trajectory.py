@@ -113,6 +113,8 @@ class SliceStarts(PrioritySampler):
 
     def _rows(self, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         if not is_traced() and not int(self._tree.total()):
+            if self._pad:
+                raise RuntimeError(f"{_OWNER}: nothing is stored but rows of a write that was refused.")
             raise RuntimeError(
                 f"{_OWNER}(slice_len={self._slice_len}, pad=False): no stored episode has {self._slice_len} steps in a "
                 "row; wait for longer ones, pass a smaller slice_len=, or pad=True."
@@ -305,8 +307,15 @@ class TrajectoryRetraceSampler(Sampler):
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer for slots just written."""
         self._agree()
-        for sampler in self._samplers():
-            sampler.mark_update(index, storage=storage)
+        try:
+            self._starts.mark_update(index, storage=storage)
+        except (KeyError, TypeError, ValueError):
+            if self._prioritized and not is_traced():
+                self._anchors._bind(storage)
+                self._anchors._refuse(self._anchors._slots(index), storage)
+            raise
+        if self._prioritized:
+            self._anchors.mark_update(index, storage=storage)
 
     def add(self, index: int) -> None:
         """Called after a write."""
