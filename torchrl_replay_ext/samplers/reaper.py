@@ -48,9 +48,10 @@ class ReaPERSampler(PrioritySampler):
     * Finished is terminated or truncated, as in the authors' code; ``truncated="ongoing"`` for those who hold that
       a truncated target is not exact.
     * An episode that breaks off without an end stays ongoing. It may do so in a column of a storage of ``ndim`` >= 2,
-      where trajectory ids restart, and where ``init_key`` marks the first transition of the next; elsewhere it is an
-      error. Several collectors in turn are told apart by ids that restart, unless the same id was going on: mark the
-      first transitions then (torchrl's ``InitTracker``).
+      where trajectory ids restart, and where ``init_key`` marks the first transition of the next (of several streams in
+      flat storage, the longest silent of those that its write does not go on with); elsewhere it is an error. Several
+      collectors in turn are told apart by ids that restart, unless the same id was going on: mark the first transitions
+      then (torchrl's ``InitTracker``).
 
     Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one
     flat storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``.
