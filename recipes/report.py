@@ -32,14 +32,25 @@ class Study:
     rows: dict[str, dict[str, dict[int, dict[str, str]]]]
     runs: dict[str, dict[str, dict[int, Run]]]
 
-    def steps(self, env: str, variant: str) -> dict[int, float]:
-        """Steps to the threshold by seed; of a run that did not reach it, all its steps."""
-        return {seed: float(row["reached"] or row["env_steps"]) for seed, row in self.rows[env][variant].items()}
+    def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
+        """A number of the row of each run, [seeds]."""
+        return np.array([of(row) for row in self.rows[env][variant].values()])
 
-    def saved(self, env: str, variant: str) -> np.ndarray:
-        """Steps of the baseline and of the variant, [2, seeds that both have]."""
-        ours, theirs = self.steps(env, variant), self.steps(env, self.config.baseline)
-        return np.array([(theirs[seed], ours[seed]) for seed in sorted(ours.keys() & theirs.keys())]).reshape(-1, 2).T
+    def pairs(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
+        """That of the baseline and of the variant, [seeds that both have, 2]."""
+        theirs, ours = self.rows[env][self.config.baseline], self.rows[env][variant]
+        seeds = sorted(ours.keys() & theirs.keys())
+        return np.array([(of(theirs[seed]), of(ours[seed])) for seed in seeds]).reshape(-1, 2)
+
+
+def steps_of(row: dict[str, str]) -> float:
+    """Steps to the threshold; of a run that did not reach it, all its steps."""
+    return float(row["reached"] or row["env_steps"])
+
+
+def final_of(row: dict[str, str]) -> float:
+    """The mean of the last tenth of a run's evaluations."""
+    return float(row["final"])
 
 
 def read_study(out: Path) -> Study:
@@ -92,25 +103,26 @@ def format_table(study: Study) -> str:
     """A Markdown table with a row for each environment and variant.
 
     Steps of runs that did not reach the threshold count as all their steps. Shares are of steps saved against the
-    baseline: the median over pairs of the same seed, and that of the mean steps, as the sources report it.
+    baseline: the median over pairs of the same seed, and that of the mean steps, as the sources report it. The last
+    evaluations are the last tenth of each run's; their mean gain over the baseline is of pairs, too.
     """
     config = study.config
     lines = [
         f"| | variant | runs | reached | steps: median | mean | saved against {config.baseline}, paired: median | "
-        "of the means | in the source | last evaluations: IQM |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "of the means | in the source | last evaluations: IQM | gain, paired: mean |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for env in config.envs:
         for variant in config.variants:
             seeds = study.rows[env][variant]
             if not seeds:
                 continue
-            steps = np.array(list(study.steps(env, variant).values()))
-            final = np.array([float(row["final"]) for row in seeds.values()])
+            steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
             reached = sum(row["reached"] != "" for row in seeds.values())
-            pairs = study.saved(env, variant).T
-            saved = of_means = ""
+            pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
+            saved = of_means = gain = ""
             if variant != config.baseline and len(pairs):
+                gain = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
                 saved = with_interval(pairs, lambda p: np.median(1 - p[:, 1] / p[:, 0]), "{:.1%}")
                 of_means = with_interval(pairs, lambda p: 1 - p[:, 1].mean() / p[:, 0].mean(), "{:.1%}")
             cells = [
@@ -124,6 +136,7 @@ def format_table(study: Study) -> str:
                 of_means,
                 config.claims.get(env, {}).get(variant, ""),
                 with_interval(final, interquartile_mean, "{:.1f}"),
+                gain,
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -158,7 +171,7 @@ def draw(study: Study, out: Path) -> None:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(config.column, config.column))
         for place, variant in enumerate(groups):
-            steps = np.array(list(study.steps(env, variant).values()))
+            steps = study.values(env, variant, steps_of)
             missed = np.array([row["reached"] == "" for row in study.rows[env][variant].values()])
             beside = place + np.linspace(-0.25, 0.25, len(steps)) if len(steps) > 1 else np.array([place])
             color = cycle(place)

@@ -226,12 +226,14 @@ def test_pairs_are_of_the_same_seed(finished):
     rows = found.rows["cartpole"]
     for seed, (theirs, ours) in enumerate([(100, 50), (200, 300), (400, 100), (100, 100)]):
         rows["per"][seed]["reached"], rows["reaper"][seed]["reached"] = str(theirs), str(ours)
+        rows["per"][seed]["final"], rows["reaper"][seed]["final"] = str(-theirs), str(10 - theirs)
     del rows["per"][4]
-    pairs = found.saved("cartpole", "reaper").T
+    pairs = found.pairs("cartpole", "reaper", report.steps_of)
     assert pairs.tolist() == [[100, 50], [200, 300], [400, 100], [100, 100]]
     line = next(line for line in report.format_table(found).splitlines() if "| cartpole | reaper" in line)
     # of .5, -.5, .75, 0; means 200 and 137.5
     assert "| 25.0% [" in line and "| 31.2% [" in line
+    assert line.endswith("| 10.0 [10.0, 10.0] |")
 
 
 def test_no_study_there(tmp_path, monkeypatch, capsys):
