@@ -256,6 +256,8 @@ class PrioritySampler(Sampler):
     _traceable = False
     # whether the capacity is that of the storage, which becomes known when it is written to
     _grows = False
+    # whether all that was there before the first write is what was refused
+    _only_refused = False
     # whether this is a copy in a process that was spawned, whose tensors are those of the process that spawned it
     _spawned = False
     # whether slots are written in the order of the ring, by writers in turn; and whether by no others
@@ -366,14 +368,14 @@ class PrioritySampler(Sampler):
         """Nothing was changed by a write of ``slots`` [n]."""
         self._changing.fill_(False)
         if storage is not None and _length(storage) <= slots.numel():
-            # the first one: these are not rows of before, to be taken in later
-            self._clock.clamp_(min=1)
+            self._only_refused = True
 
     def _take_in(self, slots: Tensor, storage: Storage | None) -> None:
         """A write of ``slots`` [n], of which the first may be overwritten by the last."""
         if self._needs_order and self._order_unknown and getattr(storage, "_last_cursor_index", None) is not None:
             self._empty()
-        if storage is not None and not int(self._clock) and _length(storage) > slots.numel():
+        untouched = storage is not None and not int(self._clock) and not self._only_refused
+        if untouched and _length(storage) > slots.numel():
             self._adopt(storage)
             self._told.fill_(self._ends_at(slots, storage))
         else:
@@ -913,6 +915,7 @@ class PrioritySampler(Sampler):
         self._max_priority.fill_(1.0)
         self._told.fill_(-1)
         self._changing.fill_(False)
+        self._only_refused = False
         # batches in flight are of no use any more
         self._outstanding = deque(((slots, -1) for slots, _ in self._outstanding), maxlen=_OUTSTANDING)
         self._just_written = None

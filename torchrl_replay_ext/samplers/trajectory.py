@@ -113,8 +113,6 @@ class SliceStarts(PrioritySampler):
 
     def _rows(self, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         if not is_traced() and not int(self._tree.total()):
-            if self._pad:
-                raise RuntimeError(f"{_OWNER}: nothing is stored but rows of a write that was refused.")
             raise RuntimeError(
                 f"{_OWNER}(slice_len={self._slice_len}, pad=False): no stored episode has {self._slice_len} steps in a "
                 "row; wait for longer ones, pass a smaller slice_len=, or pad=True."
