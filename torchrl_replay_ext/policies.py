@@ -38,7 +38,8 @@ def is_squashed(policy: nn.Module, name: str) -> bool:
 def _not_plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a distribution by which it differs from N(loc, scale), or the tanh of that."""
     plain = {"low": -1.0, "high": 1.0, "tanh_loc": False}
-    without_effect = {"safe_tanh", "event_dims", *(() if keywords.get("tanh_loc") else ("upscale",))}
+    # upscale is of tanh_loc
+    without_effect = {"safe_tanh", "event_dims", "upscale"}
     return {
         key: value
         for key, value in keywords.items()

@@ -361,21 +361,17 @@ class PrioritySampler(Sampler):
             with self._change():
                 self._take_in(slots, storage)
         except (KeyError, TypeError, ValueError):
-            self._refuse(slots, storage)
+            # refused, with nothing changed
+            self._changing.fill_(False)
+            self._only_refused |= storage is not None and _length(storage) <= slots.numel()
             raise
-
-    def _refuse(self, slots: Tensor, storage: Storage | None) -> None:
-        """Nothing was changed by a write of ``slots`` [n]."""
-        self._changing.fill_(False)
-        if storage is not None and _length(storage) <= slots.numel():
-            self._only_refused = True
 
     def _take_in(self, slots: Tensor, storage: Storage | None) -> None:
         """A write of ``slots`` [n], of which the first may be overwritten by the last."""
         if self._needs_order and self._order_unknown and getattr(storage, "_last_cursor_index", None) is not None:
             self._empty()
-        untouched = storage is not None and not int(self._clock) and not self._only_refused
-        if untouched and _length(storage) > slots.numel():
+        adopts = not int(self._clock) and not self._only_refused
+        if adopts and storage is not None and _length(storage) > slots.numel():
             self._adopt(storage)
             self._told.fill_(self._ends_at(slots, storage))
         else:

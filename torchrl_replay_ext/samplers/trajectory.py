@@ -305,15 +305,8 @@ class TrajectoryRetraceSampler(Sampler):
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer for slots just written."""
         self._agree()
-        try:
-            self._starts.mark_update(index, storage=storage)
-        except (KeyError, TypeError, ValueError):
-            if self._prioritized and not is_traced():
-                self._anchors._bind(storage)
-                self._anchors._refuse(self._anchors._slots(index), storage)
-            raise
-        if self._prioritized:
-            self._anchors.mark_update(index, storage=storage)
+        for sampler in self._samplers():
+            sampler.mark_update(index, storage=storage)
 
     def add(self, index: int) -> None:
         """Called after a write."""
@@ -330,8 +323,12 @@ class TrajectoryRetraceSampler(Sampler):
         return [self._starts, self._anchors] if self._prioritized else [self._starts]
 
     def _agree(self) -> None:
-        """What only the first of our samplers has taken in, since the write broke off in between, is known to none."""
+        """What only the first of our samplers has taken in, since the write broke off in between, is known to none.
+
+        Nor do anchors take in what it has refused, of which they were not told.
+        """
         if self._prioritized and not is_traced():
+            self._anchors._only_refused |= self._starts._only_refused
             ours, theirs = int(self._starts._told), int(self._anchors._told)
             if ours >= 0 and theirs >= 0 and ours != theirs:
                 self._starts._told.fill_(theirs)
