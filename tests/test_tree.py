@@ -121,7 +121,7 @@ class TreeAgainstList(RuleBasedStateMachine):
     def change_leaves_and_rebuild(self, data):
         if not self.paged:
             for i in self.choose_leaves(data, most=3):
-                self.masses[i] = int(self.tree.leaves.view(-1)[i].add_(7))
+                self.masses[i] = int(self.tree.leaves[i].add_(7))
         self.tree.rebuild_()
 
     @rule()
@@ -202,7 +202,7 @@ class PagedTreeAgainstList(TreeAgainstList):
         for i in index:
             self.masses[i] = 0
         self.free.append(self.pages.pop(block))
-        self.page_table[block] = self.tree.leaves.shape[0] - 1
+        self.page_table[block] = self.tree.rows.shape[0] - 1
 
 
 TestTree = TreeAgainstList.TestCase
@@ -436,10 +436,10 @@ def test_check_valid_can_fail(change):
     tree = SumTree(100, fanout=4, top=2, track_min=True)
     tree.update(torch.arange(100), torch.ones(100))
     tree.check_valid()
-    tree.leaves.view(-1)[17] += {"leaf": 1, "negative": -2 * UNIT, "minimum": UNIT // 2}[change]
+    tree.leaves[17] += {"leaf": 1, "negative": -2 * UNIT, "minimum": UNIT // 2}[change]
     if change == "minimum":
         # the sum of the block stays, so only the minimum tells
-        tree.leaves.view(-1)[18] -= UNIT // 2
+        tree.leaves[18] -= UNIT // 2
     with pytest.raises(AssertionError):
         tree.check_valid()
     if change != "negative":

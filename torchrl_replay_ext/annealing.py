@@ -93,6 +93,10 @@ class Hyperparameter:
         """Whether the last step was the last of the schedule."""
         return self.annealed and self._state[1].item() == self._state[4].item()
 
+    def tensors(self) -> list[Tensor]:
+        """What is changed in place."""
+        return [self._state]
+
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
         self._state = self._state.to(device)

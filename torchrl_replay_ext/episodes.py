@@ -352,6 +352,12 @@ class EpisodeIndex:
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
 
+    def graph_tensors(self) -> list[Tensor]:
+        """What :meth:`reliability` reads and graphs change, once :meth:`prepare` was called."""
+        placed = [self._position] if self.assigned else []
+        columns = [self.episode, self._start, self._touched, self._finished, self._lane_total]
+        return [*self._tree.graph_tensors(), *self._totals.graph_tensors(), *columns, *placed]
+
     @property
     def max_priority(self) -> float:
         """The largest mass a transition may have, as a priority."""
@@ -360,7 +366,7 @@ class EpisodeIndex:
     def tensors(self) -> dict[str, Tensor]:
         """All state from which the rest is recomputed, by name."""
         state = {
-            "masses": self._tree.leaves,
+            "masses": self._tree.rows,
             "episode": self.episode,
             "totals": self._totals.leaves,
             "start": self._start,

@@ -157,7 +157,7 @@ class SliceIndex:
             following = take(self._next, slots).to(torch.int64)
             begins &= following != slots
             slots = following
-        self.starts.leaves.view(-1)[: self.size] = begins.to(torch.int64)
+        self.starts.leaves[: self.size] = begins.to(torch.int64)
         self.starts.rebuild_()
 
     def check_valid(self, stored: Tensor) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -92,12 +94,73 @@ def mark_static(*parts: Any) -> None:
             mark_static(vars(part))
 
 
+class EagerFallback:
+    """A computation that a graph on the CPU hands to eager code in the rare case that it needs it.
+
+    Eager code may loop until it is done; a graph has a fixed number of operations.
+
+    Args:
+        compute: called with ``results`` and ``inputs`` of :meth:`replace`; returns tensors of the same shapes. It
+            changes nothing that the graph reads.
+        state: the tensors that ``compute`` reads and that graphs change in place.
+    """
+
+    def __init__(self, compute: Callable[[list[Tensor], list[Tensor]], list[Tensor]], state: list[Tensor]):
+        self.compute, self.state = compute, state
+        # a custom operation takes numbers, but no objects
+        self._number = next(_numbers)
+        _fallbacks[self._number] = self
+
+    def replace(self, condition: Tensor, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """``compute(results, inputs)`` if ``condition``, bool [], holds; otherwise ``results``."""
+
+        def computed():
+            return torch.ops.torchrl_replay_ext.eager_fallback(self._number, results, inputs, self.state)
+
+        def kept():
+            return [result.clone() for result in results]
+
+        return torch.cond(condition, computed, kept, ())  # pyright: ignore[reportReturnType]
+
+
+_numbers = itertools.count()
+_fallbacks: WeakValueDictionary[int, EagerFallback] = WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "torchrl_replay_ext::eager_fallback",
+    mutates_args=(),
+    schema="(int number, Tensor[] results, Tensor[] inputs, Tensor[] state) -> Tensor[]",
+)
+def _eager_fallback(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
+    fallback = _fallbacks[number]
+    pairs = zip(fallback.state, state, strict=True)
+    # plain torch.compile may keep the current values in copies until the graph ends
+    moved = [(own, own.clone(), now) for own, now in pairs if own.data_ptr() != now.data_ptr()]
+    for own, _, now in moved:
+        own.copy_(now)
+    try:
+        return fallback.compute(results, inputs)
+    finally:
+        for own, before, _ in moved:
+            own.copy_(before)
+
+
+@_eager_fallback.register_fake
+def _(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(result) for result in results]
+
+
 def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
 
-    torch makes sure at each call that nothing changed which the graph was made for. That takes as long as the replay
-    itself, and is left out here: whatever ``step`` reads, the arguments' shapes included, must stay what it was at the
-    first call, but for the values of tensors.
+    It differs from ``torch.compile`` in two ways:
+
+    * ``torch.compile`` checks at each call that nothing changed which the graph was made for. That takes as long as the
+      replay itself and is left out here: whatever ``step`` reads, including the shapes of its arguments, must stay what
+      it was at the first call. Only the values of tensors may change.
+    * Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
+      then copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
 
     Args:
         step: a function, not a method.
@@ -122,6 +185,8 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
         "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
         "size_asserts": False,
         "alignment_asserts": False,
+        # a read that is moved behind a write to the same tensor makes the graph copy the whole tensor
+        "reorder_for_locality": False,
     }
     if cudagraphs:
         options["triton.cudagraphs"] = True

@@ -145,10 +145,14 @@ class Pyramid:
         """The dense top, int64 [.]."""
         return self.levels[-1]
 
+    def flat(self) -> Tensor:
+        """All levels inside graphs, one behind the other, int64 [.]."""
+        assert self._flat is not None
+        return self._flat
+
     def apex(self) -> Tensor:
         """The last level inside graphs, int64 [.]."""
-        assert self._flat is not None
-        return self._flat[self._layout()[-1][0] :]
+        return self.flat()[self._layout()[-1][0] :]
 
     def tensors(self) -> list[Tensor]:
         """All levels."""
@@ -183,15 +187,14 @@ class Pyramid:
             below = level
 
     def walk(self, leaves: Tensor) -> list[tuple[Tensor, int, int, int]]:
-        """All levels from ``leaves`` [stored, fanout] up, for graphs.
+        """All levels from ``leaves`` [stored · fanout] up, for graphs.
 
         Returns:
             For each level a flat tensor, where in it the level begins, its length, and how many of its entries make one
             of the next.
         """
-        assert self._flat is not None
-        own = [(self._flat, *step) for step in self._layout()]
-        return [(leaves.view(-1), 0, leaves.numel(), min(self._fanout, _NARROW)), *own]
+        own = [(self.flat(), *step) for step in self._layout()]
+        return [(leaves, 0, leaves.shape[0], min(self._fanout, _NARROW)), *own]
 
     @property
     def last_in_rows(self) -> int:
@@ -217,14 +220,6 @@ class Pyramid:
             place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
             level, begin, *_ = steps[number + 1]
             put(level, begin + place, value)
-
-    def add_narrow(self, leaves: Tensor, place: Tensor, node: Tensor, change: Tensor) -> None:
-        """:meth:`refresh_narrow` for sums, from the ``change`` [n] of each leaf; of duplicates all but one are 0."""
-        steps = self.walk(leaves)
-        for number, (*_, children) in enumerate(steps[:-1]):
-            place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
-            level, begin, *_ = steps[number + 1]
-            put(level, begin + place, change, accumulate=True)
 
     def rebuild(self, leaves: Tensor, rows_in_order: Tensor) -> None:
         """Recompute everything from ``leaves`` [stored, fanout], and from the rows as they are counted."""
@@ -321,7 +316,8 @@ class SumTree:
         self._shift = fanout.bit_length() - 1
         self.page_table = page_table
         stored = blocks if page_table is None or num_pages is None else num_pages + 1
-        self.leaves = torch.zeros((stored, fanout), dtype=torch.int64, device=device)
+        # one-dimensional: a graph that writes to a view of a tensor copies the whole tensor
+        self.leaves = torch.zeros(stored * fanout, dtype=torch.int64, device=device)
         layout = {"stored": stored, "fanout": fanout, "top": top, "device": device}
         self._sums = Pyramid(blocks, kind="sum", **layout)
         self._minima = Pyramid(blocks, kind="min", **layout) if track_min else None
@@ -331,11 +327,16 @@ class SumTree:
         # row k selects the first k of a row
         self._first = -torch.ones((fanout, fanout), dtype=torch.int64, device=device).tril(-1)
         # the largest priority a leaf may hold: the sum of all leaves that are stored must stay below 2^62
-        self.max_priority = float(2**62 // min(capacity, self.leaves.numel()) // self.UNIT)
+        self.max_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
         # whether it may become part of a graph, which would not see what is remembered in Python
         self.prepared = False
         # running sums of the top, behind a 0; computed anew for each draw
         self._running = torch.zeros(self._sums.top.numel() + 1, dtype=torch.int64, device=device)
+
+    @property
+    def rows(self) -> Tensor:
+        """The leaves by stored row, int64 [rows, fanout]: a view for code outside graphs."""
+        return self.leaves.view(-1, self.fanout)
 
     def _pyramids(self) -> list[Pyramid]:
         return [self._sums] if self._minima is None else [self._sums, self._minima]
@@ -347,6 +348,11 @@ class SumTree:
             for pyramid in self._pyramids():
                 pyramid.prepare()
             self.rebuild_()
+
+    def graph_tensors(self) -> list[Tensor]:
+        """What graphs read and change, once the tree is prepared."""
+        paged = [] if self.page_table is None else [self.page_table]
+        return [self.leaves, *(pyramid.flat() for pyramid in self._pyramids()), *paged]
 
     def nbytes(self) -> int:
         """Memory of the tree in bytes, the page table left out."""
@@ -369,7 +375,7 @@ class SumTree:
     def get(self, index: Tensor) -> Tensor:
         """Masses at ``index`` [n], int64 [n]."""
         place = index if self.page_table is None else self._address(index)[2]
-        return take(self.leaves.view(-1), place)
+        return take(self.leaves, place)
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
@@ -394,13 +400,13 @@ class SumTree:
             block = torch.cat(self._stale)
             self._stale.clear()
             row = self._row(block)
-            self._minima.refresh(self.leaves.index_select(0, row), row, block)
+            self._minima.refresh(self.rows.index_select(0, row), row, block)
 
     def _row(self, block: Tensor) -> Tensor:
         return block if self.page_table is None else self.page_table[block]
 
     def _rows_in_order(self) -> Tensor:
-        return self.leaves if self.page_table is None else self.leaves[self.page_table]
+        return self.rows if self.page_table is None else self.rows[self.page_table]
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of the leaves ``index`` [n] to ``priority`` [n]; of duplicates the last one wins.
@@ -428,23 +434,16 @@ class SumTree:
         block, row, place = self._address(index)
         leaves = self.leaves
         lazy = lazy and not self.prepared and self._min is not None and index.shape[0] <= FEW
-        before = leaves.view(-1).index_select(0, place).tolist() if lazy else []
-        change = None
+        before = leaves.index_select(0, place).tolist() if lazy else []
         if resolved is None:
-            write_last(leaves.view(-1), place, mass)
+            write_last(leaves, place, mass)
         else:
-            current = take(leaves.view(-1), place)
-            mass = pick(resolved.taken, mass, current)
-            change = (mass - current) * resolved.once
-            put(leaves.view(-1), place, mass)
+            put(leaves, place, pick(resolved.taken, mass, take(leaves, place)))
         if is_traced():
             for pyramid in self._pyramids():
-                if change is not None and pyramid.kind == "sum":
-                    pyramid.add_narrow(leaves, place, block, change)
-                else:
-                    pyramid.refresh_narrow(leaves, place, block)
+                pyramid.refresh_narrow(leaves, place, block)
             return
-        rows = leaves.index_select(0, row)
+        rows = self.rows.index_select(0, row)
         self._sums.refresh(rows, row, block)
         if lazy:
             self._stale.append(block)
@@ -470,7 +469,7 @@ class SumTree:
             first = begin + node * children
             child, rest = _child(lambda k, level=level, first=first: take(level, first + k), children, rest)
             node = node * children + child
-        mass = take(self.leaves.view(-1), node)
+        mass = take(self.leaves, node)
         # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise
         # the compiler may postpone that, and then an update has to copy the whole tree for its sake.
         return (block << self._shift) + (node & (self.fanout - 1)) + (mass >> 62), mass
@@ -514,7 +513,7 @@ class SumTree:
             child = torch.searchsorted(running, rest.unsqueeze(1), right=True)
             rest = rest - (running - children).gather(1, child).squeeze(1)
             node = torch.add(child.squeeze(1), node, alpha=self.fanout)
-        children = self.leaves.index_select(0, self._row(node))
+        children = self.rows.index_select(0, self._row(node))
         child = torch.searchsorted(children.cumsum(1), rest.unsqueeze(1), right=True)
         leaf = torch.add(child.squeeze(1), node, alpha=self.fanout)
         return leaf, children.gather(1, child).squeeze(1)
@@ -557,15 +556,25 @@ class SumTree:
         """Sum of the masses of the leaves [0, i) for each i of ``index`` [n], 0 <= i <= capacity. int64 [n]."""
         if is_traced():
             return self._prefix_narrow(index)
+        if 2 * index.shape[0] > self.leaves.shape[0]:
+            return self._prefix_of_many(index)
         blocks = self._sums.levels[:-1]
         node, row, _ = self._address(index)
-        result = self._before(self.leaves.index_select(0, row), index)
+        result = self._before(self.rows.index_select(0, row), index)
         for level in blocks:
             parent = node >> self._shift
             result = result + self._before(level.index_select(0, parent), node)
             node = parent
         self._run()
         return result + self._running.index_select(0, node)
+
+    def _prefix_of_many(self, index: Tensor) -> Tensor:
+        """:meth:`prefix` by one pass over all leaves."""
+        block, _, place = self._address(index)
+        running = self.rows.cumsum(1)
+        sums = running[:, -1] if self.page_table is None else running[:, -1][self.page_table]
+        ahead = sums.cumsum(0) - sums
+        return ahead[block] + (running - self.rows).view(-1)[place]
 
     def _before(self, children: Tensor, index: Tensor) -> Tensor:
         return (children & self._first.index_select(0, index & (self.fanout - 1))).sum(1)
@@ -585,7 +594,7 @@ class SumTree:
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
         for pyramid in self._pyramids():
-            pyramid.rebuild(self.leaves, self._rows_in_order())
+            pyramid.rebuild(self.rows, self._rows_in_order())
         self._min = None
         self._stale.clear()
 
@@ -599,7 +608,7 @@ class SumTree:
         self._refresh_minima()
         for pyramid in self._pyramids():
             expected = copy.deepcopy(pyramid)
-            expected.rebuild(self.leaves, self._rows_in_order())
+            expected.rebuild(self.rows, self._rows_in_order())
             if not all(map(torch.equal, pyramid.tensors(), expected.tensors())):
                 raise AssertionError(f"SumTree: a {pyramid.kind} does not agree with the leaves")
 
@@ -617,9 +626,10 @@ class MaxTree:
     """
 
     def __init__(self, capacity: int, *, fanout: int = 64, top: int = 16384, device: torch.device | str | None = None):
-        self._shift = fanout.bit_length() - 1
+        self._fanout, self._shift = fanout, fanout.bit_length() - 1
         rows = -(-capacity // fanout)
-        self._rows = torch.zeros((rows, fanout), dtype=torch.int64, device=device)
+        # the values, to be written in place; one-dimensional as in SumTree
+        self.leaves = torch.zeros(rows * fanout, dtype=torch.int64, device=device)
         self._maxima = Pyramid(rows, stored=rows, fanout=fanout, top=top, kind="max", device=device)
         self._prepared = False
 
@@ -631,15 +641,18 @@ class MaxTree:
             self.rebuild_()
 
     @property
-    def leaves(self) -> Tensor:
-        """The values, int64, to be written in place."""
-        return self._rows.view(-1)
+    def _rows(self) -> Tensor:
+        return self.leaves.view(-1, self._fanout)
+
+    def graph_tensors(self) -> list[Tensor]:
+        """What graphs read and change, once the tree is prepared."""
+        return [self.leaves, self._maxima.flat()]
 
     def refresh(self, index: Tensor) -> None:
         """Recompute the ancestors of the leaves ``index`` [n]."""
         block = index >> self._shift
         if is_traced():
-            self._maxima.refresh_narrow(self._rows, index, block)
+            self._maxima.refresh_narrow(self.leaves, index, block)
         else:
             self._maxima.refresh(self._rows.index_select(0, block), block, block)
 
@@ -658,4 +671,4 @@ class MaxTree:
 
     def nbytes(self) -> int:
         """Memory in bytes."""
-        return sum(t.numel() * t.element_size() for t in (self._rows, *self._maxima.tensors()))
+        return sum(t.numel() * t.element_size() for t in (self.leaves, *self._maxima.tensors()))

@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.functional import extremes, last_occurrence, write_last
-from torchrl_replay_ext.tracing import is_traced, mark_static, put, scalar, take
+from torchrl_replay_ext.tracing import EagerFallback, is_traced, mark_static, put, scalar, take
 from torchrl_replay_ext.tree import Resolved, SumTree
 
 # Batches that are remembered until their priorities come back.
@@ -258,6 +258,8 @@ class PrioritySampler(Sampler):
     _grows = False
     # whether all that was there before the first write is what was refused
     _only_refused = False
+    # draws for graphs whose own round of proposals was not enough
+    _fallback: EagerFallback | None = None
     # whether this is a copy in a process that was spawned, whose tensors are those of the process that spawned it
     _spawned = False
     # whether slots are written in the order of the ring, by writers in turn; and whether by no others
@@ -718,7 +720,7 @@ class PrioritySampler(Sampler):
             mass = self._mass(take(self._priority, slots).abs())
             tree.write(slots, mass, resolved=Resolved(take(self._stamp, slots) > 0, once))
             return
-        tree.leaves.view(-1)[: self._size] = self._mass(self._priority.abs()) * (self._stamp > 0)
+        tree.leaves[: self._size] = self._mass(self._priority.abs()) * (self._stamp > 0)
         tree.rebuild_()
 
     @staticmethod
@@ -921,5 +923,5 @@ class PrioritySampler(Sampler):
     def __getstate__(self):
         state = super().__getstate__()
         # batches in flight belong to this process, and the storage comes with the buffer
-        own = {"_outstanding": deque(maxlen=_OUTSTANDING), "_just_written": None, "_bound": None}
+        own = {"_outstanding": deque(maxlen=_OUTSTANDING), "_just_written": None, "_bound": None, "_fallback": None}
         return {**state, **own, "_spawned": get_spawning_popen() is not None}

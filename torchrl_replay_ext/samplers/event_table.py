@@ -328,7 +328,7 @@ class EventTableSampler(PrioritySampler):
         super().load_state_dict(state_dict)
 
     def _tensors(self) -> dict[str, Tensor]:
-        state = {"masses": self._tree.leaves, "keys": self._keys, "changes": self._changes, "eta": self._eta}
+        state = {"masses": self._tree.rows, "keys": self._keys, "changes": self._changes, "eta": self._eta}
         if self._pairs is not None:
             state |= self._pairs.tensors()
         if self._source is not None:
@@ -342,7 +342,7 @@ class EventTableSampler(PrioritySampler):
             self._episodes.check_valid()
         if self._correction != "priority" and self._tables.num_slots:
             positions = self._tables.positions(self._stored_slots()).unique()
-            drawn = (self._tree.leaves.view(-1) > 0).nonzero().squeeze(1)
+            drawn = (self._tree.leaves > 0).nonzero().squeeze(1)
             if not bool(torch.isin(drawn, positions).all()) or bool((drawn == self._nowhere).any()):
                 raise AssertionError("EventTableSampler: what is in no table can be drawn")
 
@@ -549,7 +549,7 @@ class EventTableSampler(PrioritySampler):
         table = self._table_of(positions[order])
         begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
         rank = torch.arange(len(keys), device=self._device) - begins[table]
-        leaves = self._tree.leaves.view(-1)
+        leaves = self._tree.leaves
         leaves.zero_()
         leaves[positions[order]] = self._of_rank(rank)
         self._tree.rebuild_()
@@ -703,7 +703,7 @@ class EventTableSampler(PrioritySampler):
 
     def _exactly(self, table: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """:meth:`_accepted` from all Ψ, where hardly a proposal is accepted."""
-        density = self._tree.leaves.view(-1)[: self._nowhere].to(torch.float64)
+        density = self._tree.leaves[: self._nowhere].to(torch.float64)
         listed = density.nonzero().squeeze(1)
         density[listed] *= self._factor(self._tables.slot_at[listed].to(torch.int64))
         running = torch.cat([density.new_zeros(1), density.cumsum(0)])

@@ -107,11 +107,11 @@ class ProportionalSampler(PrioritySampler):
         self._reweight_tree(self._tree, slots)
 
     def _check(self) -> None:
-        if bool(((self._tree.leaves.view(-1)[: self._size] > 0) & (self._stamp == 0)).any()):
+        if bool(((self._tree.leaves[: self._size] > 0) & (self._stamp == 0)).any()):
             raise AssertionError("ProportionalSampler: a slot that holds nothing can be drawn")
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"masses": self._tree.leaves}
+        return {"masses": self._tree.rows}
 
     def _restored(self) -> None:
         self._tree.rebuild_()

@@ -146,7 +146,7 @@ class RankBasedSampler(PrioritySampler):
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            "places_in_use": self._tree.leaves,
+            "places_in_use": self._tree.rows,
             "slot_at": self._slot_at,
             "place": self._place,
             "keys": self._keys,
@@ -162,7 +162,7 @@ class RankBasedSampler(PrioritySampler):
         placed = (place != self._nowhere).nonzero().squeeze(1)
         if not torch.equal(placed, self._stored_slots()):
             raise AssertionError("RankBasedSampler: a slot that holds nothing has a place, or the other way round")
-        in_use = (self._tree.leaves.view(-1) > 0).nonzero().squeeze(1)
+        in_use = (self._tree.leaves > 0).nonzero().squeeze(1)
         places = place[placed]
         if not torch.equal(places.sort().values, in_use) or not torch.equal(self._slot_at[places], placed):
             raise AssertionError("RankBasedSampler: a place is in use for another slot")
@@ -248,7 +248,7 @@ class RankBasedSampler(PrioritySampler):
             self._sort()
 
     def _sort(self) -> None:
-        in_use = self._tree.leaves.view(-1) > 0
+        in_use = self._tree.leaves > 0
         slots = self._slot_at[in_use.nonzero().squeeze(1)]
         key = self._priority[slots]
         key = torch.where(key < 0, math.inf, key)
@@ -271,7 +271,7 @@ class RankBasedSampler(PrioritySampler):
         self._keys[:count] = -key[order]
         self._num_sorted.fill_(count)
         self._tree.leaves.zero_()
-        self._tree.leaves.view(-1)[places] = 1
+        self._tree.leaves[places] = 1
         self._tree.rebuild_()
         self._written.zero_()
         self._changes.zero_()

@@ -1,0 +1,76 @@
+"""A compiled step costs the same at every capacity: its code copies and allocates nothing of that size."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch._inductor.utils import run_and_get_code
+
+from tests.params import slow_but
+from tests.test_compiled import CASES, step
+from torchrl_replay_ext import compile_step
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch's own, while it compiles
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+)
+
+CAPACITY = 40_000
+# a sum tree has a third as many sums as leaves
+LARGE = CAPACITY // 4
+WRITING = [name for name, case in CASES.items() if case.extends]
+LOOP = re.compile(r"<\s*static_cast<\w+>\((\d+)L?\)")
+ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def large_steps(code: str) -> list[str]:
+    """Lines of generated code that loop over, or allocate, as many entries as a buffer of this capacity has."""
+    found = []
+    for line in code.splitlines():
+        loops = [int(bound) for bound in LOOP.findall(line)]
+        sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in ALLOCATION.findall(line)]
+        if max([*loops, *sizes], default=0) >= LARGE:
+            found.append(line.strip())
+    return found
+
+
+def code_of(function, *arguments) -> str:
+    caches = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with caches[0], caches[1]:
+        return "\n".join(run_and_get_code(function, *arguments)[1])
+
+
+@pytest.mark.parametrize("name", slow_but(("proportional", "reaper"), WRITING))
+def test_a_step_with_writes_touches_nothing_of_the_size_of_the_capacity(name):
+    case = replace(CASES[name], capacity=CAPACITY)
+    experience, buffer = case.experience(), case.buffer()
+    for _ in range(5):
+        buffer.extend(experience.take(CAPACITY // 4))
+    compiled = compile_step(lambda data: step(buffer, data))
+    code = code_of(compiled, experience.take(8))
+    assert len(code) > 1000
+    assert not large_steps(code)
+
+
+def test_a_copy_of_the_size_of_the_capacity_is_found():
+    """The test above would notice a write that copies the tensor it changes."""
+    stored = torch.zeros(CAPACITY)
+
+    def write(index):
+        return torch.index_copy(stored, 0, index, torch.ones(8))[index] + 1
+
+    assert large_steps(code_of(compile_step(write), torch.arange(8)))
