@@ -40,6 +40,7 @@ from torchrl_replay_ext import (
     SumTree,
     Threshold,
     TrajectoryRetraceSampler,
+    compile_step,
 )
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.tracing import uniform
@@ -443,6 +444,61 @@ def fill_64(sampler: Any) -> CompilableReplayBuffer:
     buffer.extend(Flat().take(64))
     buffer.update_priority(torch.arange(64), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)])
     return buffer
+
+
+def one_error_at_the_end(alpha: float) -> tuple[CompilableReplayBuffer, float]:
+    """ReaPER over an episode of 1,000 steps whose last TD error is 1e7 times the others, and P(last) in closed form."""
+    sampler = ReaPERSampler(1_000, alpha=alpha, omega=1.0, eps=0.0, td_error="absolute")
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(1_000), sampler=sampler, batch_size=32)
+    number = torch.arange(1_000)
+    buffer.extend(Flat.rows(number, number == 999))
+    error = torch.full((1_000,), 1e-4)
+    error[-1] = 1e3
+    buffer.update_priority(number, error)
+    delta = error.double()
+    density = delta.cumsum(0) / delta.sum() * delta**alpha
+    return buffer, float(density[-1] / density.sum())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("alpha", slow_but((0.0,), (0.0, 0.1)))
+def test_reaper_draws_are_exact_where_hardly_a_proposal_is_accepted(alpha, compiled):
+    buffer, expected = one_error_at_the_end(alpha)
+
+    def draw() -> torch.Tensor:
+        return buffer.sample()["index"]
+
+    step = compile_step(draw) if compiled else draw
+    drawn = torch.cat([step() for _ in range(300)])
+    error = (expected * (1 - expected) / len(drawn)) ** 0.5
+    assert abs(float((drawn == 999).double().mean()) - expected) < 4 * error
+    # the others are drawn too: no batch repeats a few accepted proposals
+    assert len(drawn.unique()) > 0.5 * len(drawn) * (1 - expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [compile_step, partial(torch.compile, fullgraph=True)])
+def test_eager_draws_inside_a_graph_see_what_the_graph_has_written(compiler):
+    """Each step ends an episode whose last step has nearly all of the TD error, and must draw that step."""
+    sampler = ReaPERSampler(1_000, alpha=0.0, omega=1.0, eps=0.0, td_error="absolute", beta=0.0)
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(1_000), sampler=sampler, batch_size=32)
+    number = torch.arange(1_000)
+    buffer.extend(Flat.rows(number, number % 100 == 99))
+
+    def step(data: TensorDict) -> TensorDict:
+        index = buffer.extend(data)
+        buffer.update_priority(index, data["error"])
+        return buffer.sample()
+
+    graph = compiler(step)
+    for first in range(1_000, 3_000, 100):
+        data = Flat.rows(torch.arange(first, first + 100), torch.arange(100) == 99)
+        data["error"] = torch.where(torch.arange(100) == 99, 1e3, 1e-4)
+        batch = graph(data)
+        buffer.sampler.check_valid()
+        assert int(batch["number"].amin()) >= first - 900
+    last = batch["number"] % 100 == 99
+    assert float(last.double().mean()) > 0.5
 
 
 @pytest.mark.parametrize(

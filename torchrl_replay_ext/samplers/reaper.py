@@ -13,14 +13,15 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.episodes import EpisodeIndex
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
-from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
+from torchrl_replay_ext.tracing import EagerFallback, is_traced, pick, take, uniform
 from torchrl_replay_ext.tree import Resolved, SumTree
 
-# Rounds of proposals before a draw falls back to computing every Ψ.
-_MAX_ROUNDS = 16
-_CHUNK = 65536
+# A pass over all N slots costs about as much as N / 32 proposals.
+_PASS = 32
 # Proposals beyond the multiple of the batch that is expected to be enough.
 _SPARE = 16
+# Above this omega the number of proposals no longer grows.
+_MAX_OMEGA = 4.0
 
 
 @PrioritizedSampler.register
@@ -126,8 +127,6 @@ class ReaPERSampler(PrioritySampler):
         self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
         super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
         self._hyperparameters["omega"] = self._omega
-        # per draw; where R is evenly spread over (0, 1), one of 1 + omega is accepted
-        self._proposals = 1.25 * (1 + min(self._omega.bound, 4.0))
 
     @property
     def omega(self) -> float:
@@ -137,6 +136,10 @@ class ReaPERSampler(PrioritySampler):
     @omega.setter
     def omega(self, value: float | Tensor | Anneal) -> None:
         self._omega.set(value)
+
+    def _num_proposals(self, need: int) -> int:
+        """Proposals for ``need`` draws: where R is evenly spread over (0, 1), one of 1 + omega is accepted."""
+        return math.ceil(1.25 * (1 + min(self._omega.bound, _MAX_OMEGA)) * need) + _SPARE
 
     def _allocate(self, size: int, device: torch.device) -> None:
         self._omega.to(device)
@@ -158,6 +161,8 @@ class ReaPERSampler(PrioritySampler):
         super()._shape_changed()
         if self._traceable:
             self._episodes.prepare()
+            state = [*self._tree.graph_tensors(), *self._episodes.graph_tensors(), self._stamp, *self._omega.tensors()]
+            self._fallback = EagerFallback(lambda drawn, _: list(self._draw_eagerly(drawn[0].shape[0])), state)
 
     def _clear(self) -> None:
         self._tree.clear_()
@@ -166,7 +171,7 @@ class ReaPERSampler(PrioritySampler):
         self._repeated.zero_()
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves, "acceptance_rate": self._rate, "repeated": self._repeated} | {
+        return {"proposals": self._tree.rows, "acceptance_rate": self._rate, "repeated": self._repeated} | {
             f"episodes_{k}": v for k, v in self._episodes.tensors().items()
         }
 
@@ -175,7 +180,7 @@ class ReaPERSampler(PrioritySampler):
         stored = self._stamp[: self._num_slots] > 0
         if not torch.equal(self._episodes.episode != self._episodes._none, stored):
             raise AssertionError("ReaPERSampler: a slot that holds nothing has an episode, or the other way round")
-        if bool(((self._tree.leaves.view(-1)[: self._size] > 0) & (self._stamp == 0)).any()):
+        if bool(((self._tree.leaves[: self._size] > 0) & (self._stamp == 0)).any()):
             raise AssertionError("ReaPERSampler: a slot that holds nothing can be drawn")
 
     def _restored(self) -> None:
@@ -245,52 +250,77 @@ class ReaPERSampler(PrioritySampler):
         self._reweight_tree(self._tree, slots)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
-        omega = self._omega.current()
+        draw = self._draw_in_graph if is_traced() else self._draw_eagerly
+        slots, density = draw(batch_size)
+        return slots, density, self._smallest()
+
+    def _propose(self, num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw ``num`` proposals in proportion to d^α.
+
+        Returns:
+            Their slots, d^α, acceptance probability R^ω, and whether they are accepted, [num] each.
+        """
+        u, v = uniform(2, num, device=self._device, generator=self._rng)
+        slots, mass = self._tree.draw(u)
+        exact = self._eps == 0 or self._traceable
+        factor = self._episodes.reliability(slots, self._stamp, exact=exact) ** self._omega.current()
+        return slots, mass, factor, v < factor
+
+    def _draw_eagerly(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Slots drawn from Ψ, and Ψ of each.
+
+        Each round makes twice as many proposals per missing row. Where they would cost more than one pass over all
+        Ψ, that pass draws the missing rows.
+        """
         chosen: list[tuple[Tensor, Tensor]] = []
-        need = batch_size
-        for _ in range(_MAX_ROUNDS):
-            num = math.ceil(self._proposals * need) + _SPARE
-            u, v = uniform(2, num, device=self._device, generator=self._rng)
-            slots, mass = self._tree.draw(u)
-            exact = self._eps == 0 or self._traceable
-            factor = self._episodes.reliability(slots, self._stamp, exact=exact) ** omega
-            density = factor * mass
-            accept = v < factor
-            if is_traced():
-                place = self._first_accepted(accept, need)
-                return take(slots, place), take(density, place), self._smallest()
+        need, made, scale = batch_size, 0, 1
+        while need:
+            if made > self._num_slots // _PASS:
+                everything = self._stored_slots()
+                density = self._unnormalized(everything)
+                running = density.cumsum(0)
+                u = uniform(need, device=self._device, generator=self._rng) * running[-1]
+                drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
+                chosen.append((everything[drawn], density[drawn].to(chosen[0][1].dtype)))
+                break
+            num = scale * self._num_proposals(need)
+            made, scale = made + num, 2 * scale
+            slots, mass, factor, accept = self._propose(num)
             accepted = accept.nonzero().squeeze(1)
             self._rate.mul_(0.9).add_(0.1 * accepted.shape[0] / num)
             accepted = accepted[:need]
-            chosen.append((slots.index_select(0, accepted), density.index_select(0, accepted)))
+            chosen.append((slots.index_select(0, accepted), (factor * mass).index_select(0, accepted)))
             need -= accepted.shape[0]
-            if not need:
-                break
-        else:
-            everything = self._stored_slots()
-            density = self._unnormalized(everything)
-            running = density.cumsum(0)
-            u = uniform(need, device=self._device, generator=self._rng) * running[-1]
-            drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
-            chosen.append((everything[drawn], density[drawn].to(chosen[0][1].dtype)))
-        slots, density = chosen[0]
-        if len(chosen) > 1:
-            slots, density = torch.cat([s for s, _ in chosen]), torch.cat([d for _, d in chosen])
-        return slots, density, self._smallest()
+        if len(chosen) == 1:
+            return chosen[0]
+        return torch.cat([s for s, _ in chosen]), torch.cat([d for _, d in chosen])
 
-    def _first_accepted(self, accept: Tensor, need: int) -> Tensor:
-        """The places of the first ``need`` accepted proposals; if there are fewer, again from the first on.
+    def _draw_in_graph(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """:meth:`_draw_eagerly` with one round of proposals.
 
-        Accepted proposals are independent draws from Ψ however many there are, so repeating some leaves the
-        distribution of each row as it is. Only if none is accepted, proposals are taken as they are.
+        If too few proposals are accepted, a graph on the CPU has eager code draw the batch anew; each row follows Ψ
+        either way, since accepted proposals are independent draws from Ψ however many there are. On other devices that
+        would read from the device: there, accepted proposals are repeated, and if none is accepted, proposals are drawn
+        in proportion to R^ω.
         """
+        slots, mass, factor, accept = self._propose(self._num_proposals(batch_size))
         running = accept.cumsum(0)
         num = running[-1]
-        wanted = torch.arange(need, device=accept.device)
-        place = torch.searchsorted(running, wanted % num.clamp_min(1) + 1)
         self._rate.mul_(0.9).add_(0.1 / accept.shape[0] * num)
-        self._repeated.add_((need - num).clamp_min(0))
-        return pick(num > 0, place, wanted)
+        wanted = torch.arange(batch_size, device=self._device)
+        if self._device.type == "cpu":
+            place = torch.searchsorted(running, wanted + 1)
+            drawn = [take(slots, place), take(factor * mass, place)]
+            short = (num < batch_size) & (self._tree.total() > 0)
+            assert self._fallback is not None
+            slots, density = self._fallback.replace(short, drawn, [])
+            return slots, density
+        self._repeated.add_((batch_size - num).clamp_min(0))
+        place = torch.searchsorted(running, wanted % num.clamp_min(1) + 1)
+        share = factor.cumsum(0)
+        target = uniform(batch_size, device=self._device) * share[-1]
+        place = pick(num > 0, place, torch.searchsorted(share, target, right=True))
+        return take(slots, place), take(factor * mass, place)
 
     def _smallest(self) -> Tensor | None:
         """The smallest Ψ > 0 in the buffer, if weights are normalised by it."""
@@ -301,9 +331,8 @@ class ReaPERSampler(PrioritySampler):
         return torch.where(everything > 0, everything, math.inf).min()
 
     def _reliability(self, slots: Tensor) -> Tensor:
-        """R of ``slots`` [n], float64, a part at a time to save memory."""
-        parts = [self._episodes.reliability(part, self._stamp) for part in slots.split(_CHUNK)]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self._device)
+        """R of ``slots`` [n], float64."""
+        return self._episodes.reliability(slots, self._stamp)
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots) * self._reliability(slots) ** self._omega.value
