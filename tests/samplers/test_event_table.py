@@ -806,11 +806,33 @@ def tables_of(retention="ring"):
         ({"correction": "lemma2", "priority": {"kind": "rank"}}, "knows no priorities inside tables"),
         ({"correction": "mixture", "priority": {"kind": "rank", "beta": 0.5}}, "its exponent is beta="),
         ({"beta": 1.5, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"beta": 1.5}, r"beta must be in \[0, 1\]"),
+        ({"beta": "1", "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"beta": True, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"priority": {"kind": "rank", "stale_fraction": -1.0}}, r"stale_fraction must be in \[0, 1\]"),
+        ({"priority": {"kind": "rank", "stale_fraction": math.nan}}, r"stale_fraction must be in \[0, 1\]"),
+        ({"priority": {"kind": ["rank"]}}, "kind must be one of"),
         ({"correction": "priority", "eta": {"default": Anneal(1, 0, 5), "a": Anneal(0, 1, 5), "b": 0}}, "annealed"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
+        EventTableSampler(tables_of(), **{"eta": ETA, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eta": 0.5}, "eta must be a dict"),
+        ({"eta": {**ETA, "a": "0.2"}}, "every eta must be a number or Anneal"),
+        ({"eta": {"default": True, "a": False, "b": False}}, "every eta must be a number or Anneal"),
+        ({"priority": "proportional"}, "priority must be a dict"),
+        ({"correction": "conditional", "pair_keys": "observation"}, "pair_keys must be a tuple of the names"),
+        ({"correction": "conditional", "pair_keys": ()}, "pair_keys must be a tuple of the names"),
+    ],
+)
+def test_arguments_of_the_wrong_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
         EventTableSampler(tables_of(), **{"eta": ETA, **arguments})
 
 
@@ -836,6 +858,6 @@ def test_what_does_not_fit_together():
     rb = make()
     assert isinstance(rb.sampler, EventTableSampler) and not isinstance(rb.sampler, (RandomSampler, ReaPERSampler))
     rb.extend(scripted(20))
-    for value in (-0.1, 1.1):
+    for value in (-0.1, 1.1, math.nan, True, "0.5", None):
         with pytest.raises(ValueError, match="event_share"):
             rb.sampler.event_share = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables, is_key
 from torchrl_replay_ext.functional.allocation import METHODS, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 from torchrl_replay_ext.samplers.base import PrioritySampler, _length
@@ -117,6 +118,7 @@ class EventTableSampler(PrioritySampler):
             chance of about D² / 8N.
 
     Raises:
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of range or they do not fit together; at the first write, if the buffer's
             writer has other tables.
         RuntimeError: at the first write, if the buffer's writer is no EventTableWriter.
@@ -151,6 +153,14 @@ class EventTableSampler(PrioritySampler):
             raise ValueError(
                 f"EventTableSampler(correction={correction!r}): correction must be None, 'mixture', 'conditional', "
                 "'lemma2' or 'priority'."
+            )
+        values = (beta.start, beta.end) if isinstance(beta, Anneal) else (beta,)
+        if not all(_is_number(value) and 0 <= value <= 1 for value in values):
+            raise ValueError(f"EventTableSampler(beta={beta!r}): beta must be in [0, 1].")
+        if not (isinstance(pair_keys, (tuple, list)) and pair_keys and all(map(is_key, pair_keys))):
+            raise TypeError(
+                f"EventTableSampler(pair_keys={pair_keys!r}): pair_keys must be a tuple of the names of entries, "
+                "('observation', 'action') for example."
             )
         settings = _settings(priority)
         self._kind: str | None = settings.pop("kind")
@@ -240,15 +250,22 @@ class EventTableSampler(PrioritySampler):
     def event_share(self, value: float) -> None:
         events = self._eta[0, 1:]
         share = float(events.sum())
-        if not 0 <= value <= 1 or (share == 0 and value > 0):
+        if not (_is_number(value) and 0 <= value <= 1) or (share == 0 and value > 0):
             raise ValueError(f"EventTableSampler.event_share={value}: must be in [0, 1], and 0 if all η of events are.")
         scaled = (events * (value / share if share else 0.0)).tolist()
         self.eta = dict(zip(self._tables.names, [max(0.0, 1 - sum(scaled)), *scaled], strict=True))
 
     def _set_eta(self, eta: Mapping[str, float | Anneal]) -> None:
         names = self._tables.names
+        if not isinstance(eta, Mapping):
+            raise TypeError(f"EventTableSampler(eta={eta!r}): eta must be a dict with a number for each of {names}.")
         if set(eta) != set(names):
             raise ValueError(f"EventTableSampler: eta names {sorted(eta)}, the tables are {sorted(names)}.")
+        for name, value in eta.items():
+            if not isinstance(value, Anneal) and not _is_number(value):
+                raise TypeError(
+                    f"EventTableSampler(eta={{{name!r}: {value!r}}}): every eta must be a number or Anneal."
+                )
         schedules = [v if isinstance(v, Anneal) else Anneal(v, v, 1) for v in (eta[name] for name in names)]
         for which in ("start", "end"):
             values = [getattr(schedule, which) for schedule in schedules]
@@ -860,8 +877,12 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the base class takes, and ``kind``."""
     if priority is None:
         return {"kind": None, "alpha": 0.0, "beta": 0.0, "eps": 1e-6, "td_error": "squared"}
+    if not isinstance(priority, Mapping):
+        raise TypeError(
+            f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."
+        )
     kind = priority.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"EventTableSampler(priority={dict(priority)}): kind must be one of {', '.join(_KINDS)}.")
     known = [*_KINDS[kind], *(_REAPER if kind == "reaper" else ())]
     unknown = set(priority) - {"kind", *known}
@@ -870,7 +891,20 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
             f"EventTableSampler(priority={dict(priority)}): kind={kind!r} knows {', '.join(known)}, not "
             f"{', '.join(sorted(unknown))}."
         )
+    stale_fraction = priority.get("stale_fraction", 0.0)
+    if not (_is_number(stale_fraction) and 0 <= stale_fraction <= 1):
+        raise ValueError(
+            f"EventTableSampler(priority={dict(priority)}): stale_fraction must be in [0, 1]; 0 sorts before every "
+            "draw that follows a change."
+        )
     return {"eps": 1e-6, **_KINDS[kind], **priority}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a single real number, and not a bool."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
