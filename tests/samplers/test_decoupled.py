@@ -506,6 +506,10 @@ def test_one_graph_draws_what_eager_code_draws(critic, granularity):
     [
         ({"num_candidates": 0}, "num_candidates must be an integer >= 1"),
         ({"num_candidates": 2.0}, "num_candidates must be an integer >= 1"),
+        ({"noise_scale": math.inf}, "noise_scale must be finite"),
+        ({"noise_scale": math.nan}, "noise_scale must be finite"),
+        ({"noise_scale": torch.tensor([[1.0, 0.5], [0.0, 1.0]])}, "a covariance matrix must be symmetric"),
+        ({"eps": math.inf}, "eps must be >= 0 and finite"),
         ({"noise_scale": 0.0}, "noise_scale must be > 0"),
         ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
         ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
