@@ -165,6 +165,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def __init__(self, *, track_generations: bool = False):
         self._cursor_value = torch.zeros((), dtype=torch.int64)
         self._write_count_value = torch.zeros((), dtype=torch.int64)
+        # True if the storage contains only rows of rejected writes, which settle no entries
+        self._only_refused = False
         super().__init__(compilable=True, track_generations=track_generations)
 
     @property
@@ -190,19 +192,53 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return self._undone_if_refused(super().add, data)
 
     def _check(self, data: TensorDictBase, ndim: int) -> None:
-        """KeyError or ValueError if rows ``data`` cannot be stored beside what is; ``ndim``: its batch dimensions."""
-        stored: Any = getattr(self._storage, "_storage", None)
+        """Refuse rows that cannot be stored beside what is stored, before anything is changed.
+
+        The entries are settled by the first write that was accepted. An entry that comes later would be zero in all
+        earlier rows, and every row without it could no longer be written.
+
+        Args:
+            data: the rows.
+            ndim: number of its batch dimensions.
+
+        Raises:
+            KeyError: if an entry is missing, or is not among those that are stored.
+            TypeError: if an entry has another dtype.
+            ValueError: if an entry has another shape.
+        """
+        storage: Any = self._storage
+        stored: Any = getattr(storage, "_storage", None)
         if not is_tensor_collection(stored):
             return
         name = type(self).__name__
+        columns = dict(data.items(True, True))
+        columns.pop("index", None)
         for key, known in stored.items(True, True):
-            column = data.get(key, None)
-            if column is None and key != "index":
-                raise KeyError(f"{name}: the data has no entry {key!r}, which is stored; rows must be whole.")
-            if column is not None and known.shape[stored.ndim :] != column.shape[ndim:]:
+            if key == "index":
+                continue
+            column = columns.pop(key, None)
+            if column is None:
+                raise KeyError(
+                    f"{name}: the data has no entry {key!r}, which is stored; the environment, policy or transform "
+                    "that wrote it before must write it into every row. For rows of other entries use a new storage."
+                )
+            if known.shape[stored.ndim :] != column.shape[ndim:]:
                 raise ValueError(
                     f"{name}: the entry {key!r} has shape {tuple(column.shape)}; what is stored needs "
                     f"{(*data.shape[:ndim], *known.shape[stored.ndim :])}."
+                )
+            if known.dtype != column.dtype:
+                raise TypeError(
+                    f"{name}: the entry {key!r} has dtype {column.dtype}; what is stored has {known.dtype}. Convert it "
+                    f"where it is written: data[{key!r}] = data[{key!r}].to({known.dtype})."
+                )
+        if columns and len(storage) and not self._only_refused:
+            is_stacked = getattr(storage, "is_stacked", lambda key: False)
+            surplus = [key for key in columns if not is_stacked(key)]
+            if surplus:
+                raise KeyError(
+                    f"{name}: the data has the entries {surplus}, which the rows stored before do not have. Write them "
+                    "from the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
                 )
 
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
@@ -220,8 +256,9 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         """Write ``data`` [n, ...] over the oldest rows, and tell the samplers.
 
         Raises:
-            KeyError: if an entry that is stored is missing: one that any write before had. Nothing is written then, as
-                in the next case.
+            KeyError: if the entries are not those of the rows stored before. Nothing is written then, as in the next
+                cases.
+            TypeError: if an entry has another dtype than what is stored.
             ValueError: if an entry has another shape than what is stored.
         """
         storage: Any = self._storage
@@ -252,9 +289,25 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         self._mark_update_entities(index)
         return index
 
+    def write_at(self, index: int | Tensor, data: Any) -> Any:
+        """Write at given slots, and tell the samplers."""
+        if is_tensor_collection(data):
+            self._check(data, data.ndim)
+        return super().write_at(index, data)
+
     def _mark_update_entities(self, index: Tensor) -> None:
-        for entity in self._storage._attached_entities_list:
-            entity.mark_update(index)
+        storage: Any = self._storage
+        if is_traced():
+            for entity in storage._attached_entities_list:
+                entity.mark_update(index)
+            return
+        try:
+            for entity in storage._attached_entities_list:
+                entity.mark_update(index)
+        except BaseException:
+            self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+            raise
+        self._only_refused = False
 
     def __getstate__(self) -> dict[str, Any]:
         # as tensors, which are shared with spawned processes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +33,13 @@ _OPERATORS = {
 }
 
 
+def is_key(value: Any) -> bool:
+    """Whether ``value`` can be the name of an entry: a string, or a tuple of strings."""
+    return (isinstance(value, str) and bool(value)) or (
+        isinstance(value, tuple) and bool(value) and all(isinstance(part, str) and part for part in value)
+    )
+
+
 @dataclass(frozen=True)
 class Threshold:
     """The condition that an entry with one number per transition compares to ``value`` in a given way.
@@ -38,7 +47,11 @@ class Threshold:
     Args:
         key: where the number is stored, ``("next", "reward")`` for example.
         op: one of ``>  >=  <  <=  ==  !=``.
-        value: what it is compared to.
+        value: what it is compared to, a number; infinite ones are allowed, NaN is not.
+
+    Raises:
+        ValueError: if ``op`` is unknown or ``value`` is NaN.
+        TypeError: if ``key`` is not the name of an entry or ``value`` is not a number.
 
     Examples:
         >>> Threshold(("next", "reward"), ">", 8.0)
@@ -50,8 +63,19 @@ class Threshold:
     value: float
 
     def __post_init__(self):
-        if self.op not in _OPERATORS:
+        if not is_key(self.key):
+            raise TypeError(
+                f"Threshold(key={self.key!r}): key must be the name of an entry, a string or a tuple of strings."
+            )
+        if not isinstance(self.op, str) or self.op not in _OPERATORS:
             raise ValueError(f"Threshold(op={self.op!r}): op must be one of {' '.join(_OPERATORS)}.")
+        if isinstance(self.value, bool) or not isinstance(self.value, Real):
+            raise TypeError(
+                f"Threshold(value={self.value!r}): value must be a number, not {type(self.value).__name__}; for an "
+                "entry of bools pass its key as the condition."
+            )
+        if math.isnan(self.value):
+            raise ValueError("Threshold(value=nan): value must not be NaN, every comparison with it is False.")
 
 
 Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
@@ -79,7 +103,7 @@ class EventSpec:
 
     Raises:
         ValueError: if ``history`` < 1 or ``context`` < 0, or a name is ``"default"``.
-        TypeError: if the condition is none of the three.
+        TypeError: if the condition is none of the three, or a name is not a string.
 
     Examples:
         >>> gap = EventSpec("gap", ("next", "at_gap"), history=200)
@@ -93,6 +117,9 @@ class EventSpec:
     context: int = 0
 
     def __post_init__(self):
+        for field, value in (("name", self.name), ("table", self.table)):
+            if not (isinstance(value, str) and value) and not (field == "table" and value is None):
+                raise TypeError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be a non-empty string.")
         for field, low in (("history", 1), ("context", 0)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -100,10 +127,7 @@ class EventSpec:
         if DEFAULT in (self.name, self.table):
             raise ValueError(f"EventSpec({self.name!r}): {DEFAULT!r} is the table of everything; use another name.")
         condition = self.condition
-        is_key = isinstance(condition, str) or (
-            isinstance(condition, tuple) and bool(condition) and all(isinstance(part, str) for part in condition)
-        )
-        if not (is_key or isinstance(condition, Threshold) or callable(condition)):
+        if not (is_key(condition) or isinstance(condition, Threshold) or callable(condition)):
             raise TypeError(
                 f"EventSpec({self.name!r}): condition must be a key, a Threshold or a callable, not {condition!r}."
             )
@@ -223,6 +247,7 @@ class EventTables(Mapping[str, EventTable]):
 
     Raises:
         ValueError: if names or capacities do not fit together.
+        TypeError: if ``specs`` is not a list or ``capacity`` is not a mapping.
 
     Examples:
         >>> tables = EventTables(
@@ -234,6 +259,10 @@ class EventTables(Mapping[str, EventTable]):
     """
 
     def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: str = "ring"):
+        if isinstance(specs, EventSpec) or not isinstance(capacity, Mapping):
+            raise TypeError(
+                "EventTables: specs must be a list of EventSpec, and capacity a dict with a number for each table."
+            )
         specs = tuple(specs)
         if not specs or not all(isinstance(spec, EventSpec) for spec in specs):
             raise ValueError("EventTables: specs must be a list of at least one EventSpec.")
@@ -510,7 +539,7 @@ class EventTables(Mapping[str, EventTable]):
         name, most = self.names[number], self._max_capacity[number]
         if number < self._first or not self.num_slots:
             raise ValueError(f"EventTables[{name!r}].capacity: a list is needed, in a buffer that was written to.")
-        if not 1 <= int(value) <= most:
+        if isinstance(value, bool) or not 1 <= value <= most:
             raise ValueError(
                 f"EventTables[{name!r}].capacity={value}: must be in [1, {most}]; memory is set aside for the capacity "
                 "given at first."

@@ -8,10 +8,17 @@ from scipy import stats
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs import ObservationNorm
-from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, TruncatedNormal
+from torchrl.modules import (
+    NormalParamExtractor,
+    OneHotCategorical,
+    ProbabilisticActor,
+    QValueActor,
+    TanhNormal,
+    TruncatedNormal,
+)
 
 from tests.events import scripted
 from tests.params import slow_but
@@ -105,6 +112,13 @@ def test_ornstein_uhlenbeck_noise():
     [
         ({"noise_scale": torch.ones(3)}, r"noise_scale has shape \(3,\); actions of 2 dimensions"),
         ({"noise_scale": 0.1, "covariance": "block"}, "covariance must be 'diag' or 'full'"),
+        ({"noise_scale": 0.1, "eps": -1.0}, "eps must be >= 0 and finite"),
+        ({"noise_scale": math.inf}, "noise_scale must be finite"),
+        ({"noise_scale": math.nan}, "noise_scale must be finite"),
+        ({"noise_scale": 0.0}, "noise_scale must be > 0"),
+        ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
+        ({"noise_scale": torch.tensor([[1.0, 0.5], [0.0, 1.0]])}, "a covariance matrix must be symmetric"),
+        ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
     ],
 )
 def test_bad_arguments_of_the_divergence(arguments, message):
@@ -492,6 +506,10 @@ def test_one_graph_draws_what_eager_code_draws(critic, granularity):
     [
         ({"num_candidates": 0}, "num_candidates must be an integer >= 1"),
         ({"num_candidates": 2.0}, "num_candidates must be an integer >= 1"),
+        ({"noise_scale": math.inf}, "noise_scale must be finite"),
+        ({"noise_scale": math.nan}, "noise_scale must be finite"),
+        ({"noise_scale": torch.tensor([[1.0, 0.5], [0.0, 1.0]])}, "a covariance matrix must be symmetric"),
+        ({"eps": math.inf}, "eps must be >= 0 and finite"),
         ({"noise_scale": 0.0}, "noise_scale must be > 0"),
         ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
         ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
@@ -539,6 +557,17 @@ def test_what_does_not_fit_together():
         DecoupledSampler(RandomSampler(), lambda td: td)
     with pytest.raises(TypeError, match="critic_sampler must be a Sampler"):
         DecoupledSampler("per", make_policy())
+    with pytest.raises(TypeError, match="candidate_sampler must be a Sampler"):
+        DecoupledSampler(RandomSampler(), make_policy(), candidate_sampler="uniform")
+    with pytest.raises(TypeError, match="action_key must be the name of an entry"):
+        DecoupledSampler(RandomSampler(), make_policy(), action_key=None)
+    for noise_scale in ("0.1", True, None):
+        with pytest.raises(TypeError, match="noise_scale must be"):
+            DecoupledSampler(RandomSampler(), make_policy(), noise_scale=noise_scale)
+    for batch_size in (0, 2.5, True):
+        rb, _ = make()
+        with pytest.raises(ValueError, match="batch_size must be an integer >= 1"):
+            rb.sampler.actor_buffer(rb, batch_size=batch_size)
     rb, actor_rb = make(noise_scale=torch.ones(3))
     with pytest.raises(ValueError, match=r"noise_scale has shape \(3,\)"):
         actor_rb.sample()
@@ -575,6 +604,55 @@ def test_actions_must_be_rows_of_numbers(score, stored, of_policy):
     rb.extend(TensorDict({"observation": torch.randn(40, 3), "action": stored}, [40]))
     with pytest.raises(ValueError, match=r"stored actions are .* both must be continuous, \[B, A\]"):
         actor_rb.sample()
+
+
+@pytest.mark.parametrize(("granularity", "what"), [("batch", "the actor's batch_size"), ("group", "group_size")])
+def test_a_full_covariance_needs_more_rows_than_dimensions(granularity, what):
+    arguments = {"covariance": "full", "granularity": granularity, "batch_size": 4, "group_size": 2}
+    rb, actor_rb = make(**arguments)
+    with pytest.raises(ValueError, match=f"{what} is 2, and actions have 2 dimensions.* Use at least 3 rows"):
+        (actor_rb if granularity == "group" else rb.sampler.actor_buffer(rb, batch_size=2)).sample()
+    rb, _ = make(**{**arguments, "batch_size": 3, "group_size": 3})
+    assert rb.sampler.actor_buffer(rb, batch_size=3).sample()["candidate_scores"].isfinite().all()
+    for other in ({"covariance": "diag"}, {"score": "mse"}, {"granularity": "transition"}):
+        rb, _ = make(**{"covariance": "full", "num_candidates": 3, **other})
+        assert rb.sampler.actor_buffer(rb, batch_size=2).sample()["score"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_discrete_policies_are_refused_where_they_say_so(dtype):
+    def act(observation):
+        return torch.nn.functional.one_hot(observation.argmax(1), 3).to(dtype)
+
+    net = TensorDictModule(torch.nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
+    sampled = ProbabilisticActor(net, in_keys=["logits"], distribution_class=OneHotCategorical)
+    greedy = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], spec=OneHot(3))
+    for policy, message in ((sampled, "the distribution OneHotCategorical"), (greedy, "a spec of class OneHot")):
+        with pytest.raises(ValueError, match=message):
+            DecoupledSampler(RandomSampler(), policy)
+    policy = TensorDictModule(act, in_keys=["observation"], out_keys=["action"])
+    rb, actor_rb = make(policy=policy, count=0)
+    stored = torch.nn.functional.one_hot(torch.arange(40) % 3, 3).float()
+    rb.extend(TensorDict({"observation": torch.randn(40, 3), "action": stored}, [40]))
+    if dtype == torch.int64:
+        with pytest.raises(ValueError, match=r"the policy's torch.int64 of shape .* must be continuous"):
+            actor_rb.sample()
+    else:
+        # the limit of what can be told
+        assert actor_rb.sample()["score"].isfinite().all()
+
+
+def test_the_actors_buffer_collates_as_the_critics():
+    def collate(data):
+        return data.set("collated", torch.ones(data.shape))
+
+    sampler = DecoupledSampler(RandomSampler(), make_policy())
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100), sampler=sampler, batch_size=8, collate_fn=collate, transform=lambda data: data
+    )
+    rb.extend(experience(50))
+    for buffer in (rb, sampler.actor_buffer(rb)):
+        assert (buffer.sample()["collated"] == 1).all()
 
 
 def test_the_actors_buffer_takes_neither_data_nor_priorities():

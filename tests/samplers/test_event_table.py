@@ -9,7 +9,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import ImmutableDatasetWriter, RandomSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from tests.events import scripted
+from tests.events import NaiveTables, scripted
 from torchrl_replay_ext import (
     Anneal,
     EventSpec,
@@ -346,6 +346,155 @@ def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
     torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
 
 
+def naive_class_weights(naive, eta, priority):
+    """w of each stored transition by its number, up to a factor, from plain lists; ``priority`` by number."""
+    tables = {"default": list(naive.default), **{name: list(table) for name, table in naive.tables.items()}}
+    stored = naive.stored()
+    rate, drawn = {}, {}
+    for label in {frozenset(naive.entered[number]) for number in stored}:
+        members = [number for number in stored if naive.entered[number] == label]
+        complete_from = 1 + min(naive.dropped[name] for name in ("default", *label))
+        rate[label] = len(members) / (naive.count - complete_from)
+        drawn[label] = sum(
+            eta[name] * sum(naive.entered[number] == label for number in table) / len(table)
+            for name, table in tables.items()
+        )
+    weights = {}
+    for number in stored:
+        label = frozenset(naive.entered[number])
+        holding = {name: table for name, table in tables.items() if number in table}
+        evenly = sum(eta[name] / len(table) for name, table in holding.items())
+        by_priority = sum(
+            eta[name] * priority[number] / sum(priority[other] for other in table) for name, table in holding.items()
+        )
+        weights[number] = rate[label] / drawn[label] * evenly / by_priority
+    return weights
+
+
+@pytest.mark.parametrize("kind", [None, "proportional"])
+def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(kind):
+    specs, capacity = [("a", 4, "a"), ("b", 2, "b")], {"default": 40, "a": 15, "b": 50}
+    tables = EventTables(
+        [EventSpec(name, ("next", name), history) for name, history, _ in specs], capacity, retention="pinned"
+    )
+    sampler = EventTableSampler(
+        tables, eta=ETA, min_size=1, correction="mixture", priority=kind and {"kind": kind, "alpha": 1.0}
+    )
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(105), writer=EventTableWriter(tables), sampler=sampler, batch_size=200
+    )
+    naive, data = NaiveTables(specs, capacity), scripted(900, streams=3, p_event=0.06, seed=5)
+    for first in range(0, 900, 7):
+        for row in data[first : first + 7]:
+            events = {key: bool(value) for key, value in row["next"].items()}
+            naive.write(int(row["collector", "traj_ids"]), events, bool(row["next", "done"]))
+        rb.extend(data[first : first + 7].clone())
+        if first % 70 or not min(tables.sizes().values()):
+            continue
+        rb.sampler.check_valid()
+        batch = rb.sample()
+        if kind is not None:
+            batch["td_error"] = torch.rand(200)
+            rb.update_tensordict_priority(batch)
+            batch = rb.sample()
+        mass = torch.ones(105) if kind is None else sampler.state_dict()["priority"].abs()
+        number_of_slot = rb.storage._storage["number"]
+        priority = {int(number_of_slot[slot]): float(mass[slot]) for slot in range(len(rb))}
+        expected = naive_class_weights(naive, ETA, priority)
+        expected = torch.tensor([expected[number] for number in batch["number"].tolist()])
+        torch.testing.assert_close(batch["priority_weight"], expected / expected.max(), rtol=1e-4, atol=1e-6)
+    assert set(naive.dropped.values()).isdisjoint({-1}), "every table has dropped something"
+
+
+def outcomes(retention, correction):
+    """The weighted shares of four outcomes of one (s, a): no event, a, b, both; the mean and error over batches."""
+    torch.manual_seed(0)
+    capacity = {"a": 150, "b": 450} | ({"default": 300} if retention == "pinned" else {})
+    tables = EventTables(
+        [EventSpec("a", ("next", "a"), 1), EventSpec("b", ("next", "b"), 1)], capacity, retention=retention
+    )
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(900),
+        writer=EventTableWriter(tables),
+        sampler=EventTableSampler(tables, eta=ETA, min_size=1, correction=correction),
+        batch_size=200,
+    )
+    shares = []
+    for step in range(400):
+        z = torch.multinomial(torch.tensor(OUTCOMES), 300, replacement=True)
+        done = torch.ones(300, 1, dtype=torch.bool)
+        rb.extend(TensorDict({"z": z, "next": {"a": z % 2 == 1, "b": z >= 2, "done": done}}, [300]))
+        if step >= 50:
+            batch = rb.sample()
+            weight = batch["priority_weight"].double()
+            shares.append(torch.zeros(4, dtype=torch.float64).index_add_(0, batch["z"], weight) / weight.sum())
+    shares = torch.stack(shares)
+    return shares.mean(0), shares.std(0) / math.sqrt(len(shares))
+
+
+OUTCOMES = (0.85, 0.05, 0.05, 0.05)
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_mixture_gives_each_outcome_its_probability_however_long_tables_keep_it(retention):
+    """The default table keeps 300 transitions, table a those of about 1500 steps, table b those of 4500."""
+    truth = torch.tensor(OUTCOMES, dtype=torch.float64)
+    mean, error = outcomes(retention, "mixture")
+    # successive batches share most of what tables keep
+    assert ((mean - truth).abs() < 8 * error).all() and ((mean - truth).abs() < 0.01).all(), mean
+    mean, _ = outcomes(retention, None)
+    assert ((mean - truth).abs() > 0.03).all(), "without correction they are biased"
+
+
+def test_class_counts_follow_tables_through_all_that_happens_to_them():
+    rb = make("pinned", size=80, correction="mixture")
+    with pytest.raises(ValueError, match="needs tables of retention='ring'"):
+        EventTableSampler(rb.sampler.tables, eta=ETA, correction="conditional")
+    data = scripted(600, seed=4, p_event=0.1, streams=2)
+    for number, rows in enumerate(data.split(20)):
+        if number == 10:
+            rb.sampler.tables["b"].capacity = 9
+        elif number == 15:
+            rb.sampler.tables["b"].capacity = 20
+            rb.mark_update(torch.arange(5))
+        elif number == 20:
+            rb.set_sampler(EventTableSampler(rb.sampler.tables, eta=ETA, min_size=1, correction="mixture"))
+        elif number == 25:
+            rb = pickle.loads(pickle.dumps(rb))
+        elif number == 28:
+            rb.empty()
+        rb.extend(rows.clone())
+        rb.sampler.check_valid()
+        weight = rb.sample()["priority_weight"]
+        assert weight.isfinite().all() and weight.max() == 1 and (number in range(20, 28) or (weight > 0).all())
+
+
+def test_a_restored_mixture_weighs_alike(tmp_path):
+    rb, other = (filled(retention="pinned", correction="mixture") for _ in range(2))
+    rb.extend(scripted(40, seed=9, p_event=0.2))
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    other.sampler.check_valid()
+    batches = []
+    for each in (rb, other):
+        torch.manual_seed(0)
+        batches.append(each.sample())
+    torch.testing.assert_close(*[batch["priority_weight"] for batch in batches])
+
+
+def test_too_many_sets_of_pinned_tables_are_refused():
+    names = [f"e{number}" for number in range(17)]
+    tables = EventTables(
+        [EventSpec(name, ("next", name), 1) for name in names],
+        dict.fromkeys(["default", *names], 2),
+        retention="pinned",
+    )
+    eta = {"default": 1.0} | dict.fromkeys(names, 0.0)
+    with pytest.raises(ValueError, match="for at most 16"):
+        EventTableSampler(tables, eta=eta, correction="mixture")
+    EventTableSampler(tables, eta=eta)
+
+
 def test_hashes_tell_rows_apart():
     from torchrl_replay_ext.samplers.pairs import hash_rows
 
@@ -657,11 +806,33 @@ def tables_of(retention="ring"):
         ({"correction": "lemma2", "priority": {"kind": "rank"}}, "knows no priorities inside tables"),
         ({"correction": "mixture", "priority": {"kind": "rank", "beta": 0.5}}, "its exponent is beta="),
         ({"beta": 1.5, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"beta": 1.5}, r"beta must be in \[0, 1\]"),
+        ({"beta": "1", "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"beta": True, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
+        ({"priority": {"kind": "rank", "stale_fraction": -1.0}}, r"stale_fraction must be in \[0, 1\]"),
+        ({"priority": {"kind": "rank", "stale_fraction": math.nan}}, r"stale_fraction must be in \[0, 1\]"),
+        ({"priority": {"kind": ["rank"]}}, "kind must be one of"),
         ({"correction": "priority", "eta": {"default": Anneal(1, 0, 5), "a": Anneal(0, 1, 5), "b": 0}}, "annealed"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
+        EventTableSampler(tables_of(), **{"eta": ETA, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eta": 0.5}, "eta must be a dict"),
+        ({"eta": {**ETA, "a": "0.2"}}, "every eta must be a number or Anneal"),
+        ({"eta": {"default": True, "a": False, "b": False}}, "every eta must be a number or Anneal"),
+        ({"priority": "proportional"}, "priority must be a dict"),
+        ({"correction": "conditional", "pair_keys": "observation"}, "pair_keys must be a tuple of the names"),
+        ({"correction": "conditional", "pair_keys": ()}, "pair_keys must be a tuple of the names"),
+    ],
+)
+def test_arguments_of_the_wrong_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
         EventTableSampler(tables_of(), **{"eta": ETA, **arguments})
 
 
@@ -687,6 +858,6 @@ def test_what_does_not_fit_together():
     rb = make()
     assert isinstance(rb.sampler, EventTableSampler) and not isinstance(rb.sampler, (RandomSampler, ReaPERSampler))
     rb.extend(scripted(20))
-    for value in (-0.1, 1.1):
+    for value in (-0.1, 1.1, math.nan, True, "0.5", None):
         with pytest.raises(ValueError, match="event_share"):
             rb.sampler.event_share = value

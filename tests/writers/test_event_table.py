@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils._pytree import tree_leaves
 from torchrl.collectors import MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
@@ -14,6 +15,7 @@ from torchrl.envs import GymEnv
 from tests.events import NaiveTables, scripted
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter, Threshold
 
+ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
 # (event, history, table), capacities, storage size
 LAYOUTS = {
     "one": ([("a", 5, "a")], {"a": 20}, 60),
@@ -281,6 +283,81 @@ def test_data_that_cannot_be_stored_changes_nothing(retention):
         check(rb, tables, naive)
 
 
+@pytest.mark.parametrize("how", ["extend", "add", "write_at"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda d: d.set("observation", d["observation"].double()), TypeError, "'observation' has dtype torch.float64"),
+        (lambda d: d["next"].set("reward", d["next", "reward"].long()), TypeError, r"\('next', 'reward'\) has dtype"),
+        (lambda d: d.set("extra", d["number"]), KeyError, r"has the entries \['extra'\], which the rows stored before"),
+        (lambda d: d["next"].set("logits", d["number"]), KeyError, r"has the entries \[\('next', 'logits'\)\]"),
+        (lambda d: d.pop("number"), KeyError, "the data has no entry 'number', which is stored"),
+    ],
+)
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_rows_of_other_entries_or_dtypes_are_refused_by_name_and_change_nothing(retention, change, error, message, how):
+    specs, capacity, size = LAYOUTS["each"]
+    if retention == "pinned":
+        if how == "write_at":
+            return
+        capacity, size = {**capacity, "default": 30}, None
+    rb, tables = make(specs, capacity, size, sampler=lambda t: EventTableSampler(t, eta=ETA, min_size=1))
+    naive, data = NaiveTables(specs, capacity, size), scripted(300, seed=6)
+    for first in range(0, 300, 20):
+        rows = data[first : first + 20].clone()
+        bad = data[first : first + 20].clone()
+        change(bad)
+        if first:
+            before = rb.state_dict()["_writer"], rb.write_count, len(rb)
+            with pytest.raises(error, match=message):
+                {
+                    "extend": rb.extend,
+                    "add": lambda bad: rb.add(bad[0]),
+                    "write_at": lambda bad: rb.writer.write_at(torch.arange(20), bad),
+                }[how](bad)
+            after = rb.state_dict()["_writer"], rb.write_count, len(rb)
+            assert_equal_states(before, after)
+        rb.extend(rows)
+        write_naive(naive, data[first : first + 20])
+        check(rb, tables, naive)
+    rb.sampler.check_valid()
+
+
+def assert_equal_states(before, after):
+    leaves = [tree_leaves(state) for state in (before, after)]
+    for first, second in zip(*leaves, strict=True):
+        assert torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_entries_are_settled_by_the_first_write_that_is_accepted(retention):
+    capacity = {"a": 10} if retention == "ring" else {"a": 10, "default": 30}
+    tables = EventTables([EventSpec("a", ("next", "a"), 3)], capacity, retention=retention)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(40), writer=EventTableWriter(tables), sampler=RefusesWithoutAction(), batch_size=4
+    )
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no entry 'action'"):
+            rb.extend(scripted(8))
+    whole = scripted(8).set("action", torch.zeros(8))
+    rb.extend(whole.clone())
+    with pytest.raises(KeyError, match=r"has the entries \['later'\]"):
+        rb.extend(whole.clone().set("later", torch.zeros(8)))
+    with pytest.raises(KeyError, match="no entry 'action'"):
+        rb.extend(whole.exclude("action"))
+    rb.empty()
+    rb.extend(whole.clone().set("later", torch.ones(8)))
+    assert (rb.sample()["later"] == 1).all()
+
+
+class RefusesWithoutAction(RandomSampler):
+    """A sampler that reads the actions of what was written."""
+
+    def mark_update(self, index, *, storage=None):
+        if storage._storage.get("action", None) is None:
+            raise KeyError("no entry 'action'")
+
+
 @pytest.mark.parametrize("retention", ["ring", "pinned"])
 def test_a_write_that_fails_in_the_storage_leaves_the_tables_whole(retention, monkeypatch):
     specs, capacity, size = LAYOUTS["each"]
@@ -360,7 +437,10 @@ SPEC = EventSpec("a", ("next", "a"), 5)
         (lambda: EventSpec("a", "k", 2.5), "history must be an integer >= 1"),
         (lambda: EventSpec("a", "k", 2, context=-1), "context must be an integer >= 0"),
         (lambda: EventSpec("default", "k", 2), "use another name"),
+        (lambda: EventSpec("a", "k", True), "history must be an integer >= 1"),
         (lambda: Threshold("r", "=>", 1.0), "op must be one of"),
+        (lambda: Threshold("r", [">"], 1.0), "op must be one of"),
+        (lambda: Threshold("r", ">", float("nan")), "value must not be NaN"),
         (lambda: EventTables([], {}), "at least one EventSpec"),
         (lambda: EventTables([SPEC], {"a": 5}, retention="forever"), "must be 'ring' or 'pinned'"),
         (lambda: EventTables([SPEC, SPEC], {"a": 5}), "same name"),
@@ -379,8 +459,25 @@ def test_bad_tables(build, message):
 def test_bad_conditions_are_refused():
     with pytest.raises(TypeError, match="must be a key, a Threshold or a callable"):
         EventSpec("a", 3, 2)
+    with pytest.raises(TypeError, match="must be a key, a Threshold or a callable"):
+        EventSpec("a", "", 2)
+    for value in ("8", True, None):
+        with pytest.raises(TypeError, match="value must be a number"):
+            Threshold("r", ">", value)
+    with pytest.raises(TypeError, match="key must be the name of an entry"):
+        Threshold(3, ">", 1.0)
+    with pytest.raises(TypeError, match="name must be a non-empty string"):
+        EventSpec(3, "k", 2)
+    with pytest.raises(TypeError, match="table must be a non-empty string"):
+        EventSpec("a", "k", 2, table=3)
+    for specs, capacity in ((SPEC, {"a": 5}), ([SPEC], [("a", 5)])):
+        with pytest.raises(TypeError, match="specs must be a list of EventSpec, and capacity a dict"):
+            EventTables(specs, capacity)
     with pytest.raises(TypeError, match="tables must be EventTables"):
         EventTableWriter({})
+    for arguments in ({"done_key": None}, {"stream_key": 3}, {"init_key": ()}):
+        with pytest.raises(TypeError, match="must be the name of an entry"):
+            EventTableWriter(EventTables([SPEC], {"a": 5}), **arguments)
     with pytest.raises(KeyError, match="there is no table 'x'"):
         EventTables([SPEC], {"a": 5})["x"]
 

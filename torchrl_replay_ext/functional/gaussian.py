@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.tracing import is_traced
+
 
 def _as_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
     """``noise_scale`` as a tensor; ValueError if it does not fit actions of the last dimension of ``reference``."""
@@ -18,6 +20,34 @@ def _as_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
             f"[{size}, {size}]."
         )
     return scale
+
+
+def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
+    """ValueError or TypeError, on behalf of ``owner``, if this is neither standard deviations nor a covariance."""
+    try:
+        scale = torch.as_tensor(noise_scale)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{owner}(noise_scale={noise_scale!r}): noise_scale must be a number or a tensor.") from error
+    if scale.dtype == torch.bool or scale.is_complex():
+        raise TypeError(f"{owner}(noise_scale={noise_scale}): noise_scale must be real numbers, not {scale.dtype}.")
+    if scale.ndim > 2 or (scale.ndim == 2 and scale.shape[0] != scale.shape[1]):
+        raise ValueError(
+            f"{owner}: noise_scale has shape {tuple(scale.shape)}; it must be one number, [A] or a covariance [A, A]."
+        )
+    # in float32, in which a positive number may be 0
+    scale = scale.to(torch.float64 if scale.dtype == torch.float64 and scale.ndim == 2 else torch.float32)
+    if not bool(scale.isfinite().all()):
+        raise ValueError(f"{owner}(noise_scale={noise_scale}): noise_scale must be finite.")
+    if not bool((scale.diagonal() if scale.ndim == 2 else scale).gt(0).all()):
+        raise ValueError(f"{owner}(noise_scale={noise_scale}): noise_scale must be > 0.")
+    if scale.ndim == 2:
+        if not torch.allclose(scale, scale.mT, rtol=1e-4, atol=1e-6 * float(scale.diagonal().max())):
+            raise ValueError(
+                f"{owner}(noise_scale={noise_scale}): a covariance matrix must be symmetric; for its Cholesky "
+                "factor L pass L @ L.mT."
+            )
+        if int(torch.linalg.cholesky_ex(scale).info):
+            raise ValueError(f"{owner}(noise_scale={noise_scale}): a covariance matrix must be positive definite.")
 
 
 def gaussian_policy_kl(
@@ -44,7 +74,8 @@ def gaussian_policy_kl(
         with ``"full"``, whatever ``eps``, for B <= A rows. Gradients flow.
 
     Raises:
-        ValueError: if an argument has a wrong value or shape.
+        ValueError: if an argument has a wrong value or shape. The values of ``noise_scale`` are not checked in a graph.
+        TypeError: if ``noise_scale`` is not real numbers.
 
     Examples:
         >>> noise = 0.1 * torch.tensor([[1.0], [-1.0]])
@@ -55,6 +86,15 @@ def gaussian_policy_kl(
     """
     if covariance not in ("diag", "full"):
         raise ValueError(f"gaussian_policy_kl(covariance={covariance!r}): covariance must be 'diag' or 'full'.")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"gaussian_policy_kl(eps={eps}): eps must be >= 0 and finite.")
+    if not is_traced():
+        require_noise_scale("gaussian_policy_kl", noise_scale)
+    return divergence(difference, noise_scale, covariance, eps)
+
+
+def divergence(difference: Tensor, noise_scale: float | Tensor, covariance: str, eps: float) -> Tensor:
+    """:func:`gaussian_policy_kl` of arguments whose values were checked before."""
     scale = _as_scale(noise_scale, difference)
     rows, size = difference.shape[-2:]
     noise_variance, unit = scale * scale, None

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ from tensordict.nn import (
     set_interaction_type,
 )
 from torch import Tensor
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import (
+    Binary,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    TensorDictReplayBuffer,
+)
 from torchrl.data.replay_buffers import ImmutableDatasetWriter, PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_replay_ext.events import STORAGE_ATTRIBUTE
-from torchrl_replay_ext.functional.gaussian import _as_scale, gaussian_policy_kl
+from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, is_key
+from torchrl_replay_ext.functional.gaussian import _as_scale, divergence, require_noise_scale
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 from torchrl_replay_ext.tracing import is_traced
 
@@ -80,10 +89,12 @@ class DecoupledSampler(Sampler):
         critic_sampler: draws the critic's batches; whatever this sampler is asked for beyond the actor's, it answers.
         policy: a TensorDictModule that writes ``action_key``, or ``"loc"`` and ``"scale"``.
         num_candidates: K, >= 1; 1 is uniform.
-        noise_scale: standard deviation of the exploration noise: one number > 0, [A]; or its covariance [A, A].
+        noise_scale: standard deviation of the exploration noise: one number > 0, [A]; or its covariance [A, A],
+            symmetric and positive definite. All finite.
         score: ``"kl"``; ``"mse"``, the mean of \|z\|², with z = (u − π(s)) / noise_scale; or ``"logprob"``, the mean of
             −log π(u \| s), which for a fixed Gaussian noise is the same up to constants.
-        covariance: ``"diag"`` or ``"full"``, see :func:`~torchrl_replay_ext.functional.gaussian_policy_kl`.
+        covariance: ``"diag"`` or ``"full"``, see :func:`~torchrl_replay_ext.functional.gaussian_policy_kl`. ``"full"``
+            needs batches (or groups) of more rows than actions have dimensions.
         eps: added to the variances of the candidates.
         granularity: ``"batch"``, ``"group"`` or ``"transition"``.
         action_key: where actions are stored.
@@ -92,7 +103,10 @@ class DecoupledSampler(Sampler):
 
     Raises:
         ValueError: if an argument is out of range or the policy does not write what is needed; at a draw, if actions
-            are not continuous and [A] each, stored and of the policy alike, or ``noise_scale`` does not fit them.
+            are not continuous and [A] each, stored and of the policy alike, ``noise_scale`` does not fit them, or
+            there are too few rows for ``covariance="full"``. One-hot actions are recognised by the policy: if its
+            actions are integers, or if its ``spec`` or ``distribution_class`` is discrete. One-hot floats of a policy
+            that has none of these cannot be told from continuous actions.
         RuntimeError: at a draw, if the buffer is empty or the policy was left behind by a pickle.
 
     Examples:
@@ -136,15 +150,21 @@ class DecoupledSampler(Sampler):
         ):
             if value not in allowed:
                 raise ValueError(f"DecoupledSampler({name}={value!r}): {name} must be one of {', '.join(allowed)}.")
+        require_noise_scale("DecoupledSampler", noise_scale)
         scale = torch.as_tensor(noise_scale, dtype=torch.float32)
-        if scale.ndim > 2 or not bool((scale.diagonal() if scale.ndim == 2 else scale).gt(0).all()):
-            raise ValueError(f"DecoupledSampler(noise_scale={noise_scale}): noise_scale must be > 0.")
-        if scale.ndim == 2 and (scale.shape[0] != scale.shape[1] or int(torch.linalg.cholesky_ex(scale).info)):
-            raise ValueError("DecoupledSampler(noise_scale=...): a covariance matrix must be positive definite.")
-        if not eps >= 0:
-            raise ValueError(f"DecoupledSampler(eps={eps}): eps must be >= 0.")
+        if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 <= eps < math.inf:
+            raise ValueError(f"DecoupledSampler(eps={eps!r}): eps must be >= 0 and finite.")
+        if not is_key(action_key):
+            raise TypeError(
+                f"DecoupledSampler(action_key={action_key!r}): action_key must be the name of an entry, a string or a "
+                "tuple of strings."
+            )
         if not isinstance(critic_sampler, Sampler):
             raise TypeError(f"DecoupledSampler: critic_sampler must be a Sampler, not {type(critic_sampler).__name__}.")
+        if not (candidate_sampler is None or isinstance(candidate_sampler, Sampler)):
+            raise TypeError(
+                f"DecoupledSampler: candidate_sampler must be a Sampler, not {type(candidate_sampler).__name__}."
+            )
         self.critic_sampler = critic_sampler
         self.candidate_sampler = RandomSampler() if candidate_sampler is None else candidate_sampler
         self.num_candidates, self.granularity, self.group_size = num_candidates, granularity, group_size
@@ -182,11 +202,31 @@ class DecoupledSampler(Sampler):
             )
         if self._score == "logprob" and self._whitening is not None and not self._stochastic:
             raise ValueError("DecoupledSampler(score='logprob'): noise_scale must be one number or [A].")
+        self._require_continuous(policy)
         self._squashed = self._stochastic and is_squashed(policy, "DecoupledSampler")
         self._policy: TensorDictModuleBase | None = policy
 
+    def _require_continuous(self, policy: TensorDictModuleBase) -> None:
+        for module in policy.modules():
+            spec = getattr(module, "spec", None)
+            if isinstance(spec, Composite):
+                spec = spec.get(self._action_key, None)
+            distribution = getattr(module, "distribution_class", None)
+            found = None
+            if isinstance(spec, (Binary, Categorical, MultiCategorical, MultiOneHot, OneHot)):
+                found = f"a spec of class {type(spec).__name__}"
+            elif getattr(distribution, "has_enumerate_support", False) is True:
+                found = f"the distribution {getattr(distribution, '__name__', distribution)}"
+            if found is not None:
+                raise ValueError(
+                    f"DecoupledSampler: the policy has {found}, so its actions are discrete; it compares continuous "
+                    "actions only. Use the critic's sampler by itself."
+                )
+
     def actor_buffer(self, rb: TensorDictReplayBuffer, batch_size: int | None = None) -> TensorDictReplayBuffer:
         """A buffer over the same storage whose ``sample()`` is the actor's batch; it cannot be written to.
+
+        It has the transforms and the ``collate_fn`` of ``rb``.
 
         Args:
             rb: the buffer of this sampler.
@@ -205,6 +245,10 @@ class DecoupledSampler(Sampler):
         batch_size = rb._batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("DecoupledSampler.actor_buffer: pass batch_size=, the buffer has none.")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(
+                f"DecoupledSampler.actor_buffer(batch_size={batch_size!r}): batch_size must be an integer >= 1."
+            )
         self._require_whole_groups(batch_size)
         self._require_live_candidates(rb._storage)
         device = getattr(rb._storage, "device", None)
@@ -216,6 +260,7 @@ class DecoupledSampler(Sampler):
             writer=ImmutableDatasetWriter(),
             sampler=sampler,
             batch_size=batch_size,
+            collate_fn=rb._collate_fn,
             transform=rb._transform,
             generator=rb._rng,
         )
@@ -226,6 +271,16 @@ class DecoupledSampler(Sampler):
         if self.granularity == "group" and batch_size % self.group_size:
             raise ValueError(
                 f"DecoupledSampler: actor's batch_size is {batch_size}, group_size={self.group_size} must divide it."
+            )
+
+    def _require_enough_rows(self, rows: int, dims: int) -> None:
+        uses_covariance = self._score == "kl" and self._covariance == "full" and self.granularity != "transition"
+        if uses_covariance and rows <= dims:
+            what = "group_size" if self.granularity == "group" else "the actor's batch_size"
+            raise ValueError(
+                f"DecoupledSampler(covariance='full'): {what} is {rows}, and actions have {dims} dimensions; the "
+                f"covariance of fewer than {dims + 1} rows is singular, and every score would be inf. Use at least "
+                f"{dims + 1} rows, or covariance='diag'."
             )
 
     def _require_live_candidates(self, storage: Any) -> None:
@@ -257,6 +312,7 @@ class DecoupledSampler(Sampler):
         columns = index if isinstance(index, tuple) else (index,)
         whitened, correction = self._whitened(storage, index, transform)
         size = {"batch": batch_size, "group": self.group_size, "transition": 1}[self.granularity]
+        self._require_enough_rows(size, whitened.shape[-1])
         parts = whitened.reshape(count, -1, size, whitened.shape[-1])
         scores = self._scores(parts, correction.reshape(count, -1, size)).nan_to_num(nan=math.inf, posinf=math.inf)
         if self.granularity == "transition":
@@ -314,10 +370,11 @@ class DecoupledSampler(Sampler):
             else:
                 result = policy(inputs)
         expected: Tensor = result.get("loc" if self._stochastic else self._action_key)
-        if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not action.is_floating_point():
+        continuous = action.is_floating_point() and expected.is_floating_point()
+        if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
             raise ValueError(
                 f"DecoupledSampler: stored actions are {action.dtype} of shape {tuple(action.shape)}, the policy's "
-                f"{tuple(expected.shape)}; both must be continuous, [B, A]."
+                f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A]."
             )
         if self._stochastic:
             scale = result.get("scale")
@@ -339,7 +396,7 @@ class DecoupledSampler(Sampler):
         """Scores of parts [K, n, size, A], [K, n]."""
         if self._score == "kl" and self.granularity != "transition":
             scale = 1.0 if self._stochastic else self._scale.to(parts.device)
-            return gaussian_policy_kl(parts, scale, covariance=self._covariance, eps=self._eps)
+            return divergence(parts, scale, self._covariance, self._eps)
         if self._score == "kl" and not self._stochastic:
             scale = self._scale.to(parts)
             parts = parts / scale if self._whitening is None else parts @ self._whitening.to(parts).mT

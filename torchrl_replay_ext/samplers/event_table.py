@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables, is_key
 from torchrl_replay_ext.functional.allocation import METHODS, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 from torchrl_replay_ext.samplers.base import PrioritySampler, _length
+from torchrl_replay_ext.samplers.classes import MAX_EVENT_TABLES, ClassCounts
 from torchrl_replay_ext.samplers.pairs import PairCounts
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
 from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
@@ -56,18 +58,34 @@ class EventTableSampler(PrioritySampler):
 
     * ``None``: 1; what the source does for deterministic or mildly stochastic tasks. With ``priority``,
       (\|B_k\| q_k(i))^−β with β from ``priority``: as if draws inside the tables were uniform.
-    * ``"mixture"``: (1 / (N p(i)))^β, N the number of transitions stored. Exact for any task and any priority; with
-      β = 1 the expected loss is that of uniform replay, over-sampling included; 0 < β < 1 is a compromise, as in PER.
+    * ``"mixture"``: with β = 1 the expected loss is that of uniform replay, so it also removes the over-sampling of
+      events; 0 < β < 1 is a compromise, as in PER. The formula depends on the tables' ``retention``:
+
+      * ``"ring"``: (1 / (N p(i)))^β, N the number of transitions stored. Exact for any task and any priority.
+      * ``"pinned"``: (r(c) / P(c))^β. c is the class of transition i: the set of event tables it has entered. r(c) is
+        the rate at which transitions of this class were written, counted over the time for which the tables still hold
+        all of them; P(c) = Σ_k η_k \|B_k ∩ c\| / \|B_k\| is the probability that a draw is of class c. With
+        ``priority``, the weight is multiplied by p(i) without priorities over p(i). Uniform weights over what is stored
+        would be biased: pinned tables keep outcomes with an event longer than outcomes of the same (s, a) without one.
+        The weights are exact if the transitions of a class are distributed alike over that time, which holds for a
+        fixed policy and environment. As the policy changes, old transitions keep the (s, a) of the old policy; only
+        ``retention="ring"`` is exact then. The class of a transition is final when its episode has ended, so the newest
+        τ transitions of each stream may be counted in a smaller class. With η = 0 for the default table, transitions
+        without an event are not drawn, and no weight makes up for them. At most 16 event tables. A sampler attached to
+        tables in use knows only the tables that hold a transition now, and the age of what the default table holds.
+
     * ``"conditional"``: (m / p(i))^β, m the mean of p over the stored transitions with the same state and action.
       With β = 1, the outcomes of each (s, a) weigh as they were experienced, while (s, a) that lead to events stay
-      over-sampled. For discrete states and actions, see ``pair_keys``.
+      over-sampled. For discrete states and actions, see ``pair_keys``. Needs ``retention="ring"``: where tables keep
+      events longer, the stored outcomes of (s, a) are not in the proportions in which they were experienced.
     * ``"lemma2"``: the source's Lemma 2 as printed, read per transition: 1 − η P((s, a, ·) ∉ B^ν) inside the union B^ν
       of the event tables, 1 / (1 − η) outside, η = Σ_{k>0} η_k. It is right to first order only: where half of the
       outcomes lead to an event and η = .5, that half has .5294 of the weighted draws instead of .5, against .75 without
-      correction (``"conditional"`` gives .5).
+      correction (``"conditional"`` gives .5). Needs ``retention="ring"``: it counts outcomes as they were experienced.
     * ``"priority"``: the source's version for continuous tasks (Sec. 4): no proportions, but one draw over all with
       probabilities in the ratio (1 + η) / (1 − η) inside and outside of the union, w = 1 / p. Every expectation is that
-      of uniform replay: aggressive, as the source says.
+      of uniform replay: aggressive, as the source says. Needs ``retention="ring"``: uniform over what pinned tables
+      store is not uniform over experience.
 
     One priority per transition serves all tables. ``priority=dict(kind=...)``:
 
@@ -100,6 +118,7 @@ class EventTableSampler(PrioritySampler):
             chance of about D² / 8N.
 
     Raises:
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of range or they do not fit together; at the first write, if the buffer's
             writer has other tables.
         RuntimeError: at the first write, if the buffer's writer is no EventTableWriter.
@@ -135,6 +154,14 @@ class EventTableSampler(PrioritySampler):
                 f"EventTableSampler(correction={correction!r}): correction must be None, 'mixture', 'conditional', "
                 "'lemma2' or 'priority'."
             )
+        values = (beta.start, beta.end) if isinstance(beta, Anneal) else (beta,)
+        if not all(_is_number(value) and 0 <= value <= 1 for value in values):
+            raise ValueError(f"EventTableSampler(beta={beta!r}): beta must be in [0, 1].")
+        if not (isinstance(pair_keys, (tuple, list)) and pair_keys and all(map(is_key, pair_keys))):
+            raise TypeError(
+                f"EventTableSampler(pair_keys={pair_keys!r}): pair_keys must be a tuple of the names of entries, "
+                "('observation', 'action') for example."
+            )
         settings = _settings(priority)
         self._kind: str | None = settings.pop("kind")
         if correction in ("conditional", "lemma2", "priority"):
@@ -145,8 +172,9 @@ class EventTableSampler(PrioritySampler):
                 )
             if tables.retention == "pinned":
                 raise ValueError(
-                    f"EventTableSampler(correction={correction!r}): needs tables of retention='ring'; use "
-                    "correction='mixture'."
+                    f"EventTableSampler(correction={correction!r}): needs tables of retention='ring'; pinned tables "
+                    "keep events longer than other transitions, so what is stored is not in the proportions in which "
+                    "it was experienced. Use retention='ring' or correction='mixture'."
                 )
         if correction is not None and priority is not None and "beta" in priority:
             raise ValueError(
@@ -155,6 +183,14 @@ class EventTableSampler(PrioritySampler):
         self._tables = tables
         self._allocation, self._correction = allocation, correction
         self._pair_keys = pair_keys
+        # in a ring all that is stored is the default table
+        self._by_class = correction == "mixture" and tables.retention == "pinned"
+        if self._by_class and len(tables) - 1 > MAX_EVENT_TABLES:
+            raise ValueError(
+                f"EventTableSampler(correction='mixture'): there are {len(tables) - 1} event tables; with tables of "
+                f"retention='pinned' it counts every set of them, for at most {MAX_EVENT_TABLES}. Use "
+                "retention='ring', or let several events share a table."
+            )
         self._stale_fraction = settings.pop("stale_fraction", 0.0)
         self._source: ReaPERSampler | None = None
         if self._kind == "reaper":
@@ -214,15 +250,22 @@ class EventTableSampler(PrioritySampler):
     def event_share(self, value: float) -> None:
         events = self._eta[0, 1:]
         share = float(events.sum())
-        if not 0 <= value <= 1 or (share == 0 and value > 0):
+        if not (_is_number(value) and 0 <= value <= 1) or (share == 0 and value > 0):
             raise ValueError(f"EventTableSampler.event_share={value}: must be in [0, 1], and 0 if all η of events are.")
         scaled = (events * (value / share if share else 0.0)).tolist()
         self.eta = dict(zip(self._tables.names, [max(0.0, 1 - sum(scaled)), *scaled], strict=True))
 
     def _set_eta(self, eta: Mapping[str, float | Anneal]) -> None:
         names = self._tables.names
+        if not isinstance(eta, Mapping):
+            raise TypeError(f"EventTableSampler(eta={eta!r}): eta must be a dict with a number for each of {names}.")
         if set(eta) != set(names):
             raise ValueError(f"EventTableSampler: eta names {sorted(eta)}, the tables are {sorted(names)}.")
+        for name, value in eta.items():
+            if not isinstance(value, Anneal) and not _is_number(value):
+                raise TypeError(
+                    f"EventTableSampler(eta={{{name!r}: {value!r}}}): every eta must be a number or Anneal."
+                )
         schedules = [v if isinstance(v, Anneal) else Anneal(v, v, 1) for v in (eta[name] for name in names)]
         for which in ("start", "end"):
             values = [getattr(schedule, which) for schedule in schedules]
@@ -283,6 +326,7 @@ class EventTableSampler(PrioritySampler):
         self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
         self._changes = torch.zeros((), dtype=torch.int64, device=device)
         self._pairs = PairCounts(size, len(self._tables), device=device) if self._correction in _COUNTING else None
+        self._classes = ClassCounts(size, len(self._tables), device=device) if self._by_class else None
         # running mean of R^ω of the proposals for each table, and the sum of its weights
         self._acceptance = torch.zeros(2, len(self._tables), dtype=torch.float64, device=device)
         self._repeated = torch.zeros((), dtype=torch.int64, device=device)
@@ -312,10 +356,17 @@ class EventTableSampler(PrioritySampler):
         self._changes.zero_()
         if self._pairs is not None:
             self._pairs.clear_()
+        if self._classes is not None:
+            self._classes.clear_counts_()
         if self._source is not None:
             self._source._clear()
             self._acceptance.zero_()
             self._repeated.zero_()
+
+    def _empty(self) -> None:
+        super()._empty()
+        if self._classes is not None:
+            self._classes.clear_()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
@@ -331,6 +382,8 @@ class EventTableSampler(PrioritySampler):
         state = {"masses": self._tree.rows, "keys": self._keys, "changes": self._changes, "eta": self._eta}
         if self._pairs is not None:
             state |= self._pairs.tensors()
+        if self._classes is not None:
+            state |= self._classes.tensors()
         if self._source is not None:
             state |= {"acceptance": self._acceptance, "repeated": self._repeated}
             state |= {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
@@ -340,6 +393,8 @@ class EventTableSampler(PrioritySampler):
         self._tables.check_valid()
         if self._source is not None:
             self._episodes.check_valid()
+        if self._classes is not None and self._tables.num_slots:
+            self._classes.check_valid(self._tables.holds(torch.arange(self._size, device=self._device)))
         if self._correction != "priority" and self._tables.num_slots:
             positions = self._tables.positions(self._stored_slots()).unique()
             drawn = (self._tree.leaves > 0).nonzero().squeeze(1)
@@ -387,6 +442,7 @@ class EventTableSampler(PrioritySampler):
             return
         self._set(positions, slots)
         self._count_pairs(slots)
+        self._count_classes(slots)
 
     def left(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
@@ -396,6 +452,7 @@ class EventTableSampler(PrioritySampler):
             return
         self._tree.write(positions, torch.zeros_like(positions))
         self._count_pairs(slots)
+        self._count_classes(slots.unique() if self._classes is not None else slots)
 
     def lists_changed(self) -> None:
         """Called by the tables: entries may be anywhere else now."""
@@ -403,13 +460,26 @@ class EventTableSampler(PrioritySampler):
 
     def _mend(self, storage: Storage | None, writing: Tensor | None = None) -> None:
         self._tables.mend()
-        if self._changing and storage is not None:
+        broke_off = bool(self._changing) and storage is not None
+        if broke_off:
             self._holes.fill_(True)
             last = getattr(storage, "_last_cursor_index", None)
             if self._in_ring and last is not None:
                 # rows were written, but what they wrote over has not left the tables
                 self._tables.overwrite(self._tables.skipped((int(last) + 1) * self._slots_per_step))
         super()._mend(storage, writing)
+        if broke_off:
+            self._recount_classes()
+
+    def _count_classes(self, slots: Tensor) -> None:
+        if self._classes is not None:
+            self._classes.moved(slots, self._tables.holds(slots), self._tables.num_written)
+
+    def _recount_classes(self) -> None:
+        if self._classes is not None:
+            everything = torch.arange(self._size, device=self._device)
+            self._classes.clear_counts_()
+            self._classes.recount(everything, self._tables.holds(everything))
 
     def _count_pairs(self, slots: Tensor) -> None:
         if self._pairs is not None:
@@ -430,6 +500,9 @@ class EventTableSampler(PrioritySampler):
         last = getattr(storage, "_last_cursor_index", None)
         self._tables.adopt(_length(storage), None if last is None else (int(last) + 1) * self._slots_per_step - 1)
         super()._adopt(storage)
+        if self._classes is not None:
+            self._recount_classes()
+            self._classes.adopt(self._tables.index(0), self._tables.num_written)
 
     def _write(self, slots: Tensor, storage: Storage | None) -> None:
         if is_traced():
@@ -571,8 +644,8 @@ class EventTableSampler(PrioritySampler):
         eta = (eta + only) / (share + (share == 0))
         return eta, low, total
 
-    def _plain_rows(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The slots drawn, their tables and their p(i), where all entries of a table are alike and none is dead.
+    def _plain_rows(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
+        """A draw where all entries of a table are alike and none is dead: slots, tables, p(i), and η_k / |B_k|.
 
         Then no tree is needed, and outside graphs most is done on numbers: this takes half the time.
         """
@@ -605,7 +678,7 @@ class EventTableSampler(PrioritySampler):
             offset = torch.where(position >= before, offset, begin)
         slots = self._tables.slot_at.index_select(0, position.add_(offset)).to(torch.int64)
         share = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
-        return slots, table, self._tables.share(slots, share)
+        return slots, table, self._tables.share(slots, share), share
 
     def _tables_of_rows(self, eta: Tensor, batch_size: int, u: Tensor) -> Tensor:
         """The table of each row, in order, [B]; by the first of ``u``, or by numbers of its own."""
@@ -619,12 +692,15 @@ class EventTableSampler(PrioritySampler):
             self._batch_size = batch_size
             plain = self._plain_rows(batch_size) if self._plain else None
             if plain is not None:
-                slots, table, probability = plain
+                slots, table, probability, share = plain
                 if self._correction is None:
                     weight = torch.ones_like(probability)
                 else:
-                    weight = probability ** -self._hyperparameters["beta"].current()
-                    weight = weight / weight.amax()
+                    weight = 1 / probability
+                    if self._classes is not None:
+                        share = torch.tensor(share, dtype=torch.float64, device=self._device)
+                        weight = self._classes.weight(slots, share, self._tables.counts[0])
+                    weight = self._normalized(weight).to(torch.float32)
                 self._count_batch()
                 return slots, {"priority_weight": weight, "table": table, "sample_probability": probability}
             self._sort_if_due()
@@ -735,7 +811,7 @@ class EventTableSampler(PrioritySampler):
                 return torch.ones_like(probability)
             weight = total / (count * mass)
         elif self._correction == "mixture":
-            weight = 1 / probability
+            weight = 1 / probability if self._classes is None else self._class_weight(slots, probability, eta)
         elif self._correction == "priority":
             share = 1 - self._eta[0, 0]
             weight = 1 / torch.where(self._inside(slots), 1 + share, 1 - share)
@@ -749,8 +825,23 @@ class EventTableSampler(PrioritySampler):
                 share = 1 - eta[0]
                 outside = 1 - of_pair[-1] / of_pair[0]
                 weight = torch.where(self._inside(slots), 1 - share * outside, 1 / (1 - share))
+        return self._normalized(weight)
+
+    def _class_weight(self, slots: Tensor, probability: Tensor, eta: Tensor) -> Tensor:
+        """Weights for what pinned tables keep, up to a factor, float64 [n]."""
+        assert self._classes is not None
+        share = eta / self._tables.counts.clamp_min(1)
+        weight = self._classes.weight(slots, share, self._tables.counts[0])
+        if self._kind is None:
+            return weight
+        # within a class, as if draws inside the tables were uniform
+        return weight * (self._tables.holds(slots) * share.unsqueeze(1)).sum(0) / probability
+
+    def _normalized(self, weight: Tensor) -> Tensor:
+        """``weight`` [n] to the power of β, over the largest; 0 where all are 0."""
         weight = weight ** self._hyperparameters["beta"].current()
-        return weight / weight.amax()
+        largest = weight.amax()
+        return weight / torch.where(largest > 0, largest, 1.0)
 
     def _unnormalized(self, slots: Tensor) -> Tensor:
         if not slots.numel():
@@ -786,8 +877,12 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the base class takes, and ``kind``."""
     if priority is None:
         return {"kind": None, "alpha": 0.0, "beta": 0.0, "eps": 1e-6, "td_error": "squared"}
+    if not isinstance(priority, Mapping):
+        raise TypeError(
+            f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."
+        )
     kind = priority.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"EventTableSampler(priority={dict(priority)}): kind must be one of {', '.join(_KINDS)}.")
     known = [*_KINDS[kind], *(_REAPER if kind == "reaper" else ())]
     unknown = set(priority) - {"kind", *known}
@@ -796,7 +891,20 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
             f"EventTableSampler(priority={dict(priority)}): kind={kind!r} knows {', '.join(known)}, not "
             f"{', '.join(sorted(unknown))}."
         )
+    stale_fraction = priority.get("stale_fraction", 0.0)
+    if not (_is_number(stale_fraction) and 0 <= stale_fraction <= 1):
+        raise ValueError(
+            f"EventTableSampler(priority={dict(priority)}): stale_fraction must be in [0, 1]; 0 sorts before every "
+            "draw that follows a change."
+        )
     return {"eps": 1e-6, **_KINDS[kind], **priority}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a single real number, and not a bool."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:

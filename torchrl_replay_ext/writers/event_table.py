@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext.buffers import CompilableWriter
-from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, EventTables, is_key
 from torchrl_replay_ext.samplers.base import row_major
 from torchrl_replay_ext.tracing import is_traced
 
@@ -108,8 +108,10 @@ class EventTableWriter(CompilableWriter):
         init_key: where the first transition of an episode is marked, bool; used if present.
 
     Raises:
-        TypeError: if ``tables`` is no :class:`EventTables`; at a write, if the data is no TensorDict.
-        KeyError: at a write, if an entry is missing. Nothing is written then, as in all these cases.
+        TypeError: if an argument has the wrong type; at a write, if the data is not a TensorDict or an entry has the
+            wrong dtype.
+        KeyError: at a write, if an entry is missing, or if the rows have an entry that those stored before do not
+            have. Nothing is written then, as in all these cases.
         ValueError: at a write, if an entry has the wrong shape, or the data of several streams is not flat.
 
     Examples:
@@ -143,6 +145,12 @@ class EventTableWriter(CompilableWriter):
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableWriter: tables must be EventTables, not {type(tables).__name__}.")
+        for name, key in (("stream_key", stream_key), ("done_key", done_key), ("init_key", init_key)):
+            if not is_key(key) and not (name == "stream_key" and key is None):
+                raise TypeError(
+                    f"EventTableWriter({name}={key!r}): {name} must be the name of an entry, a string or a tuple of "
+                    "strings."
+                )
         super().__init__()
         self._tables = tables
         self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
