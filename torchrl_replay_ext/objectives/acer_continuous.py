@@ -87,7 +87,8 @@ class ACERContinuousLoss(TrajectoryLoss):
     Raises:
         KeyError: if an entry is missing.
         TypeError: if a network is of the wrong kind, or a mask is not bool.
-        ValueError: if an argument is out of range, a shape is wrong, or an action of a TanhNormal is outside of [-1, 1].
+        ValueError: if an argument is out of range, a shape is wrong, or an action of a TanhNormal is outside of
+            [-1, 1].
 
     Examples:
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
