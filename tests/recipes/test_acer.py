@@ -114,6 +114,8 @@ def test_presets_hold_the_constants_of_the_paper():
     ("words", "env"),
     [
         (["acer.returns=importance_sampling"], DISCRETE),
+        (["acer.shared_layers=true"], CONTINUOUS),
+        (["acer.shared_layers=true", "acer.dueling=false"], CONTINUOUS),
         (["acer.statistics=logits", "acer.shared_layers=true"], DISCRETE),
         (["acer.trust_region=false", "acer.c=inf"], DISCRETE),
         (["acer.returns=importance_sampling", "acer.dueling=false", "acer.c=inf"], CONTINUOUS),
