@@ -496,7 +496,7 @@ def _refuse_other_losses(module: nn.Module, name: str, submodule: nn.Module | No
         except TypeError:
             if name not in module._modules:
                 # torch has removed what was there: no estimator so far
-                module.__dict__[name] = None
+                object.__setattr__(module, name, None)
             raise
 
 
