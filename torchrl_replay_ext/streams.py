@@ -244,11 +244,12 @@ class Streams:
         if not is_traced() and bool(by_step):
             return rows
         ids, done = trajectory.view(lanes, -1), ended.view(lanes, -1)
-        first, last = ids[:, 0], ids[:, -1]
-        # no trajectory goes over the end of an environment's rows, and all that are open go on: otherwise environments
-        # take turns in another way, and there might be too many trajectories at once in this order
-        apart = (first.unsqueeze(1) != first) & (last.unsqueeze(1) != first)
-        apart |= torch.eye(lanes, dtype=torch.bool, device=ids.device)
+        first = ids[:, 0]
+        # no trajectory is in the rows of two environments, and all that are open go on: otherwise environments take
+        # turns in another way, and this order is not that of time
+        order = trajectory.argsort(stable=True)
+        of_env, sorted_ids = order // ids.shape[1], trajectory[order]
+        apart = (sorted_ids[1:] != sorted_ids[:-1]) | (of_env[1:] == of_env[:-1])
         all_go_on = (~open_lane | (~self._old & (self._trajectory.unsqueeze(1) == first).any(1))).all()
         one_by_one = ~by_step & continues(ids, done) & apart.all() & all_go_on
         return pick(one_by_one, rows.view(lanes, -1).T.reshape(-1), rows)
