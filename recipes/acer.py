@@ -83,7 +83,7 @@ class ACERConfig(LearningConfig):
         returns: "retrace" or "importance_sampling".
         reward_scale: rewards are multiplied by it, for the losses.
         normalize_observations: by their running mean and standard deviation.
-        shared_layers: one trunk for policy and values, of discrete actions.
+        shared_layers: one trunk for policy and values.
         sigma: standard deviation of the policy; this one and the following are of continuous actions only.
         num_samples: n, of actions drawn for the dueling network.
         value_coeff: weight of the loss of the state value.
@@ -246,11 +246,18 @@ def make_continuous_loss(
 ) -> ACERContinuousLoss:
     """Networks and loss for continuous actions, whose policy has a fixed standard deviation, as in the paper."""
     (num_observed,) = observed
+    *inner, width = acer.hidden_sizes
 
     def mlp(inputs: int, outputs: int) -> MLP:
         return MLP(inputs, outputs, num_cells=acer.hidden_sizes, activation_class=nn.Tanh, device=device)
 
-    mean = mlp(num_observed, num_actions)
+    if acer.shared_layers:
+        trunk = make_network(observed, width, inner, activation=nn.Tanh, activate_last=True, device=device)
+        head, value = nn.Linear(width, num_actions, device=device), nn.Linear(width, 1, device=device)
+        mean, num_features = nn.Sequential(trunk, head), width
+    else:
+        trunk, mean, num_features = None, mlp(num_observed, num_actions), num_observed
+        value = mlp(num_observed, 1)
     _small(mean[-1])  # pyright: ignore[reportArgumentType]
     actor = ProbabilisticTensorDictSequential(
         TensorDictModule(FixedScale(mean, acer.sigma), in_keys=["observation"], out_keys=["loc", "scale"]),
@@ -259,7 +266,7 @@ def make_continuous_loss(
     critic = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
     return ACERContinuousLoss(
         actor,
-        critic(mlp(num_observed, 1), mlp(num_observed + num_actions, 1)),
+        critic(value, mlp(num_features + num_actions, 1), trunk),
         gamma=acer.gamma,
         lmbda=acer.lmbda,
         c=acer.c,

@@ -1,11 +1,13 @@
 """Environments by their Gymnasium ids."""
 
+from functools import partial
+from operator import add
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from gymnasium.wrappers import ClipAction, RescaleAction
+from gymnasium.wrappers import ClipAction, RescaleAction, TransformAction
 
 from recipes.atari import make_atari
 from recipes.config import EnvConfig
@@ -13,7 +15,7 @@ from recipes.run import ConfigError
 
 
 def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Makes an environment with discrete actions and vector observations, or an Atari game.
+    """Makes an environment with discrete actions 0 ... n - 1 and vector observations, or an Atari game.
 
     Args:
         config: the environment.
@@ -25,7 +27,9 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
     env = _make(config, training=training)
     if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env)):
         raise ConfigError(f"env.id={config.id}: this recipe needs discrete actions and vector observations")
-    return env
+    first = int(env.action_space.start)
+    # networks number their outputs from 0
+    return TransformAction(env, partial(add, first), Discrete(env.action_space.n)) if first else env
 
 
 def make_continuous_env(config: EnvConfig) -> gymnasium.Env:

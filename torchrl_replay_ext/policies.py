@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torchrl.modules import IndependentNormal, TanhNormal
 
+from torchrl_replay_ext.tracing import is_traced
+
 # Actions are kept away from the bounds, where tanh has no inverse.
 _BOUND = 1 - 1e-6
 
@@ -47,6 +49,16 @@ def _not_plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def inside_bounds(action: Tensor) -> Tensor:
-    """Squashed actions, so far inside (-1, 1) that atanh is finite."""
+def inside_bounds(action: Tensor, name: str) -> Tensor:
+    """Stored actions of a squashed policy, moved so far inside (-1, 1) that atanh is finite.
+
+    Raises:
+        ValueError: on behalf of ``name``, if an action is outside of [-1, 1] (not looked at in a graph).
+    """
+    # what was rescaled may be beyond the bound by rounding
+    if not is_traced() and bool((action.abs() > 2 - _BOUND).any()):
+        raise ValueError(
+            f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but those of a TanhNormal "
+            "policy are in [-1, 1]; store actions as the policy wrote them, before the environment rescales them."
+        )
     return action.clamp(-_BOUND, _BOUND)

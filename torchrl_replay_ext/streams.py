@@ -129,7 +129,11 @@ class Streams:
         """
         stolen = None
         if self.assigned:
-            lane, stolen, restarted = self._assign(trajectory, ended, initial, open_lane)
+            assert trajectory is not None
+            turn = self._by_time(trajectory, ended, open_lane)
+            marked = None if initial is None else initial[turn]
+            lane, stolen, restarted = self._assign(trajectory[turn], ended[turn], marked, open_lane)
+            lane = torch.empty_like(lane).index_copy_(0, turn, lane)
             open_lane = open_lane & ~stolen
             self._old |= restarted & open_lane
         else:
@@ -219,8 +223,39 @@ class Streams:
             "streams (torchrl's InitTracker does)."
         )
 
+    def _by_time(self, trajectory: Tensor, ended: Tensor, open_lane: Tensor) -> Tensor:
+        """The order in which the rows of a write [n] are assigned to lanes, int64 [n]: step by step.
+
+        Experience [E, T] of all E = ``lanes`` environments that was flattened has one environment after the other. A
+        lane that the second environment left before this write is free when the first one begins an episode in the
+        midst of it, and would get rows of both, and the first one's lane of none. Assigned step by step, every lane
+        gets as many rows as there are steps.
+        """
+        count, lanes = trajectory.shape[0], self.lanes
+        rows = torch.arange(count, device=trajectory.device)
+        if lanes == 1 or count % lanes or count == lanes:
+            return rows
+
+        def continues(ids: Tensor, done: Tensor) -> Tensor:
+            """Whether each of these environments [k, T] has one trajectory at a time."""
+            return ((ids[:, 1:] == ids[:, :-1]) | done[:, :-1]).all()
+
+        by_step = continues(trajectory.view(-1, lanes).T, ended.view(-1, lanes).T)
+        if not is_traced() and bool(by_step):
+            return rows
+        ids, done = trajectory.view(lanes, -1), ended.view(lanes, -1)
+        first = ids[:, 0]
+        # no trajectory is in the rows of two environments, and all that are open go on: otherwise environments take
+        # turns in another way, and this order is not that of time
+        order = trajectory.argsort(stable=True)
+        of_env, sorted_ids = order // ids.shape[1], trajectory[order]
+        apart = (sorted_ids[1:] != sorted_ids[:-1]) | (of_env[1:] == of_env[:-1])
+        all_go_on = (~open_lane | (~self._old & (self._trajectory.unsqueeze(1) == first).any(1))).all()
+        one_by_one = ~by_step & continues(ids, done) & apart.all() & all_go_on
+        return pick(one_by_one, rows.view(lanes, -1).T.reshape(-1), rows)
+
     def _assign(
-        self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
+        self, trajectory: Tensor, ended: Tensor, initial: Tensor | None, open_lane: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The lane of each row by its trajectory id [n].
 
@@ -231,7 +266,6 @@ class Streams:
         Returns:
             lane [n]; lanes [lanes] taken from an unfinished trajectory; whether ids restarted [].
         """
-        assert trajectory is not None
         count, device = trajectory.shape[0], trajectory.device
         rows = torch.arange(count, device=device)
         # groups: the rows of one trajectory each

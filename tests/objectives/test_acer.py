@@ -385,6 +385,20 @@ def test_padding_is_not_there(one_hot):
     assert not padded["td_error"][:, 5:].any()
 
 
+@pytest.mark.parametrize("trunk", ["apart", "modules", "hidden"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_masked_steps_may_hold_anything(bad, trunk):
+    setting, batch = Setting(trunk=trunk), rows(mask=True)
+    results = []
+    for value in (0.0, bad):
+        for key in ("observation", "logits", ("next", "observation"), ("next", "reward")):
+            batch[key][~batch["collector", "mask"]] = value
+        result = setting.loss(batch)
+        results.append((dict(result.items()), gradients(losses(result), setting.parameters), batch["td_error"]))
+    assert all(g.isfinite().all() for g in results[1][1])
+    torch.testing.assert_close(*results)
+
+
 def test_nothing_is_valid():
     setting, batch = Setting(), rows()
     batch["collector", "mask"] = torch.zeros(batch.shape, dtype=torch.bool)
@@ -460,6 +474,52 @@ def test_keys_of_ones_own():
     assert torch.equal(renamed["replay", "error"], batch["td_error"])
     for key, value in expected.items():
         assert torch.equal(result[key], value)
+
+
+@pytest.mark.parametrize("name", ["logits", "probs"])
+@pytest.mark.parametrize("entry", ["pi_parameters", ("agents", "policy"), ("agents", "logits")], ids=str)
+def test_the_policys_logits_or_probabilities_may_have_any_entry(name, entry):
+    mu_key = ("mu", name)
+    expected_setting, batch = Setting(name, behaviour_key=mu_key), rows(mask=True, key=mu_key)
+    renamed = {}
+    for which, networks in (("current", expected_setting.networks), ("average", expected_setting.average)):
+        module = TensorDictModule(networks.actor()[0].module, in_keys=["observation"], out_keys=[entry])
+        renamed[which] = ProbabilisticActor(module, in_keys={name: entry}, distribution_class=Categorical)
+    loss = ACERLoss(
+        renamed["current"],
+        expected_setting.networks.critic(),
+        gamma=0.9,
+        c=1.5,
+        delta=0.05,
+        entropy_coeff=0.25,
+        behaviour_key=mu_key,
+    )
+    SoftUpdate(loss, eps=0.75)
+    set_average(loss, renamed["average"])
+    result, expected = loss(batch.clone()), expected_setting.loss(batch)
+    assert expected["kl"] > 0
+    for key, value in expected.items():
+        assert torch.equal(result[key], value)
+
+
+def test_a_nested_entry_whose_last_part_is_logits_needs_no_mapping():
+    networks, batch = Networks(), rows()
+    module = TensorDictModule(networks.actor()[0].module, in_keys=["observation"], out_keys=[("agent", "logits")])
+    actor = ProbabilisticActor(module, in_keys=[("agent", "logits")], distribution_class=Categorical)
+    losses_of = [ACERLoss(a, networks.critic()) for a in (actor, networks.actor())]
+    for loss in losses_of:
+        SoftUpdate(loss, eps=0.75)
+    assert torch.equal(losses_of[0](batch)["loss_actor"], losses_of[1](batch)["loss_actor"])
+
+
+def test_several_agents_are_refused():
+    networks, batch = Networks(), rows()
+    for key in ("observation", ("next", "observation")):
+        batch[key] = batch[key].unsqueeze(-2).expand(4, 9, 2, OBSERVATION)
+    loss = ACERLoss(networks.actor(), networks.critic())
+    SoftUpdate(loss, eps=0.75)
+    with pytest.raises(ValueError, match=r"'logits'.*\(4, 9, 2, 4\), expected \(4, 9, 'A'\).*[Ss]everal agents"):
+        loss(batch)
 
 
 # --- where gradients flow
@@ -745,8 +805,8 @@ def test_networks_that_do_not_fit():
     with pytest.raises(TypeError, match=r"qvalue_network must be a TensorDictModule.*Linear"):
         ACERLoss(actor, networks.value_head)
     module = TensorDictModule(nn.Linear(3, 4), in_keys=["observation"], out_keys=["loc"])
-    with pytest.raises(ValueError, match=r"'logits' or 'probs'.*loc"):
-        ACERLoss(ProbabilisticActor(module, in_keys={"logits": "loc"}, distribution_class=Categorical), critic)
+    with pytest.raises(ValueError, match=r"'logits' or 'probs'.*loc.*in_keys=\{'logits': <entry>\}"):
+        ACERLoss(ProbabilisticActor(module, in_keys=["loc"], distribution_class=Categorical), critic)
     with pytest.raises(ValueError, match=r"Categorical.*Bernoulli"):
         ACERLoss(networks.actor(distribution_class=torch.distributions.Bernoulli), critic)
     module = TensorDictModule(nn.Linear(3, 4), in_keys=["observation"], out_keys=["logits"])

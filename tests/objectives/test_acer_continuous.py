@@ -452,6 +452,32 @@ def test_padding_is_not_there(dueling, kind):
     assert not padded["td_error"][:, 5:].any()
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dueling", [True, False])
+def test_masked_steps_may_hold_anything(bad, shared, dueling):
+    setting, batch = Setting(shared=shared, dueling=dueling), rows(mask=True)
+    results = []
+    for value in (0.0, bad):
+        for key in ("observation", "action", "loc", "scale", ("next", "observation"), ("next", "reward")):
+            batch[key][~batch["collector", "mask"]] = value
+        torch.manual_seed(0)
+        result = setting.loss(batch)
+        results.append((dict(result.items()), gradients(losses(result), setting.parameters), batch["td_error"]))
+    assert all(g.isfinite().all() for g in results[1][1])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("value", [1.5, -1.01])
+def test_actions_that_no_tanh_gives_are_refused(value):
+    setting, batch = Setting(distribution=TanhNormal), rows(squashed=True, mask=True)
+    batch["action"][~batch["collector", "mask"]] = value
+    setting.loss(batch)
+    batch["action"][0, 0, 0] = value
+    with pytest.raises(ValueError, match=rf"ACERContinuousLoss: a stored action is {abs(value)}.*\[-1, 1\]"):
+        setting.loss(batch)
+
+
 def test_any_number_of_batch_dimensions():
     setting, batch = Setting(reduction="none"), rows()
     sample_the_same(setting)

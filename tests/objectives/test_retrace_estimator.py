@@ -11,9 +11,27 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Normal
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.modules import MaskedCategorical, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, QValueActor
-from torchrl.objectives import A2CLoss, DQNLoss, SoftUpdate
+from torchrl.modules import (
+    DistributionalQValueActor,
+    MaskedCategorical,
+    NormalParamExtractor,
+    OneHotCategorical,
+    ProbabilisticActor,
+    QValueActor,
+)
+from torchrl.objectives import (
+    A2CLoss,
+    ClipPPOLoss,
+    DiscreteCQLLoss,
+    DiscreteIQLLoss,
+    DiscreteSACLoss,
+    DistributionalDQNLoss,
+    DQNLoss,
+    SACLoss,
+    SoftUpdate,
+)
 from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
+from torchrl.objectives.value import TD0Estimator
 
 from torchrl_replay_ext import RetraceEstimator
 
@@ -305,6 +323,43 @@ def test_masked_steps_end_a_trajectory(mask_shape):
     assert torch.equal(estimator.value_estimate(batch), kept)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+@pytest.mark.parametrize("mu_key", ["action_log_prob", "logits"])
+def test_masked_steps_may_hold_anything(bad, policy, mu_key):
+    value, pi, batch = mlp(), mlp(), experience(4, 9)
+    valid = torch.arange(9) < torch.tensor([9, 5, 1, 8]).unsqueeze(-1)
+    batch["collector", "mask"] = valid
+    if mu_key == "logits":
+        batch["logits"] = torch.randn(4, 9, ACTIONS, dtype=torch.float64)
+        del batch["action_log_prob"]
+    estimator = RetraceEstimator(
+        gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), policy=policy, differentiable=True
+    )
+    params, results = TensorDict.from_module(critic(value)), []
+    for content in (0.0, bad):
+        for key in ("observation", mu_key, ("next", "observation"), ("next", "reward")):
+            batch[key][~valid] = content
+        estimate = estimator.value_estimate(batch, target_params=params)
+        assert estimate.isfinite().all()
+        results.append((estimate.detach(), torch.autograd.grad(estimate.sum(), value.parameters())))
+    torch.testing.assert_close(*results)
+
+
+def test_masked_steps_give_a_dqn_no_nan():
+    batch, network = experience(4, 9), critic()
+    loss, _ = dqn(network, actor_network=actor())
+    valid = torch.arange(9) < torch.tensor([9, 5, 1, 8]).unsqueeze(-1)
+    batch["collector", "mask"] = valid
+    found = []
+    for content in (0.0, math.nan):
+        # the loss itself runs its network on "observation"
+        for key in ("action_log_prob", ("next", "observation"), ("next", "reward")):
+            batch[key][~valid] = content
+        found.append(torch.autograd.grad(loss(batch.clone())["loss"], list(network.parameters())))
+    torch.testing.assert_close(*found)
+
+
 def test_ratios_of_any_size():
     batch = experience(3, 20).apply(lambda x: x.to(torch.float32) if x.is_floating_point() else x)
     batch["action_log_prob"] = torch.where(torch.rand(3, 20) < 0.5, -300.0, 0.0)
@@ -420,11 +475,33 @@ def test_the_registry():
         build_value_estimator(loss, "retrace")
 
 
+def test_a_loss_that_lists_the_name_makes_its_estimator_by_it():
+    class RetraceDQNLoss(DQNLoss):
+        SUPPORTED_VALUE_ESTIMATORS = (*DQNLoss.SUPPORTED_VALUE_ESTIMATORS, "retrace")
+
+    network, batch = critic(), experience(3, 9)
+    expected, _ = dqn(network, policy="greedy")
+    loss = RetraceDQNLoss(network, action_space="categorical", delay_value=True)
+    SoftUpdate(loss, eps=0.9)
+    loss.set_keys(reward="gain")
+    loss.make_value_estimator("retrace", policy="greedy", gamma=GAMMA)
+    assert loss.value_type == "retrace" and loss.value_estimator.tensor_keys.reward == "gain"
+    renamed = batch.clone()
+    renamed["next", "gain"] = renamed["next"].pop("reward")
+    torch.testing.assert_close(loss(renamed)["loss"], expected(batch)["loss"])
+    # one that does not list it says so
+    with pytest.raises(NotImplementedError, match="'retrace' is not implemented for loss DQNLoss"):
+        DQNLoss(network, action_space="categorical").make_value_estimator("retrace")
+
+
 def test_for_a_loss_with_an_actor():
+    class OwnLoss(A2CLoss):
+        SUPPORTED_VALUE_ESTIMATORS = (*A2CLoss.SUPPORTED_VALUE_ESTIMATORS, "retrace")
+
     pi, value, batch = mlp(), mlp(), experience(3, 9)
     state_value = TensorDictModule(mlp(1), in_keys=["observation"], out_keys=["state_value"])
     for functional in (True, False):
-        loss = A2CLoss(actor(pi, return_log_prob=True), state_value, functional=functional)
+        loss = OwnLoss(actor(pi, return_log_prob=True), state_value, functional=functional)
         estimator = build_value_estimator(loss, "retrace", value_network=critic(value), gamma=GAMMA)
         for _ in range(2):
             assert estimator.value_estimate(batch).sub(naive(batch, value, pi)).abs().max() < 1e-10
@@ -442,6 +519,76 @@ def test_in_one_graph():
     compiled = torch.compile(lambda batch: loss(batch)["loss"], fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch), eager)
     torch._dynamo.reset()
+
+
+# --- losses that are not served
+
+
+def state_critic():
+    return TensorDictModule(mlp(1), in_keys=["observation"], out_keys=["state_value"])
+
+
+def action_critic():
+    return TensorDictModule(mlp(1), in_keys=["observation"], out_keys=["state_action_value"])
+
+
+def gaussian():
+    network = nn.Sequential(mlp(ACTIONS), NormalParamExtractor())
+    module = TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"])
+    return ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=Normal, return_log_prob=True)
+
+
+OTHER_LOSSES = {
+    "DiscreteSACLoss": lambda: DiscreteSACLoss(
+        actor(return_log_prob=True), critic(), action_space="categorical", num_actions=ACTIONS
+    ),
+    "DiscreteCQLLoss": lambda: DiscreteCQLLoss(critic(), action_space="categorical"),
+    "DiscreteIQLLoss": lambda: DiscreteIQLLoss(actor(), critic(), state_critic(), action_space="categorical"),
+    "DistributionalDQNLoss": lambda: DistributionalDQNLoss(
+        DistributionalQValueActor(
+            nn.Sequential(nn.Linear(OBSERVATION, 3 * ACTIONS), nn.Unflatten(-1, (3, ACTIONS)), nn.LogSoftmax(-2)),
+            in_keys=["observation"],
+            support=torch.arange(3.0),
+            action_space="categorical",
+        ),
+        gamma=GAMMA,
+        delay_value=False,
+    ),
+    "SACLoss": lambda: SACLoss(gaussian(), action_critic(), target_entropy=-1.0),
+    "A2CLoss": lambda: A2CLoss(actor(return_log_prob=True), state_critic()),
+    "ClipPPOLoss": lambda: ClipPPOLoss(actor(return_log_prob=True), state_critic()),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name):
+    loss = OTHER_LOSSES[name]()
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy")
+    says = rf"{name}\.make_value_estimator\(RetraceEstimator\).*serves DQNLoss.*{name} does not hand over.*ACERLoss"
+    for present in (False, True):
+        if present:
+            loss.make_value_estimator(TD0Estimator(gamma=0.5, value_network=state_critic()))
+        before = loss._value_estimator
+        for attempt in (
+            lambda: loss.make_value_estimator(estimator),
+            lambda: loss.make_value_estimator(RetraceEstimator, gamma=GAMMA, value_network=critic(), policy="greedy"),
+        ):
+            with pytest.raises(TypeError, match=says):
+                attempt()
+            assert loss._value_estimator is before
+    with pytest.raises(TypeError, match=rf"RetraceEstimator\.for_loss\({name}\): .*serves DQNLoss"):
+        build_value_estimator(loss, "retrace", value_network=critic(), policy="greedy")
+
+
+def test_subclasses_of_dqn_loss_and_other_modules_may_hold_the_estimator():
+    class OwnDQNLoss(DQNLoss):
+        pass
+
+    loss = OwnDQNLoss(critic(), action_space="categorical")
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy")
+    loss.make_value_estimator(estimator)
+    assert loss.value_estimator is estimator
+    assert nn.ModuleList([estimator])[0] is estimator
 
 
 # --- in DQN's loss

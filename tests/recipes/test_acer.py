@@ -1,14 +1,16 @@
 import math
+from typing import ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 
-from recipes import acer, training
+from recipes import acer, dqn, training
 from recipes.config import EnvConfig
 from recipes.environment import make_env
 from recipes.run import DONE, ConfigError
-from tests.recipes.runs import Composer, needs, rows
+from tests.recipes.runs import Composer, needs, rows, tiny
 
 TINY = [
     "acer.total_steps=96",
@@ -61,6 +63,41 @@ def test_every_environment_trains(tmp_path, monkeypatch, env):
     assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
 
 
+class FromOne(gymnasium.Env):
+    """Episodes of 5 steps, with the actions 1 and 2."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2, start=1)
+    received: ClassVar[set[int]] = set()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.received.add(int(action))
+        self.steps += 1
+        return np.zeros(2, np.float32), 1.0, False, self.steps == 5, {}
+
+
+@pytest.mark.parametrize(
+    ("train", "configuration"),
+    [
+        (acer.train, recipe.configuration),
+        (dqn.train, Composer("dqn", dqn.Config, tiny("dqn")).configuration),
+    ],
+    ids=["acer", "dqn"],
+)
+def test_environments_receive_actions_of_their_own_numbering(tmp_path, monkeypatch, train, configuration):
+    monkeypatch.setitem(
+        gymnasium.registry, "FromOne-v0", gymnasium.envs.registration.EnvSpec("FromOne-v0", entry_point=FromOne)
+    )
+    FromOne.received.clear()
+    assert train(configuration("env=cartpole", "env.id=FromOne-v0"), tmp_path) == DONE
+    assert FromOne.received == {1, 2}
+
+
 def test_presets_hold_the_constants_of_the_paper():
     for env in ("cartpole", "acrobot", "lunarlander"):
         of_env = recipe.settings(f"env={env}")
@@ -77,6 +114,8 @@ def test_presets_hold_the_constants_of_the_paper():
     ("words", "env"),
     [
         (["acer.returns=importance_sampling"], DISCRETE),
+        (["acer.shared_layers=true"], CONTINUOUS),
+        (["acer.shared_layers=true", "acer.dueling=false"], CONTINUOUS),
         (["acer.statistics=logits", "acer.shared_layers=true"], DISCRETE),
         (["acer.trust_region=false", "acer.c=inf"], DISCRETE),
         (["acer.returns=importance_sampling", "acer.dueling=false", "acer.c=inf"], CONTINUOUS),

@@ -289,6 +289,15 @@ def test_stochastic_policies_are_whitened(score):
         torch.testing.assert_close(batch["score"][0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_actions_that_no_tanh_gives_are_refused():
+    rb, actor_rb = make(policy=stochastic_policy(TanhNormal), num_candidates=3, count=0)
+    data = experience(200)
+    data["action"] = 2 * torch.ones_like(data["action"])
+    rb.extend(data)
+    with pytest.raises(ValueError, match=r"DecoupledSampler: a stored action is 2 in absolute value.*\[-1, 1\]"):
+        actor_rb.sample()
+
+
 def test_a_policy_like_its_data_scores_near_0():
     torch.manual_seed(0)
     policy = stochastic_policy(TanhNormal)

@@ -638,6 +638,35 @@ def test_the_newest_of_each_stream():
     assert batch["collector", "mask"].all()
 
 
+@pytest.mark.parametrize("order", ["env_major", "time_major"])
+@pytest.mark.parametrize("num_envs, steps, length", [(4, 8, 8), (3, 5, 4), (2, 2, 6), (6, 7, 14)])
+def test_the_newest_of_flat_batches_are_the_newest_of_each_environment(order, num_envs, steps, length):
+    generator = torch.Generator().manual_seed(num_envs)
+    buffer = buffer_of(400, slice_len=length, num_streams=num_envs)
+    history: list[list[int]] = [[] for _ in range(num_envs)]  # of each environment, the numbers of its steps
+    running, next_id, first = list(range(num_envs)), num_envs, 0
+    for _ in range(30):
+        number = torch.arange(first, first + num_envs * steps)
+        of_env = number.view(num_envs, steps) if order == "env_major" else number.view(steps, num_envs).T
+        done = torch.rand(num_envs, steps, generator=generator) < 0.15
+        ids = torch.empty(num_envs, steps, dtype=torch.int64)
+        for step in range(steps):
+            for env in range(num_envs):
+                ids[env, step] = running[env]
+                if done[env, step]:
+                    running[env], next_id = next_id, next_id + 1
+        for env in range(num_envs):
+            history[env] += of_env[env].tolist()
+        flat = [x.reshape(-1) if order == "env_major" else x.T.reshape(-1) for x in (done, ids)]
+        buffer.extend(
+            rows(num_envs * steps, done=flat[0].nonzero().squeeze(1).tolist(), ids=flat[1].tolist(), first=first)
+        )
+        first += num_envs * steps
+        batch = buffer.sampler.newest(buffer).reshape(num_envs, length)
+        drawn = [row["number"][row["collector", "mask"]].tolist() for row in batch]
+        assert sorted(drawn) == sorted(taken[-length:] for taken in history)
+
+
 def test_a_stream_without_steps_has_no_newest():
     buffer = buffer_of(40, slice_len=3, num_streams=2)
     buffer.extend(rows(2, ids=[0, 0]))

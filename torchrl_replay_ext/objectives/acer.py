@@ -21,7 +21,7 @@ from torch.distributions import Categorical, OneHotCategorical
 from torchrl_replay_ext.functional import trust_region_projection
 from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
 from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
-from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss
+from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_invalid, separate_episodes
 
 STATISTICS = ("probs", "logits", "log_probs")
 # TorchRL's distributions of one-hot actions are of the first kind.
@@ -59,11 +59,15 @@ class ACERLoss(TrajectoryLoss):
     * Log-ratios are cut off at 40, so that probabilities of 1e-17 and less give no overflow. There is no other eps.
 
     Networks may share parameters, which then learn from both losses. A critic that reads what the actor wrote (a
-    hidden layer's output) is run behind it.
+    hidden layer's output) is run behind it. A recurrent network that reads "is_init" starts each episode of a row anew,
+    among the states x_{t+1} too.
+
+    There is one distribution per step. Where several agents share a policy, the batch holds one row per agent and
+    trajectory.
 
     Args:
         actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical distribution, from "logits" or
-            "probs" [\*B, T, A].
+            "probs" [\*B, T, A]. An entry of another name is mapped: ``in_keys={"logits": <entry>}``.
         qvalue_network: writes "action_value" [\*B, T, A].
         gamma: discount factor in [0, 1].
         lmbda: λ of Retrace, in [0, 1].
@@ -76,12 +80,14 @@ class ACERLoss(TrajectoryLoss):
         critic_coeff: weight of the critic's loss, >= 0.
         retrace_thresh: truncation of Retrace's traces, >= 0.
         returns: "retrace", or "importance_sampling" as in the paper's ablation (App. E.4).
-        behaviour_key: where μ's statistics are stored: probabilities if the name ends with "probs", else logits.
+        behaviour_key: where μ's statistics are stored: probabilities if the name ends with "probs", else logits. If
+            the actor's entry is not "logits", pass its name.
         reduction: "mean", "sum" or "none"; over the steps that ("collector", "mask") allows.
 
     The batch is read at "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the
     networks' keys, also under "next", and ("next", "reward" | "done" | "terminated") [\*B, T, 1]; names can be changed
-    by ``set_keys``. If it has a "priority_weight", losses are weighted averages, as in TorchRL.
+    by ``set_keys``. If it has a "priority_weight", losses are weighted averages, as in TorchRL. Steps that
+    ("collector", "mask") excludes may hold anything, NaN included.
 
     Returns:
         A TensorDict of the losses and, detached: ``entropy``, ``kl`` (of the average policy to the current one, nats),
@@ -171,15 +177,19 @@ class ACERLoss(TrajectoryLoss):
             entropy_coeff=entropy_coeff,
             critic_coeff=critic_coeff,
         )
-        parameters, kind = list(actor_network[-1].in_keys), getattr(actor_network[-1], "distribution_class", None)
+        last = actor_network[-1]
+        kind = getattr(last, "distribution_class", None)
         known = isinstance(kind, type) and issubclass(kind, _DISTRIBUTIONS)
+        # the distribution's own names of what it reads; without a mapping, the last parts of the keys
+        names = [name if isinstance(name, str) else name[-1] for name in getattr(last, "dist_keys", last.in_keys)]
         # what else a distribution reads, like a mask of actions, would change its probabilities
-        if not known or parameters not in (["logits"], ["probs"]):
+        if not known or names not in (["logits"], ["probs"]):
             raise ValueError(
                 f"ACERLoss: the actor's distribution must be Categorical or OneHotCategorical and read 'logits' or "
-                f"'probs' alone, not {kind} that reads {parameters}."
+                f"'probs' alone, not {kind} that reads {names} from {list(last.in_keys)}. An entry of another name is "
+                "mapped with in_keys={'logits': <entry>}."
             )
-        self._parameter = parameters[0]
+        self._parameter, self._parameter_name = last.in_keys[0], names[0]
         self.statistics = statistics
         self.set_keys(behaviour=behaviour_key)
 
@@ -199,7 +209,13 @@ class ACERLoss(TrajectoryLoss):
             state = self.actor_network.get_dist_params(state)
         with self._params("qvalue_network"):
             state = self.qvalue_network(state)
-        log_pi, key = log_probabilities(state.get(self._parameter), self._parameter), self.tensor_keys.action_value
+        log_pi, key = self._log_policy(state), self.tensor_keys.action_value
+        if log_pi.shape[:-1] != state.batch_size:
+            raise ValueError(
+                f"ACERLoss: {self._parameter!r} of actor_network has shape {tuple(log_pi.shape)}, expected "
+                f"{(*state.batch_size, 'A')}: one categorical distribution per step. Several agents are not supported; "
+                "give the batch one row per agent and trajectory."
+            )
         value = self._get(state, key, "qvalue_network writes it; name its key with set_keys(action_value=)")
         if value.shape != log_pi.shape:
             raise ValueError(
@@ -207,6 +223,10 @@ class ACERLoss(TrajectoryLoss):
                 "the actor's actions; qvalue_network writes it."
             )
         return log_pi, value
+
+    def _log_policy(self, state: TensorDictBase) -> Tensor:
+        """Log-probabilities of all actions [*B, T, A] from the distribution's parameters."""
+        return log_probabilities(state.get(self._parameter), self._parameter_name)
 
     def _states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """What the networks read, of the states and of those that followed."""
@@ -217,25 +237,27 @@ class ACERLoss(TrajectoryLoss):
                 full = (*prefix, *((key,) if isinstance(key, str) else key))
                 content[key] = self._get(tensordict, full, "the networks read it; the environment writes it")
             states.append(TensorDict(content, tensordict.batch_size))
+        separate_episodes(states[0], states[1], (self.actor_network, self.qvalue_network))
         return states[0], states[1]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Compute the losses of a batch [*B, T]."""
         rows = self._trajectories(tensordict)
-        states, following = self._states(tensordict)
+        batch = blank_invalid(tensordict, self.in_keys, rows.valid)
+        states, following = self._states(batch)
         log_pi, q = self._evaluate(states)
         with torch.no_grad():
             next_log_pi, next_q = self._evaluate(following)
             next_value = (next_log_pi.exp() * next_q).sum(-1, keepdim=True)
             with self._params("actor_network", average=True):
                 average = self.actor_network.get_dist_params(states.select(*self.actor_network.in_keys))
-            log_average = log_probabilities(average.get(self._parameter), self._parameter)
-            (behaviour,) = self._statistics(tensordict, log_pi.shape)
+            log_average = self._log_policy(average)
+            (behaviour,) = self._statistics(batch, log_pi.shape)
             log_mu = log_probabilities(behaviour, self.tensor_keys.behaviour)
         key = self.tensor_keys.action
         taken = action_index(
-            self._get(tensordict, key, "the collector stores what the policy chose"),
+            self._get(batch, key, "the collector stores what the policy chose"),
             tensordict.batch_size,
             log_pi.shape[-1],
             name="ACERLoss",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, q_opc, trust_region_projection
 from torchrl_replay_ext.modules import SeparateValueNetworks
-from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss
+from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_invalid
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
@@ -49,8 +49,9 @@ class ACERContinuousLoss(TrajectoryLoss):
     * Q̃ of a_t and of a'_t share the samples u_i; the policy learns from neither.
     * The paper's policies have a fixed diagonal covariance: ``statistics=("loc",)``, for which g_t and k_t have no part
       for the scale. With ``("loc", "scale")`` a learned scale is trained too.
-    * With a TanhNormal, ratios, scores and divergences are those of the Gaussian: the tanh cancels out. Actions must be
-      in [-1, 1]; the critic sees them as they are, not their arctanh. ``loss_entropy`` is the Gaussian's entropy.
+    * With a TanhNormal, ratios, scores and divergences are those of the Gaussian: the tanh cancels out. Actions outside
+      of [-1, 1] are an error; in a graph, where values cannot be checked, they are clamped. The critic sees actions as
+      they are, not their arctanh. ``loss_entropy`` is the Gaussian's entropy.
     * Average policy, truncated episodes, masks and weights are as in :class:`ACERLoss`.
 
     Args:
@@ -86,7 +87,8 @@ class ACERContinuousLoss(TrajectoryLoss):
     Raises:
         KeyError: if an entry is missing.
         TypeError: if a network is of the wrong kind, or a mask is not bool.
-        ValueError: if an argument is out of range or a shape is wrong.
+        ValueError: if an argument is out of range, a shape is wrong, or an action of a TanhNormal is outside of
+            [-1, 1].
 
     Examples:
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
@@ -226,27 +228,31 @@ class ACERContinuousLoss(TrajectoryLoss):
         rows = self._trajectories(tensordict)
         for key in self.in_keys:
             self._get(tensordict, key, "the environment or the policy writes it, and the collector stores it")
-        loc, scale = self._policy(tensordict)
-        action = tensordict.get(self.tensor_keys.action)
+        batch = blank_invalid(tensordict, self.in_keys, rows.valid)
+        loc, scale = self._policy(batch)
+        action = batch.get(self.tensor_keys.action)
         if action.shape != loc.shape or not action.is_floating_point():
             raise ValueError(
                 f"ACERContinuousLoss: {self.tensor_keys.action!r} has shape {tuple(action.shape)} and dtype "
                 f"{action.dtype}, expected real numbers of shape {tuple(loc.shape)}, that of the policy's mean."
             )
         with torch.no_grad():
-            loc_avg, scale_avg = self._policy(tensordict, average=True)
-            loc_mu, scale_mu = self._statistics(tensordict, loc.shape)
+            loc_avg, scale_avg = self._policy(batch, average=True)
+            loc_mu, scale_mu = self._statistics(batch, loc.shape)
             drawn = self.sample_actions(loc, scale, self.num_samples + 1)
-            raw = torch.stack([inside_bounds(action).atanh() if self._squashed else action, drawn[..., 0, :]], -2)
+            raw = torch.stack(
+                [inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action, drawn[..., 0, :]],
+                -2,
+            )
             # of a_t and of a'_t, [*B, T, 2, 1]
             log_pi = _log_prob(raw, loc.unsqueeze(-2), scale.unsqueeze(-2))
             log_mu = _log_prob(raw, loc_mu.unsqueeze(-2), scale_mu.unsqueeze(-2))
             seen = drawn.tanh() if self._squashed else drawn
             actions = torch.stack([action, seen[..., 0, :]], -2)
         with self._params("sdn"):
-            q_both, value = self.sdn(tensordict.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
+            q_both, value = self.sdn(batch.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
             with torch.no_grad():
-                following = tensordict.get("next").get(self.tensor_keys.observation)
+                following = batch.get("next").get(self.tensor_keys.observation)
                 next_value = self.sdn.state_value(following)  # pyright: ignore[reportCallIssue]
         shape = rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
@@ -274,7 +280,7 @@ class ACERContinuousLoss(TrajectoryLoss):
         losses = {
             "loss_actor": -(phi * rows.fill(z)).sum(-1),
             "loss_qvalue": self.critic_coeff * td_error.square().squeeze(-1),
-            "loss_value": self.value_coeff * (value_weight * value_error.square()).squeeze(-1),
+            "loss_value": self.value_coeff * (rows.fill(value_weight) * value_error.square()).squeeze(-1),
             "loss_entropy": -self.entropy_coeff * entropy,
         }
         return self._result(tensordict, rows, losses, {"entropy": entropy, **diagnostics}, td_error)

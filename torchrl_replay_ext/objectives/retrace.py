@@ -13,20 +13,23 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch, set_skip_existing
 from tensordict.utils import expand_as_right
-from torch import Tensor
-from torchrl.objectives import LossModule
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torchrl.objectives import DQNLoss, LossModule
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_replay_ext.functional import retrace
 from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
+from torchrl_replay_ext.objectives.trajectory import blank_invalid, separate_episodes
 
 POLICIES = ("actor", "greedy")
+NAME = "retrace"
 # Who is to blame if an entry is missing.
 _ENVIRONMENT = "the environment writes it"
 
 
-@register_value_estimator("retrace", default_kwargs={"gamma": 0.99, "lmbda": 1.0})
+@register_value_estimator(NAME, default_kwargs={"gamma": 0.99, "lmbda": 1.0})
 class RetraceEstimator(ValueEstimatorBase):
     r"""Retrace(λ) for discrete actions: targets for Q from trajectories of another policy (Munos et al. 2016).
 
@@ -44,6 +47,16 @@ class RetraceEstimator(ValueEstimatorBase):
     Where to take μ(a_t|x_t) from: the log-probability that the policy wrote when it acted, under "action_log_prob"; if
     there is none, its logits under "logits".
 
+    The estimator serves :class:`~torchrl.objectives.DQNLoss`, which hands over the parameters of the network that it
+    trains. Other losses of TorchRL ask an estimator for V(x_{t+1}) of their own networks, or hand over parameters of
+    another network; ``make_value_estimator`` and :meth:`for_loss` refuse them. Pass an instance to
+    ``DQNLoss.make_value_estimator``. By the name "retrace", estimators are made by
+    :func:`~torchrl.objectives.utils.build_value_estimator`, and by ``make_value_estimator`` of a loss that lists the
+    name among its ``SUPPORTED_VALUE_ESTIMATORS``, as a subclass of DQNLoss can. A loss of your own that lists it is
+    served too.
+
+    A recurrent network that reads "is_init" starts each episode of a row anew, also among the states x_{t+1}.
+
     Args:
         gamma: discount factor in [0, 1].
         lmbda: λ in [0, 1].
@@ -60,8 +73,9 @@ class RetraceEstimator(ValueEstimatorBase):
 
     Read are the networks' keys, also under "next", "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]),
     μ, ("next", "reward" | "done" | "terminated") [\*B, T, 1], and ("collector", "mask") if there is one: a step before
-    one that is masked ends its trajectory. Written are "value_target" (Q^ret) and "advantage", [\*B, T, 1]. Names can
-    be changed by ``set_keys``; that of μ's log-probability is ``sample_log_prob``, of its logits ``behaviour``.
+    one that is masked ends its trajectory, and what a masked step holds may be NaN. Written are "value_target" (Q^ret)
+    and "advantage", [\*B, T, 1]. Names can be changed by ``set_keys``; that of μ's log-probability is
+    ``sample_log_prob``, of its logits ``behaviour``.
 
     :class:`~torchrl.objectives.DQNLoss` runs its network on the batch before it asks for targets. A QValueActor then
     replaces the actions taken by greedy ones, which is an error here: give both, loss and estimator, its first module,
@@ -70,6 +84,7 @@ class RetraceEstimator(ValueEstimatorBase):
 
     Raises:
         KeyError: if an entry is missing.
+        TypeError: if the actor is not probabilistic, or a loss is given that is not served.
         ValueError: if an argument is out of range, a shape is wrong, or actions are none.
 
     Examples:
@@ -157,7 +172,8 @@ class RetraceEstimator(ValueEstimatorBase):
 
     @classmethod
     def for_loss(cls, loss_module: LossModule, **hyperparams: Any) -> RetraceEstimator:
-        """An estimator for a loss, of the loss's networks; its actor's parameters are the loss's own."""
+        """Make an estimator from the networks of a loss that is served; the actor's parameters are the loss's own."""
+        _require_served(loss_module, f"RetraceEstimator.for_loss({type(loss_module).__name__})")
         for key, names in (
             ("value_network", ("qvalue_network", "value_network")),
             ("actor_network", ("actor_network",)),
@@ -276,8 +292,11 @@ class RetraceEstimator(ValueEstimatorBase):
                 f"RetraceEstimator: the batch has {keys.steps_to_next_obs!r}, of transitions over several steps; the "
                 "returns are made here, of single ones."
             )
-        reward, done, terminated = self._ends(tensordict, dim)
-        state, following = self._states(tensordict, terminated)
+        valid = self._valid(tensordict)
+        read = (*self.in_keys, keys.behaviour, *self._existing)
+        tensordict = blank_invalid(tensordict, read, valid)
+        reward, done, terminated = self._ends(tensordict, dim, valid)
+        state, following = self._states(tensordict, done, terminated, dim)
         q = self._action_values(state, params)
         log_pi = self._log_policy(state, q)
         if next_value is None:
@@ -289,13 +308,15 @@ class RetraceEstimator(ValueEstimatorBase):
             q.shape[-1],
             name="RetraceEstimator",
             key=keys.action,
+            valid=valid,
         )
+        q_taken = q.gather(-1, taken)
         q_ret = retrace(
             self.gamma,
             self.lmbda,
             log_pi.gather(-1, taken),
             self._log_mu(tensordict, taken, q.shape),
-            q.gather(-1, taken),
+            q_taken,
             next_value,
             reward,
             done,
@@ -304,7 +325,21 @@ class RetraceEstimator(ValueEstimatorBase):
             rho_power=self.rho_power,
             time_dim=dim,
         )
+        if valid is not None:
+            # the loss's own next_value may be NaN in a masked step
+            q_ret = torch.where(valid.unsqueeze(-1), q_ret, q_taken)
         return q_ret, state, q, log_pi
+
+    @property
+    def _existing(self) -> list[NestedKey]:
+        """Where values of all actions may be in the batch already."""
+        key = self.tensor_keys.action_value
+        return [key, unravel_key(("next", key))] if self.skip_existing else []
+
+    def _valid(self, tensordict: TensorDictBase) -> Tensor | None:
+        """The steps [*B, T] that are not masked; None if there is no mask."""
+        mask = tensordict.get(self.tensor_keys.mask, None)
+        return None if mask is None else mask.reshape(tensordict.batch_size)
 
     def _get(self, tensordict: TensorDictBase, key: NestedKey, blame: str) -> Tensor:
         value = tensordict.get(key, None)
@@ -312,7 +347,7 @@ class RetraceEstimator(ValueEstimatorBase):
             raise KeyError(f"RetraceEstimator: the batch has no entry {unravel_key(key)!r}; {blame}.")
         return value
 
-    def _ends(self, tensordict: TensorDictBase, time_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _ends(self, tensordict: TensorDictBase, time_dim: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rewards, done and terminated, [*B, T, 1]; a step before one that is masked is done."""
         keys, shape = self.tensor_keys, (*tensordict.batch_size, 1)
         columns = []
@@ -325,25 +360,36 @@ class RetraceEstimator(ValueEstimatorBase):
                 )
             columns.append(value)
         reward, done, terminated = columns[0], columns[1].to(torch.bool), columns[2].to(torch.bool)
-        mask = tensordict.get(keys.mask, None)
-        if mask is not None:
-            valid = mask.reshape(shape).movedim(time_dim, 0)
+        if valid is not None:
+            valid = valid.movedim(time_dim, 0)
             goes_on = valid & torch.cat([valid[1:], torch.ones_like(valid[:1])])
-            done = done | ~goes_on.movedim(0, time_dim)
+            done = done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
         return reward, done, terminated
 
-    def _states(self, tensordict: TensorDictBase, terminated: Tensor) -> tuple[TensorDictBase, TensorDictBase]:
+    def _states(
+        self, tensordict: TensorDictBase, done: Tensor, terminated: Tensor, time_dim: int
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         """What the networks read, of x_t and x_{t+1}."""
+        networks: list[Any] = [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
+        written = [unravel_key(key) for network in networks for key in network.out_keys]
+        last = torch.zeros_like(done.movedim(time_dim, 0))
+        last[-1] = True
+        ended = (done | last.movedim(0, time_dim)).squeeze(-1)
         state, following = TensorDict(batch_size=tensordict.batch_size), TensorDict(batch_size=tensordict.batch_size)
         for key in self._observed:
             blame = f"the networks read it; {_ENVIRONMENT}"
             value = self._get(tensordict, key, blame)
             behind = self._get(tensordict, unravel_key(("next", key)), blame)
+            if behind.shape == value.shape and unravel_key(("next", key)) in written:
+                # a hidden state: a loss that ran the network over the rows has overwritten those stored under "next"
+                # with zeros, but where a trajectory ends
+                behind = torch.where(expand_as_right(ended, value), behind, value.roll(-1, time_dim))
             if behind.shape == value.shape:
                 # not looked at, and it may be NaN, which distributions refuse
                 behind = torch.where(expand_as_right(terminated.squeeze(-1), value), value, behind)
             state.set(key, value)
             following.set(key, behind)
+        separate_episodes(state, following, networks)
         if self.skip_existing:
             key = self.tensor_keys.action_value
             for part, source in ((state, tensordict), (following, tensordict.get("next"))):
@@ -375,7 +421,7 @@ class RetraceEstimator(ValueEstimatorBase):
             found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
             raise ValueError(
                 f"RetraceEstimator: actor_network's distribution has {found}, expected a categorical one over the "
-                f"actions of value_network, {tuple(q.shape)}."
+                f"actions of value_network, {tuple(q.shape)}; several agents are not supported."
             )
         return logits.log_softmax(-1)
 
@@ -402,7 +448,7 @@ class RetraceEstimator(ValueEstimatorBase):
         )
 
 
-def _filled(network: torch.nn.Module, params: TensorDictBase) -> AbstractContextManager:
+def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManager:
     """In which the network has these parameters."""
     try:
         return params.to_module(network, preserve_module_state=False)  # pyright: ignore[reportReturnType]
@@ -413,7 +459,7 @@ def _filled(network: torch.nn.Module, params: TensorDictBase) -> AbstractContext
         ) from error
 
 
-def _constant(network: torch.nn.Module) -> AbstractContextManager:
+def _constant(network: nn.Module) -> AbstractContextManager:
     """In which no gradients reach the network's parameters."""
     if not torch.is_grad_enabled():
         return nullcontext()
@@ -424,3 +470,34 @@ def _constant(network: torch.nn.Module) -> AbstractContextManager:
 def _expectation(log_pi: Tensor, q: Tensor) -> Tensor:
     """V [*B, T, 1]; the value of an action that is never chosen may be infinite."""
     return (log_pi.exp() * q.masked_fill(log_pi == -math.inf, 0.0)).sum(-1, keepdim=True)
+
+
+def _require_served(loss_module: nn.Module, call: str) -> None:
+    """Raise TypeError if the loss would not train on Retrace's targets, or not on its own network's."""
+    if isinstance(loss_module, DQNLoss) or NAME in getattr(loss_module, "SUPPORTED_VALUE_ESTIMATORS", ()):
+        return
+    raise TypeError(
+        f"{call}: RetraceEstimator serves DQNLoss. {type(loss_module).__name__} does not hand over target_params of a "
+        "network of Q(x, .), so its targets would not depend on what it trains. Use ACERLoss or ACERContinuousLoss for "
+        "an actor and a critic on trajectories, or functional.retrace of this package in a loss of your own. A loss "
+        f"that hands over target_params as DQNLoss does can list {NAME!r} in its SUPPORTED_VALUE_ESTIMATORS."
+    )
+
+
+def _refuse_other_losses(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Called whenever a module becomes part of another: refuse to become the estimator of a loss that is not served.
+
+    ``make_value_estimator`` of TorchRL's losses takes an instance without telling the instance, and
+    DistributionalDQNLoss never calls it: this is the one place where all of them can be refused before training.
+    """
+    if isinstance(submodule, RetraceEstimator) and isinstance(module, LossModule) and name == "_value_estimator":
+        try:
+            _require_served(module, f"{type(module).__name__}.make_value_estimator(RetraceEstimator)")
+        except TypeError:
+            if name not in module._modules:
+                # torch has removed what was there: no estimator so far
+                object.__setattr__(module, name, None)
+            raise
+
+
+register_module_module_registration_hook(_refuse_other_losses)  # pyright: ignore[reportArgumentType]

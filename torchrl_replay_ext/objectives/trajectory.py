@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
+from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
@@ -21,6 +23,40 @@ RETURNS = ("retrace", "importance_sampling")
 _COLLECTOR = "the collector stores what the policy wrote"
 _ENVIRONMENT = "the environment writes it"
 _SAMPLER = "the sampler writes it"
+
+
+def blank_invalid(tensordict: TensorDictBase, keys: Iterable[NestedKey], valid: Tensor | None) -> TensorDictBase:
+    r"""The entries ``keys`` of a batch [\*B, T], with 0 for real numbers in steps that are not ``valid`` [\*B, T].
+
+    A network must not see a NaN in these steps: the loss masks its output, but the gradient of its weights is 0 · NaN.
+    Entries that are missing stay missing.
+    """
+    if valid is None:
+        return tensordict
+    result = TensorDict(batch_size=tensordict.batch_size)
+    for key in keys:
+        value = tensordict.get(key, None)
+        if value is not None and value.is_floating_point():
+            value = value.masked_fill(~expand_as_right(valid, value), 0.0)
+        if value is not None:
+            result.set(key, value)
+    return result
+
+
+def separate_episodes(state: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]) -> None:
+    """Mark, for recurrent networks, where the episodes of a row begin among the states that follow.
+
+    ("next", "is_init") is False there, as x_{t+1} does not begin an episode. But x_{t+1} of an episode's first step
+    comes right behind x_{t+1} of the last episode's last step: a network that runs over the row must not carry its
+    hidden state from one to the other. TorchRL's estimators do the same. A network that takes single steps uses the
+    hidden state that is stored with each step, and would reset that.
+    """
+    modules = [module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")]
+    if modules and not any(module.recurrent_mode for module in modules):
+        return
+    for key in state.keys(include_nested=True, leaves_only=True):
+        if (key if isinstance(key, str) else key[-1]) == "is_init":
+            following.set(key, following.get(key) | state.get(key))
 
 
 @dataclass(kw_only=True)

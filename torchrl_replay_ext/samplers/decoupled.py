@@ -380,7 +380,7 @@ class DecoupledSampler(Sampler):
             scale = result.get("scale")
             correction = scale.log().sum(-1)
             if self._squashed:
-                action = inside_bounds(action)
+                action = inside_bounds(action, "DecoupledSampler")
                 correction = correction + (1 - action.square()).log().sum(-1)
                 action = action.atanh()
             return (action - expected) / scale, correction

@@ -1,0 +1,150 @@
+"""Recurrent networks on rows that hold several episodes, against evaluations of each episode step by step."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torch.distributions import Categorical
+from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
+from torchrl.objectives import DQNLoss, SoftUpdate
+
+from torchrl_replay_ext import ACERLoss, RetraceEstimator
+
+OBSERVATION, HIDDEN, ACTIONS, GAMMA = 3, 5, 4, 0.9
+ROWS, TIME, BEFORE = 6, 10, 3
+
+
+class Recurrent:
+    """An LSTM with heads for the policy and for action values, and rows of experience that stores its hidden states."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        keys = ["observation", "h", "c"]
+        out_keys = ["features", ("next", "h"), ("next", "c")]
+        self.lstm = LSTMModule(OBSERVATION, HIDDEN, in_keys=keys, out_keys=out_keys).double()
+        self.policy_head, self.value_head = (nn.Linear(HIDDEN, ACTIONS, dtype=torch.float64) for _ in range(2))
+        logits = TensorDictModule(self.policy_head, in_keys=["features"], out_keys=["logits"])
+        sequence = TensorDictSequential(self.lstm, logits)
+        self.actor = ProbabilisticActor(sequence, in_keys=["logits"], distribution_class=Categorical)
+        self.critic = TensorDictModule(self.value_head, in_keys=["features"], out_keys=["action_value"])
+        self.q_network = TensorDictSequential(self.lstm, self.critic)
+        self.rows = self.collect()
+
+    def step(self, observation, state):
+        """Features [HIDDEN] of a state, and the hidden state behind it, by torch's LSTM."""
+        features, state = self.lstm.lstm(observation.unsqueeze(0), state)
+        return features.squeeze(0), state
+
+    @staticmethod
+    def start():
+        return torch.zeros(1, HIDDEN, dtype=torch.float64), torch.zeros(1, HIDDEN, dtype=torch.float64)
+
+    @torch.no_grad()
+    def collect(self):
+        """Rows [B, T] whose first steps are somewhere in an episode; V(x_{t+1}) is kept in "expected"."""
+        rows = []
+        for _ in range(ROWS):
+            steps, initial = [], True
+            for _ in range(BEFORE + TIME):
+                if initial:
+                    state, observation = self.start(), torch.randn(OBSERVATION, dtype=torch.float64)
+                features, behind = self.step(observation, state)
+                following = torch.randn(OBSERVATION, dtype=torch.float64)
+                terminated, truncated = torch.rand(2) < 0.2
+                # what comes next, in the same episode
+                after = self.step(following, behind)[0]
+                logits, mu = self.policy_head(features), torch.randn(ACTIONS, dtype=torch.float64)
+                q = self.value_head(after)
+                steps.append(
+                    TensorDict(
+                        {
+                            "observation": observation,
+                            "h": state[0],
+                            "c": state[1],
+                            "is_init": torch.tensor([initial]),
+                            "logits": mu,
+                            "action": torch.randint(ACTIONS, ()),
+                            "next": {
+                                "observation": following,
+                                "h": behind[0],
+                                "c": behind[1],
+                                "is_init": torch.tensor([False]),
+                                "reward": torch.randn(1, dtype=torch.float64),
+                                "done": (terminated | truncated).unsqueeze(0),
+                                "terminated": terminated.unsqueeze(0),
+                            },
+                            "expected": {
+                                "q": self.value_head(features),
+                                "pi": logits.softmax(-1),
+                                "next_value": self.policy_head(after).softmax(-1) @ q,
+                                "next_max": q.max(),
+                            },
+                        }
+                    )
+                )
+                initial, state, observation = bool(terminated | truncated), behind, following
+            rows.append(torch.stack(steps[BEFORE:]))
+        return torch.stack(rows)
+
+    def q_ret(self, next_value, pi):
+        """Algorithm 2's loop; of what each step's own episode gives."""
+        rows, result = self.rows, torch.zeros(ROWS, TIME, dtype=torch.float64)
+        for b in range(ROWS):
+            for t in reversed(range(TIME)):
+                step = rows[b, t]
+                v = 0.0 if step["next", "terminated"] else float(step["expected", next_value])
+                target = float(step["next", "reward"]) + GAMMA * v
+                if t + 1 < TIME and not step["next", "done"]:
+                    after = rows[b, t + 1]
+                    a = int(after["action"])
+                    rho = float(pi(after)[a] / after["logits"].softmax(-1)[a])
+                    target += GAMMA * min(1.0, rho) * (float(result[b, t + 1]) - float(after["expected", "q"][a]))
+                result[b, t] = target
+        return result
+
+
+def greedy(step):
+    return nn.functional.one_hot(step["expected", "q"].argmax(), ACTIONS).double()
+
+
+def own(step):
+    return step["expected", "pi"]
+
+
+@pytest.mark.parametrize("over_time", [True, False])
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+def test_the_estimator_keeps_the_hidden_states_of_episodes_apart(policy, over_time):
+    setting = Recurrent()
+    assert setting.rows["next", "done"][:, :-1].any() and not setting.rows["is_init"][:, 0].all()
+    estimator = RetraceEstimator(
+        gamma=GAMMA, value_network=setting.q_network, actor_network=setting.actor, policy=policy
+    )
+    expected = setting.q_ret("next_value", own) if policy == "actor" else setting.q_ret("next_max", greedy)
+    with set_recurrent_mode(over_time):
+        result = estimator.value_estimate(setting.rows.exclude("expected"))
+    torch.testing.assert_close(result.squeeze(-1), expected, rtol=0, atol=1e-10)
+
+
+def test_acer_keeps_the_hidden_states_of_episodes_apart():
+    setting = Recurrent()
+    loss = ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none")
+    SoftUpdate(loss, eps=0.9)
+    batch = setting.rows.exclude("expected")
+    result = loss(batch)
+    taken = setting.rows["expected", "q"].gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    error = setting.q_ret("next_value", own) - taken
+    torch.testing.assert_close(result["loss_qvalue"], 0.5 * error.square(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(batch["td_error"], error.square(), rtol=0, atol=1e-10)
+
+
+def test_a_recurrent_dqn_keeps_the_hidden_states_of_episodes_apart():
+    setting = Recurrent()
+    loss = DQNLoss(setting.q_network, action_space="categorical", delay_value=True)
+    SoftUpdate(loss, eps=0.9)
+    loss.make_value_estimator(RetraceEstimator(gamma=GAMMA, value_network=setting.q_network, policy="greedy"))
+    batch = setting.rows.exclude("expected")
+    loss(batch)
+    taken = setting.rows["expected", "q"].gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    error = setting.q_ret("next_max", greedy) - taken
+    torch.testing.assert_close(batch["td_error"].squeeze(-1), error.square(), rtol=0, atol=1e-10)
