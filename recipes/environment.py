@@ -24,7 +24,10 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
     """
     env = _make(config, training=training)
     if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env)):
-        raise ConfigError(f"env.id={config.id}: this recipe needs discrete actions and vector observations")
+        raise ConfigError(
+            f"env.id={config.id}: this recipe needs discrete actions and vector observations; "
+            "for continuous actions use recipes.sac, recipes.td3 or recipes.acer"
+        )
     return env
 
 
@@ -39,7 +42,10 @@ def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
     env = _make(config)
     actions = env.action_space
     if not (isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded() and _observes_vectors(env)):
-        raise ConfigError(f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations")
+        raise ConfigError(
+            f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations; "
+            "for discrete actions use recipes.dqn or recipes.acer"
+        )
     one = np.ones(actions.shape, dtype=np.float32)
     return RescaleAction(env, -one, one)
 

@@ -1,15 +1,22 @@
 """Replay buffers of the recipes: what they hold, and how it is sampled."""
 
+import contextlib
+import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
+from gymnasium.spaces import Box
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.config import EnvConfig, RunConfig
+from recipes.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.events import FLAGS, make_tables
 from recipes.run import ConfigError
 from torchrl_replay_ext import (
@@ -27,8 +34,6 @@ from torchrl_replay_ext import (
 )
 
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
-EVENT_TABLES = ("sset", "sset_per")
-DECOUPLED = ("dper", "dper_uniform")
 
 # What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
 STORED_KEYS = (
@@ -46,6 +51,49 @@ STORED_KEYS = (
 def stored_keys(env: EnvConfig) -> tuple[NestedKey, ...]:
     """What is stored of each transition: STORED_KEYS and the events that the environment reports."""
     return *STORED_KEYS, *((*FLAGS, name) for name in env.flags)
+
+
+def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
+    """Checks that the memory of the device can hold what the buffer stores, and a batch.
+
+    The size counted is that of observations, actions and rewards alone: the least that is needed.
+
+    Raises:
+        ConfigError: a size is beyond the memory that there is in all.
+    """
+    learning = config.learning
+    actions, frames = env.action_space, 1 if config.env.atari is None else config.env.atari.num_frames
+    # the buffer holds each frame of a stack once, and the next observation of a stack in the step that follows
+    observation = _num_bytes(env.observation_space)
+    rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
+    stored = rest + (observation // frames if frames > 1 else 2 * observation)
+    memory = total_memory(device)
+    for key, each in (("buffer_size", stored), ("batch_size", 2 * observation + rest)):
+        value = getattr(learning, key)
+        if value * each > memory:
+            raise ConfigError(
+                f"{learning.group}.{key}={value}: needs at least {value * each / 1e9:,.0f} GB, and {device} has "
+                f"{memory / 1e9:,.1f} GB; choose at most {memory // each}"
+            )
+
+
+def _num_bytes(space: gymnasium.Space) -> int:
+    """Bytes of an observation as it is stored: bytes of images, single precision of other numbers."""
+    return math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of memory of a GPU, or those that this process may use of the host's; without a known limit 2^63."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    sizes = [2**63]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # limits of a container
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
 
 
 def make_replay(
