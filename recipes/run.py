@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from recipes.help import help_text
 from recipes.hints import did_you_mean, explain, field_names
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -49,7 +50,9 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         function: the function of the module that runs a job. Called with the configuration and the directory of the
             run, it returns an exit code, and raises ConfigError before it starts to train.
     """
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
+    if {"--help", "-h"} & set(sys.argv):
+        print(help_text(name, sys.argv[1:]))
+        sys.exit(DONE)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing pages and exiting with 1
     schema = import_module(f"recipes.schemas.{name}").Config
     started = False
@@ -66,7 +69,9 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
             if not os.access(run_dir, os.W_OK | os.X_OK):
                 raise ConfigError(f"{run_dir}: files cannot be written there; choose another directory")
             typed(config, schema)
-            code = getattr(import_module(f"recipes.{name}"), function)(config, run_dir)
+            recipe = import_module(f"recipes.{name}")
+            logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
+            code = getattr(recipe, function)(config, run_dir)
         except ConfigError as error:
             exit_bad_config(error)
         except (MemoryError, RuntimeError) as error:
