@@ -100,6 +100,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Measures what the options ask for, prints the table and writes the files."""
     # Here, since they import torch: a mistake in the options is reported at once.
     from recipes.benchmarks import results
+    from recipes.run import is_out_of_memory
 
     if options.read is not None:
         try:
@@ -120,6 +121,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries'
             rows = measure(options, parser)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        parser.error(f"argument --capacities: not enough memory for {max(options.capacities)} transitions")
     finally:
         torch.set_num_threads(threads)
     results.compare(rows)

@@ -97,7 +97,8 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
                 env = FreshWorld(env)
     except ConfigError:
         raise
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+    # whatever an environment's constructor may raise for its options
+    except Exception as error:
         raise ConfigError(f"env.id={config.id}: {error}") from error
     if config.truncation == "terminal":
         env = TerminalTruncation(env)

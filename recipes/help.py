@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.hints import CONF, GAMES, RECIPES, atari_note, environments, options
+from recipes.hints import CONF, GAMES, RECIPES, atari_note, environments, no_such_option, options
 
 # A key that is not nested, its value, and the comment behind it.
 LINE = re.compile(r"(\w+): *((?:[^#\s]|(?<=\S)#| (?!\s*#))*)\s*(?:# *(.*))?$")
@@ -19,6 +19,9 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
     Args:
         recipe: name of the recipe.
         words: the other words of the command line: groups to describe (env=..., sampler=...), or "atari" for the games.
+
+    Raises:
+        ValueError: a group has no such choice.
     """
     if "atari" in words and atari_note(recipe):
         return _wrapped("", "env=atari/<game>, where <game> is one of: " + ", ".join(GAMES))
@@ -29,6 +32,8 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
         key, _, value = word.partition("=")
         if key in choices and value:
             choices[key] = value
+            if not (CONF / key / f"{value}.yaml").is_file() and value not in (f"atari/{game}" for game in GAMES):
+                raise ValueError(no_such_option(key, value, recipe))
     settings = RECIPES.get(recipe)
     if settings in choices and "env" in choices and choices[settings].startswith("${"):
         choices[settings] = choices["env"].split("/")[0]
@@ -43,9 +48,9 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
         parts.append(_wrapped("", f"{group}={choice}: {names}{_purpose(path)}"))
         if path.is_file():
             parts.append(_explained(path, f"{group}."))
-    others = ", ".join(f"{group}=..." for group in choices if group != settings)
+    others = " ".join(f"{group}=<choice>" for group in choices if group != settings)
     parts.append(
-        _wrapped("", f"The defaults of other choices: python -m recipes.{recipe} --help {others}.") + "\n"
+        _wrapped("", f"The defaults of other choices: python -m recipes.{recipe} --help {others}") + "\n"
         "hydra.run.dir=... sets the directory of the run, -m runs all combinations of values separated by commas,\n"
         "--cfg job shows the configuration without running it, --hydra-help lists hydra's own options."
     )

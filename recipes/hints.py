@@ -1,8 +1,9 @@
 """Explains mistakes on the command line: hydra's errors, with the names that come closest to the one that was wrong."""
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -24,15 +25,21 @@ GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
 
 
-def closest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The names that `word` may have been meant to be, the most similar one first."""
-    return difflib.get_close_matches(word, list(names), n=count, cutoff=0.6)
+def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
+    """The names that `word` may have been meant to be, the most similar one first; 1 is the same name."""
+    return difflib.get_close_matches(word, list(names), n=count, cutoff=least)
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of an error message: what `word` may have been meant to be; empty if nothing comes close."""
     found = closest(word, names)
     return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def keyword_hint(error: Exception, function: Callable[..., Any]) -> str:
+    """The end of the message of a TypeError: what a keyword that `function` does not have may have been meant to be."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return did_you_mean(found[1], inspect.signature(function).parameters) if found else ""
 
 
 def field_names(schema: Any) -> list[str]:
@@ -59,20 +66,21 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
         problem = text.splitlines()[1] if "\n" in text else text
         return f"{error.override}: {problem}; write key=value, and quote values with special characters: 'key=\"a b\"'"
     if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
-        return _no_such_option(*found.groups(), recipe, words)
+        return no_such_option(*found.groups(), recipe, words)
     if found := re.search(r"Could not (?:override|delete)(?: from config)?[:.]? *'([^']+)'", text):
         return _no_such_key(found[1], recipe, schema, words)
     return None
 
 
-def _no_such_option(group: str, option: str, recipe: str, words: Sequence[str]) -> str | None:
-    """`group=option`, or what follows from env=option, names no file."""
+def no_such_option(group: str, option: str, recipe: str, words: Sequence[str] = ()) -> str:
+    """What is wrong with `group=option`, or with env=option, from which it follows, where that names no file."""
     if group == "env":
         ours = environments(recipe)
         games = {game: f"atari/{game}" for game in GAMES}
         found = closest(option, ours) or closest(option, options("env"))
         if option.startswith("atari") or not found:
-            found = [games[game] for game in closest(option.removeprefix("atari/"), games)] or found
+            least = 0.6 if option.startswith("atari") else 0.8
+            found = [games[game] for game in closest(option.removeprefix("atari/"), games, least=least)] or found
         if found:
             return f"env={option}: there is no such environment; did you mean {' or '.join(found)}?"
         return f"env={option}: there is no such environment; choose one of {', '.join(ours)}{atari_note(recipe)}"
@@ -131,12 +139,13 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
     names += [name for name in field_names(type_) if name not in names]
     if not path:
         names.append("hydra")
-    found = [name for name in closest(part, names, 1)]
+    found = closest(part, names, 1)
     if not found:
         # the same name somewhere else
         paths = {full: full.split(".")[-1] for full in _leaves(config)}
         found = [full for full, last in paths.items() if last == part]
-        found = found or [full for full, last in paths.items() if last in closest(part, paths.values(), 1)]
+        if path not in OPEN:
+            found = found or [full for full, last in paths.items() if last in closest(part, paths.values(), 1)]
     if found:
         return f"{text}; did you mean {_or(found[:3])}?"
     added = f"; a keyword that its file does not list is added with +{word.lstrip('~+')}" if path in OPEN else ""

@@ -16,8 +16,9 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
+from recipes.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig
 from recipes.events import FLAGS, make_tables
+from recipes.hints import keyword_hint
 from recipes.run import ConfigError
 from torchrl_replay_ext import (
     Anneal,
@@ -33,6 +34,12 @@ from torchrl_replay_ext import (
     ReaPERSampler,
 )
 
+SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "uniform": RandomSampler,
+    "per": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": ReaPERSampler,
+}
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
 # What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
@@ -190,21 +197,19 @@ def make_sampler(
     Raises:
         ConfigError: unknown name or keyword, or a value the sampler refuses.
     """
+    if config["name"] not in SAMPLERS:
+        raise ConfigError(f"sampler.name={config['name']}: choose {', '.join((*PLAIN, *EVENT_TABLES, *DECOUPLED))}")
+    sampler = SAMPLERS[config["name"]]
     try:
         keywords = _keywords(config, num_updates)
         prioritized = {"td_error": td_error, **keywords}
-        if config["name"] == "uniform":
+        if sampler is RandomSampler:
             return RandomSampler(**keywords)
-        if config["name"] == "per":
-            return ProportionalSampler(capacity, **prioritized)
-        if config["name"] == "rank":
-            return RankBasedSampler(capacity, **prioritized)
-        if config["name"] == "reaper":
-            return ReaPERSampler(capacity, **{"num_streams": num_envs, **prioritized})
+        if sampler is ReaPERSampler:
+            prioritized = {"num_streams": num_envs, **prioritized}
+        return sampler(capacity, **prioritized)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"sampler={config['name']}: {error}") from error
-    others = ", ".join((*EVENT_TABLES, *DECOUPLED))
-    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper, {others}")
+        raise ConfigError(f"sampler={config['name']}: {error}{keyword_hint(error, sampler.__init__)}") from error
 
 
 def make_event_tables(

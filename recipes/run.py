@@ -51,7 +51,10 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
             run, it returns an exit code, and raises ConfigError before it starts to train.
     """
     if {"--help", "-h"} & set(sys.argv):
-        print(help_text(name, sys.argv[1:]))
+        try:
+            print(help_text(name, sys.argv[1:]))
+        except ValueError as error:
+            exit_bad_config(error)
         sys.exit(DONE)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing pages and exiting with 1
     schema = import_module(f"recipes.schemas.{name}").Config
