@@ -134,11 +134,12 @@ class LoggerConfig:
     backend: str | None = MISSING
 
     def __post_init__(self) -> None:
-        if self.backend is None:
-            return
-        if self.backend not in BACKENDS:
+        if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"logger.backend={self.backend}: choose null or {', '.join(BACKENDS)}")
-        package = BACKENDS[self.backend]
+
+    def require_package(self) -> None:
+        """Raises ValueError if the package of the backend is not installed."""
+        package = BACKENDS.get(self.backend) if self.backend is not None else None
         if package is not None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"logger={self.backend}: {package} is not installed; install the package or use logger=csv"

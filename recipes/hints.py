@@ -63,7 +63,8 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
     """
     text = str(error)
     if isinstance(error, OverrideParseException):
-        problem = text.splitlines()[1] if "\n" in text else text
+        lines = [line for line in text.splitlines()[1:] if line.strip() and not line.startswith("See ")]
+        problem = lines[0] if lines else "cannot be read"
         return f"{error.override}: {problem}; write key=value, and quote values with special characters: 'key=\"a b\"'"
     if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
         return no_such_option(*found.groups(), recipe, words)
@@ -76,6 +77,8 @@ def no_such_option(group: str, option: str, recipe: str, words: Sequence[str] = 
     """What is wrong with `group=option`, or with env=option, from which it follows, where that names no file."""
     if group == "env":
         ours = environments(recipe)
+        if option == "atari" and atari_note(recipe):
+            return f"env=atari: name the game, as env=atari/pong{atari_note(recipe).removeprefix(', or atari/<game>')}"
         games = {game: f"atari/{game}" for game in GAMES}
         found = closest(option, ours) or closest(option, options("env"))
         if option.startswith("atari") or not found:

@@ -71,7 +71,12 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 config = resumed_config(config, run_dir, list(HydraConfig.get().overrides.task))
             if not os.access(run_dir, os.W_OK | os.X_OK):
                 raise ConfigError(f"{run_dir}: files cannot be written there; choose another directory")
-            typed(config, schema)
+            checked = typed(config, schema)
+            if hasattr(checked, "logger"):
+                try:
+                    checked.logger.require_package()
+                except ValueError as error:
+                    raise ConfigError(str(error)) from error
             recipe = import_module(f"recipes.{name}")
             logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
             code = getattr(recipe, function)(config, run_dir)

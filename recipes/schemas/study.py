@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from recipes.hints import RECIPES
+
 
 @dataclass
 class StudyConfig:
@@ -41,6 +43,8 @@ class StudyConfig:
         for key in ("seeds", "in_a_row"):
             if getattr(self, key) < 1:
                 raise ValueError(f"study.{key}={getattr(self, key)}: must be >= 1")
+        if self.recipe not in RECIPES:
+            raise ValueError(f"study.recipe={self.recipe}: choose {', '.join(RECIPES)}")
         if self.baseline not in self.variants:
             raise ValueError(f"study.baseline={self.baseline}: choose one of {', '.join(self.variants)}")
 
