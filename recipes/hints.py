@@ -67,7 +67,7 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
         problem = lines[0] if lines else "cannot be read"
         return f"{error.override}: {problem}; write key=value, and quote values with special characters: 'key=\"a b\"'"
     if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
-        return no_such_option(*found.groups(), recipe, words)
+        return no_such_option(found[1], found[2], recipe, words)
     if found := re.search(r"Could not (?:override|delete)(?: from config)?[:.]? *'([^']+)'", text):
         return _no_such_key(found[1], recipe, schema, words)
     return None
