@@ -26,9 +26,14 @@ bc_weight (of the bias correction), tr_active (share of steps that the trust reg
 before a resume included; sampler/..., the scalars of the sampler's stats().
 """
 
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("acer")
+
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.spaces import Discrete, flatdim
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
@@ -45,12 +50,12 @@ from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
 from recipes.collect import VectorCollector
-from recipes.config import LearningConfig, RunConfig
 from recipes.environment import make_env
 from recipes.networks import make_network
 from recipes.optimizers import make_optimizer
-from recipes.replay import make_replay, require_frames
-from recipes.run import ConfigError, run_recipe, typed
+from recipes.replay import make_replay, require_frames, require_memory
+from recipes.run import ConfigError, typed
+from recipes.schemas.acer import ACERConfig, Config
 from recipes.training import Agent, prepare, run
 from recipes.update import CompiledUpdate, eager_update
 from torchrl_replay_ext import (
@@ -64,97 +69,6 @@ from torchrl_replay_ext import (
 
 # Observations are cut off at so many standard deviations, if they are normalized.
 OBSERVED = 10.0
-
-
-@dataclass
-class ACERConfig(LearningConfig):
-    """Hyperparameters; a step is one step of the environment. Continuous actions are in [-1, 1].
-
-    Args:
-        slice_len: k, steps of a trajectory in an update.
-        on_policy: whether a round begins with an update on the newest steps.
-        replay_ratio: mean number of replayed updates in a round.
-        lmbda: of Retrace.
-        c: truncation of the importance weights in the policy's gradient.
-        trust_region: whether there is one.
-        delta: its bound.
-        statistics: the space it is in, of discrete actions: "probs", "logits" or "log_probs".
-        average: share of itself that the average policy keeps at each update.
-        returns: "retrace" or "importance_sampling".
-        reward_scale: rewards are multiplied by it, for the losses.
-        normalize_observations: by their running mean and standard deviation.
-        shared_layers: one trunk for policy and values.
-        sigma: standard deviation of the policy; this one and the following are of continuous actions only.
-        num_samples: n, of actions drawn for the dueling network.
-        value_coeff: weight of the loss of the state value.
-        use_q_opc: the actor learns from Q(λ) with off-policy corrections, not from Retrace.
-        dueling: whether Q and V are of a stochastic dueling network, not of two networks.
-        optimizer: its name and its keywords, see recipes.optimizers.
-    """
-
-    group = "acer"
-
-    slice_len: int = MISSING
-    learning_rate: float = MISSING
-    on_policy: bool = MISSING
-    replay_ratio: float = MISSING
-    lmbda: float = MISSING
-    c: float = MISSING
-    trust_region: bool = MISSING
-    delta: float = MISSING
-    average: float = MISSING
-    returns: str = MISSING
-    entropy_coeff: float = MISSING
-    critic_coeff: float = MISSING
-    max_grad_norm: float = MISSING
-    reward_scale: float = MISSING
-    normalize_observations: bool = MISSING
-    statistics: str = "probs"
-    shared_layers: bool = False
-    sigma: float = 0.3
-    num_samples: int = 5
-    value_coeff: float = 0.5
-    use_q_opc: bool = True
-    dueling: bool = True
-    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("slice_len learning_rate max_grad_norm reward_scale sigma", lambda value: value > 0, "must be > 0")
-        self.check("replay_ratio", lambda value: 0 <= value < math.inf, "must be >= 0")
-        self.check("average", lambda value: 0 <= value < 1, "must be in [0, 1)")
-        self.check(
-            "batch_size",
-            lambda value: value % self.slice_len == 0,
-            f"must be a multiple of acer.slice_len={self.slice_len}",
-        )
-        self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
-        if not self.on_policy and not self.replay_ratio:
-            raise ValueError("acer.replay_ratio=0: nothing would be learned with acer.on_policy=false")
-
-    def num_updates(self) -> int:
-        """Gradient updates of a whole run, on average."""
-        return round(self.num_rounds() * (self.on_policy + self.replay_ratio))
-
-
-@dataclass
-class Config(RunConfig):
-    """All of conf/acer.yaml."""
-
-    acer: ACERConfig = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.acer.train_interval != self.num_envs * self.acer.slice_len:
-            raise ValueError(
-                f"acer.train_interval={self.acer.train_interval}: must be num_envs · acer.slice_len = "
-                f"{self.num_envs * self.acer.slice_len}"
-            )
-
-    @property
-    def learning(self) -> ACERConfig:
-        """The hyperparameters."""
-        return self.acer
 
 
 class Normalizer(nn.Module):
@@ -361,6 +275,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # One environment per evaluation episode; those to learn in are made further down.
     evaluation_envs = [make_env(cfg.env) for _ in range(acer.evaluation_episodes)]
+    require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
     observed, num_actions = evaluation_envs[0].observation_space.shape or (), flatdim(action_space)
     if acer.normalize_observations and len(observed) != 1:
@@ -447,7 +362,3 @@ def lazily(make: Callable[[Any], Callable[[], dict[str, Tensor]]], batches: Any)
         return made[0]()
 
     return update
-
-
-if __name__ == "__main__":
-    run_recipe(train, "acer")

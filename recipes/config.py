@@ -1,6 +1,8 @@
 """The configuration that all recipes share; a recipe adds its own hyperparameters."""
 
+import importlib.util
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,12 +10,65 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
 
-from recipes.atari import AtariConfig
-from recipes.events import EventConfig
+from recipes.atari_presets import AtariConfig
 
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 # env=atari/<game> has the hyperparameters of all Atari games
 OmegaConf.register_new_resolver("family", lambda env: env.split("/")[0], replace=True)
+
+
+# Values of sampler.name: samplers that make_sampler of recipes.replay builds, ...
+PLAIN = ("uniform", "per", "rank", "reaper")
+# ... event tables, and samplers that draw batches of their own for the actor.
+EVENT_TABLES = ("sset", "sset_per")
+DECOUPLED = ("dper", "dper_uniform")
+
+# TorchRL's loggers, and the package that each needs.
+BACKENDS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "csv": None,
+}
+
+MOST_THREADS = 1024
+
+# Conditions of events that recipes.events defines.
+EVENT_FUNCTIONS = ("land_between_flags", "land_near_middle")
+
+
+@dataclass
+class EventConfig:
+    """An event of an environment, by default a flag of its name in the environment's `info`.
+
+    Args:
+        history: transitions that enter the table with an event.
+        eta: share of the batch that comes from the table.
+        above: instead of the flag: the reward is larger than this.
+        function: instead of the flag: one of EVENT_FUNCTIONS.
+    """
+
+    history: int = MISSING
+    eta: float = MISSING
+    above: float | None = None
+    function: str | None = None
+
+    def check(self, where: str) -> None:
+        """Raises ValueError if a value is not valid; `where` is the event's place in the configuration."""
+        if self.history < 1:
+            raise ValueError(f"{where}.history={self.history}: must be >= 1")
+        if not 0 <= self.eta <= 1:
+            raise ValueError(f"{where}.eta={self.eta}: must be in [0, 1]")
+        if self.function is not None and self.function not in EVENT_FUNCTIONS:
+            raise ValueError(f"{where}.function={self.function}: choose {', '.join(EVENT_FUNCTIONS)}")
+        if self.function is not None and self.above is not None:
+            raise ValueError(f"{where}: has above= and function=, one of them must be null")
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the environment says when it occurs."""
+        return self.above is None and self.function is None
 
 
 @dataclass
@@ -77,6 +132,18 @@ class LoggerConfig:
 
     csv: bool = MISSING
     backend: str | None = MISSING
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"logger.backend={self.backend}: choose null or {', '.join(BACKENDS)}")
+
+    def require_package(self) -> None:
+        """Raises ValueError if the package of the backend is not installed."""
+        package = BACKENDS.get(self.backend) if self.backend is not None else None
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"logger={self.backend}: {package} is not installed; install the package or use logger=csv"
+            )
 
 
 @dataclass
@@ -178,5 +245,12 @@ class RunConfig(ABC):
                 raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
         if self.cudagraphs and not self.compile:
             raise ValueError("cudagraphs=true: needs compile=true")
+        if self.num_threads > MOST_THREADS:
+            raise ValueError(f"num_threads={self.num_threads}: must be <= {MOST_THREADS}")
+        if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", self.device):
+            raise ValueError(f"device={self.device}: choose auto, cpu, cuda, cuda:1 ..., mps or xpu")
+        samplers = (*PLAIN, *EVENT_TABLES, *DECOUPLED)
+        if self.sampler.get("name") not in samplers:
+            raise ValueError(f"sampler.name={self.sampler.get('name')}: choose {', '.join(samplers)}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed={self.seed}: must be in [0, 2^31)")

@@ -11,57 +11,33 @@ machine which collector comes first. Needs Ray (pip install "ray>=2.9").
 progress.csv has the columns of recipes.dqn.
 """
 
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("distributed")
+
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 
-from recipes.config import RunConfig
-from recipes.dqn import DQNConfig, make_loss
+from recipes.dqn import make_loss
 from recipes.environment import make_discrete_env
 from recipes.remote import RemoteCollector, RemoteReplay, runtime
-from recipes.replay import stored_keys
-from recipes.run import ConfigError, run_recipe, typed
+from recipes.replay import require_memory, stored_keys
+from recipes.run import ConfigError, typed
+from recipes.schemas.distributed import Config
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner
-
-
-@dataclass
-class Config(RunConfig):
-    """All of conf/distributed.yaml."""
-
-    dqn: DQNConfig = MISSING
-    address: str | None = MISSING
-    num_collectors: int = MISSING
-    prefetch: int = MISSING
-    # the update reaches into another process: not one graph
-    compile: bool = False
-    cudagraphs: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_collectors < 1:
-            raise ValueError(f"num_collectors={self.num_collectors}: must be >= 1")
-        if not 0 <= self.prefetch <= 16:
-            raise ValueError(f"prefetch={self.prefetch}: must be in [0, 16]")
-        if self.compile:
-            raise ValueError("compile=true: the buffer is in another process; use recipes.dqn")
-        if self.dqn.cagrad is not None:
-            raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: not here; use recipes.dqn")
-
-    @property
-    def learning(self) -> DQNConfig:
-        """The hyperparameters."""
-        return self.dqn
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
@@ -82,6 +58,8 @@ def learn_from_afar(cfg: Config, config: DictConfig, run_dir: Path) -> int:
 
     # One environment per evaluation episode; those to learn in are made by the collectors.
     evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
+    if cfg.address is None:
+        require_memory(cfg, evaluation_envs[0], torch.device("cpu"))
     observed = evaluation_envs[0].observation_space.shape or ()
     if len(observed) != 1:
         raise ConfigError(
@@ -156,7 +134,3 @@ def learn_from_afar(cfg: Config, config: DictConfig, run_dir: Path) -> int:
         return run(agent, evaluation_envs, cfg, config, run_dir, device)
     finally:
         collector.shutdown()
-
-
-if __name__ == "__main__":
-    run_recipe(train, "distributed")

@@ -20,9 +20,14 @@ For comparison, rows "newest 0.5" ... have the squared difference of that share 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("dper_analysis", "analyse")
+
 import csv
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +35,7 @@ import torch
 from gymnasium.spaces import flatdim
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
@@ -40,7 +45,9 @@ from recipes import td3
 from recipes.checkpoint import load_checkpoint
 from recipes.environment import make_continuous_env
 from recipes.replay import make_replay
-from recipes.run import CHECKPOINT, CONFIG, DONE, ConfigError, run_recipe, seed_everything, typed
+from recipes.run import CHECKPOINT, CONFIG, DONE, ConfigError, typed
+from recipes.schemas.dper_analysis import Config
+from recipes.training import seed_everything
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
 
@@ -51,26 +58,6 @@ MEASURES = {
     "squared_difference": "squared difference of actions, of uniform rows'",
     "kl": "KL of the whole batch, of a uniform one's",
 }
-
-
-@dataclass
-class Config:
-    """All of conf/dper_analysis.yaml."""
-
-    run: str | None = None
-    num_candidates: list[int] = MISSING
-    granularity: list[str] = MISSING
-    draws: int = MISSING
-    seed: int = MISSING
-    num_threads: int = MISSING
-
-    def __post_init__(self) -> None:
-        for key, least in (("draws", 2), ("seed", 0), ("num_threads", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}={getattr(self, key)}: must be >= {least}")
-        for key in ("num_candidates", "granularity"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}=[]: name at least one")
 
 
 def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, float]:
@@ -223,7 +210,3 @@ def analyse(config: DictConfig, run_dir: Path) -> int:
     print(format_table(rows, newest))
     print(f"written: {run_dir / 'dper_analysis.csv'}, {run_dir / 'dper_analysis.png'}")
     return DONE
-
-
-if __name__ == "__main__":
-    run_recipe(analyse, "dper_analysis")

@@ -19,110 +19,36 @@ also q_sum, the target network's Q-values summed over all actions in all states 
 square of their errors.
 """
 
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("dqn")
+
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
-from recipes.cagrad import MOST_GRADIENTS, cagrad_gradients, losses_by_table
+from recipes.cagrad import cagrad_gradients, losses_by_table
 from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_discrete_env
 from recipes.networks import make_network
 from recipes.optimizers import make_optimizer
-from recipes.replay import EVENT_TABLES, make_replay, require_frames
-from recipes.run import run_recipe, typed
+from recipes.replay import make_replay, require_frames, require_memory
+from recipes.run import typed
+from recipes.schemas.dqn import Config, DQNConfig
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner, target_pairs
-
-
-@dataclass
-class DQNConfig(FixedRoundsConfig):
-    """Hyperparameters; a step is one step of the environment.
-
-    Args:
-        loss_function: "l2", the squared TD error, or "smooth_l1".
-        target_update_interval: steps from one copy to the target network to the next; None: see tau.
-        tau: share of the network that the target network takes over at each update; None: copies.
-        cagrad: c of CAGrad, which combines the gradients of the event tables; None: the gradient of the whole batch.
-        max_grad_norm: None: gradients are not clipped.
-        optimizer: its name and its keywords, see recipes.optimizers.
-    """
-
-    group = "dqn"
-
-    learning_rate: float = MISSING
-    loss_function: str = MISSING
-    target_update_interval: int | None = MISSING
-    tau: float | None = MISSING
-    cagrad: float | None = MISSING
-    exploration_fraction: float = MISSING
-    initial_epsilon: float = MISSING
-    final_epsilon: float = MISSING
-    evaluation_epsilon: float = MISSING
-    max_grad_norm: float | None = MISSING
-    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("learning_rate", lambda value: value > 0, "must be > 0")
-        self.check("target_update_interval max_grad_norm", lambda value: value is None or value > 0, "must be > 0")
-        self.check("tau", lambda value: value is None or 0 < value <= 0.5, "must be in (0, 0.5]")
-        self.check("cagrad", lambda value: value is None or 0 <= value < 1, "must be in [0, 1)")
-        self.check("loss_function", lambda value: value in ("smooth_l1", "l2"), "choose smooth_l1, l2")
-        interval = self.target_update_interval
-        self.check(
-            "tau",
-            lambda value: (value is None) != (interval is None),
-            f"one of it and dqn.target_update_interval={interval} must be null, the other a number",
-        )
-        shares = "exploration_fraction initial_epsilon final_epsilon evaluation_epsilon"
-        self.check(shares, lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        self.check("final_epsilon", lambda value: value <= self.initial_epsilon, "must be <= dqn.initial_epsilon")
-
-    def epsilon(self, step: int) -> float:
-        """Exploration rate: 1 until learning starts, then linear over the exploration fraction of all steps."""
-        if step < self.learning_starts:
-            return 1.0
-        duration = self.exploration_fraction * self.total_steps
-        done = min(step / duration, 1.0) if duration else 1.0
-        return self.initial_epsilon + done * (self.final_epsilon - self.initial_epsilon)
-
-    def copies_due(self, step: int, count: int) -> bool:
-        """Whether the target network is to be copied after the last `count` of `step` steps."""
-        interval = self.target_update_interval
-        return interval is not None and step // interval > (step - count) // interval
-
-
-@dataclass
-class Config(RunConfig):
-    """All of conf/dqn.yaml."""
-
-    dqn: DQNConfig = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dqn.cagrad is not None:
-            if self.sampler["name"] not in EVENT_TABLES:
-                raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: needs event tables, sampler=sset or sset_per")
-            if len(self.env.events) >= MOST_GRADIENTS:
-                raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: at most {MOST_GRADIENTS - 1} events")
-
-    @property
-    def learning(self) -> DQNConfig:
-        """The hyperparameters."""
-        return self.dqn
 
 
 def table_losses(loss_module: DQNLoss, num_tables: int, sample: TensorDictBase) -> dict[str, Tensor]:
@@ -197,6 +123,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # One environment per evaluation episode; those to learn in are made further down.
     evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
+    require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
 
     # Networks and loss.
@@ -260,7 +187,3 @@ def train(config: DictConfig, run_dir: Path) -> int:
         state={"loss": loss_module, "optimizer": optimizer},
     )
     return run(agent, evaluation_envs, cfg, config, run_dir, device)
-
-
-if __name__ == "__main__":
-    run_recipe(train, "dqn")

@@ -26,7 +26,10 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
     """
     env = _make(config, training=training)
     if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env)):
-        raise ConfigError(f"env.id={config.id}: this recipe needs discrete actions and vector observations")
+        raise ConfigError(
+            f"env.id={config.id}: this recipe needs discrete actions and vector observations; "
+            "for continuous actions use recipes.sac, recipes.td3 or recipes.acer"
+        )
     first = int(env.action_space.start)
     # networks number their outputs from 0
     return TransformAction(env, partial(add, first), Discrete(env.action_space.n)) if first else env
@@ -43,7 +46,10 @@ def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
     env = _make(config)
     actions = env.action_space
     if not (isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded() and _observes_vectors(env)):
-        raise ConfigError(f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations")
+        raise ConfigError(
+            f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations; "
+            "for discrete actions use recipes.dqn or recipes.acer"
+        )
     one = np.ones(actions.shape, dtype=np.float32)
     return RescaleAction(env, -one, one)
 
@@ -95,7 +101,8 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
                 env = FreshWorld(env)
     except ConfigError:
         raise
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+    # whatever an environment's constructor may raise for its options
+    except Exception as error:
         raise ConfigError(f"env.id={config.id}: {error}") from error
     if config.truncation == "terminal":
         env = TerminalTruncation(env)

@@ -1,56 +1,16 @@
 """Event tables of the recipes: from the presets of an environment (conf/env) to tables."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from omegaconf import MISSING
 from tensordict import NestedKey, TensorDictBase
 
+from recipes.config import EventConfig
 from torchrl_replay_ext import EventSpec, EventTables, Threshold
 
 # Where a collector stores the flags that an environment has in its `info`.
 FLAGS = ("next", "events")
 REWARD = ("next", "reward")
-
-
-@dataclass
-class EventConfig:
-    """An event of an environment, by default a flag of its name in the environment's `info`.
-
-    Args:
-        history: transitions that enter the table with an event.
-        eta: share of the batch that comes from the table.
-        above: instead of the flag: the reward is larger than this.
-        function: instead of the flag: one of FUNCTIONS.
-    """
-
-    history: int = MISSING
-    eta: float = MISSING
-    above: float | None = None
-    function: str | None = None
-
-    def check(self, where: str) -> None:
-        """Raises ValueError if a value is not valid; `where` is the event's place in the configuration."""
-        if self.history < 1:
-            raise ValueError(f"{where}.history={self.history}: must be >= 1")
-        if not 0 <= self.eta <= 1:
-            raise ValueError(f"{where}.eta={self.eta}: must be in [0, 1]")
-        if self.function is not None and self.function not in FUNCTIONS:
-            raise ValueError(f"{where}.function={self.function}: choose {', '.join(FUNCTIONS)}")
-        if self.function is not None and self.above is not None:
-            raise ValueError(f"{where}: has above= and function=, one of them must be null")
-
-    @property
-    def is_flag(self) -> bool:
-        """Whether the environment says when it occurs."""
-        return self.above is None and self.function is None
-
-    def condition(self, name: str) -> NestedKey | Threshold | Callable[[TensorDictBase], torch.Tensor]:
-        """The event's condition for an EventSpec."""
-        if self.above is not None:
-            return Threshold(REWARD, ">", self.above)
-        return (*FLAGS, name) if self.function is None else FUNCTIONS[self.function]
 
 
 def land_between_flags(data: TensorDictBase) -> torch.Tensor:
@@ -68,9 +28,16 @@ def land_near_middle(data: TensorDictBase) -> torch.Tensor:
 FUNCTIONS = {function.__name__: function for function in (land_between_flags, land_near_middle)}
 
 
+def condition(name: str, event: EventConfig) -> NestedKey | Threshold | Callable[[TensorDictBase], torch.Tensor]:
+    """The condition of an EventSpec for this event."""
+    if event.above is not None:
+        return Threshold(REWARD, ">", event.above)
+    return (*FLAGS, name) if event.function is None else FUNCTIONS[event.function]
+
+
 def make_tables(events: dict[str, EventConfig], capacity: int, retention: str) -> EventTables:
     """One table per event, with a capacity of its share of the buffer (source 002, Table 1: κ_i = capacity · η_i)."""
-    specs = [EventSpec(name, event.condition(name), event.history) for name, event in events.items()]
+    specs = [EventSpec(name, condition(name, event), event.history) for name, event in events.items()]
     shares = {name: round(capacity * event.eta) for name, event in events.items()}
     if retention == "pinned":
         shares["default"] = capacity - sum(shares.values())

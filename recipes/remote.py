@@ -24,10 +24,9 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
 
-from recipes.config import EnvConfig, RunConfig
+from recipes.config import EVENT_TABLES, EnvConfig, RunConfig
 from recipes.environment import make_discrete_env
 from recipes.replay import (
-    EVENT_TABLES,
     PRIORITIZED,
     end_episodes,
     make_event_tables,

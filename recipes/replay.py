@@ -1,16 +1,24 @@
 """Replay buffers of the recipes: what they hold, and how it is sampled."""
 
+import contextlib
+import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
+from gymnasium.spaces import Box
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.config import EnvConfig, RunConfig
+from recipes.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig
 from recipes.events import FLAGS, make_tables
+from recipes.hints import keyword_hint
 from recipes.run import ConfigError
 from torchrl_replay_ext import (
     Anneal,
@@ -26,9 +34,13 @@ from torchrl_replay_ext import (
     ReaPERSampler,
 )
 
+SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "uniform": RandomSampler,
+    "per": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": ReaPERSampler,
+}
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
-EVENT_TABLES = ("sset", "sset_per")
-DECOUPLED = ("dper", "dper_uniform")
 
 # What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
 STORED_KEYS = (
@@ -46,6 +58,49 @@ STORED_KEYS = (
 def stored_keys(env: EnvConfig) -> tuple[NestedKey, ...]:
     """What is stored of each transition: STORED_KEYS and the events that the environment reports."""
     return *STORED_KEYS, *((*FLAGS, name) for name in env.flags)
+
+
+def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
+    """Checks that the memory of the device can hold what the buffer stores, and a batch.
+
+    The size counted is that of observations, actions and rewards alone: the least that is needed.
+
+    Raises:
+        ConfigError: a size is beyond the memory that there is in all.
+    """
+    learning = config.learning
+    actions, frames = env.action_space, 1 if config.env.atari is None else config.env.atari.num_frames
+    # the buffer holds each frame of a stack once, and the next observation of a stack in the step that follows
+    observation = _num_bytes(env.observation_space)
+    rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
+    stored = rest + (observation // frames if frames > 1 else 2 * observation)
+    memory = total_memory(device)
+    for key, each in (("buffer_size", stored), ("batch_size", 2 * observation + rest)):
+        value = getattr(learning, key)
+        if value * each > memory:
+            raise ConfigError(
+                f"{learning.group}.{key}={value}: needs at least {value * each / 1e9:,.0f} GB, and {device} has "
+                f"{memory / 1e9:,.1f} GB; choose at most {memory // each}"
+            )
+
+
+def _num_bytes(space: gymnasium.Space) -> int:
+    """Bytes of an observation as it is stored: bytes of images, single precision of other numbers."""
+    return math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of memory of a GPU, or those that this process may use of the host's; without a known limit 2^63."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    sizes = [2**63]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # limits of a container
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
 
 
 def make_replay(
@@ -142,21 +197,19 @@ def make_sampler(
     Raises:
         ConfigError: unknown name or keyword, or a value the sampler refuses.
     """
+    if config["name"] not in SAMPLERS:
+        raise ConfigError(f"sampler.name={config['name']}: choose {', '.join((*PLAIN, *EVENT_TABLES, *DECOUPLED))}")
+    sampler = SAMPLERS[config["name"]]
     try:
         keywords = _keywords(config, num_updates)
         prioritized = {"td_error": td_error, **keywords}
-        if config["name"] == "uniform":
+        if sampler is RandomSampler:
             return RandomSampler(**keywords)
-        if config["name"] == "per":
-            return ProportionalSampler(capacity, **prioritized)
-        if config["name"] == "rank":
-            return RankBasedSampler(capacity, **prioritized)
-        if config["name"] == "reaper":
-            return ReaPERSampler(capacity, **{"num_streams": num_envs, **prioritized})
+        if sampler is ReaPERSampler:
+            prioritized = {"num_streams": num_envs, **prioritized}
+        return sampler(capacity, **prioritized)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"sampler={config['name']}: {error}") from error
-    others = ", ".join((*EVENT_TABLES, *DECOUPLED))
-    raise ConfigError(f"sampler.name={config['name']}: choose uniform, per, rank, reaper, {others}")
+        raise ConfigError(f"sampler={config['name']}: {error}{keyword_hint(error, sampler.__init__)}") from error
 
 
 def make_event_tables(

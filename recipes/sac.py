@@ -14,15 +14,20 @@ and entropy (of the policy), means over the updates since the row before; wall_t
 included; sampler/..., the scalars of the sampler's stats().
 """
 
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("sac")
+
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -30,44 +35,12 @@ from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhN
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_continuous_env
-from recipes.replay import actor_batches, make_replay
-from recipes.run import run_recipe, typed
+from recipes.replay import actor_batches, make_replay, require_memory
+from recipes.run import typed
+from recipes.schemas.sac import Config, SACConfig
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner
-
-
-@dataclass
-class SACConfig(FixedRoundsConfig):
-    """Hyperparameters; a step is one step of the environment."""
-
-    group = "sac"
-
-    actor_learning_rate: float = MISSING
-    critic_learning_rate: float = MISSING
-    alpha_learning_rate: float = MISSING
-    initial_alpha: float = MISSING
-    target_entropy: float = MISSING
-    tau: float = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rates = "actor_learning_rate critic_learning_rate alpha_learning_rate initial_alpha"
-        self.check(rates, lambda value: value > 0, "must be > 0")
-        self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
-
-
-@dataclass
-class Config(RunConfig):
-    """All of conf/sac.yaml."""
-
-    sac: SACConfig = MISSING
-
-    @property
-    def learning(self) -> SACConfig:
-        """The hyperparameters."""
-        return self.sac
 
 
 def make_actor(policy: nn.Module) -> ProbabilisticActor:
@@ -145,6 +118,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # One environment per evaluation episode; those to learn in are made further down.
     evaluation_envs = [make_continuous_env(cfg.env) for _ in range(sac.evaluation_episodes)]
+    require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
     num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
 
@@ -214,7 +188,3 @@ def train(config: DictConfig, run_dir: Path) -> int:
         state={"loss": loss_module, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}},
     )
     return run(agent, evaluation_envs, cfg, config, run_dir, device)
-
-
-if __name__ == "__main__":
-    run_recipe(train, "sac")

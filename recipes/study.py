@@ -15,6 +15,12 @@ after which it reached that (empty: it did not); last, best and final, its last 
 of the last tenth of them; wall_time in seconds; commit and torch, the code that ran; command, which repeats it.
 """
 
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("study", "run_study")
+
 import math
 import os
 import shlex
@@ -26,77 +32,22 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from recipes.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
-from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, run_recipe, typed
+from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, typed
+from recipes.schemas.study import Config, StudyConfig
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
 # of a run, in runs.csv and curves.csv
 KEYS = ("recipe", "env", "variant", "seed")
-
-
-@dataclass
-class StudyConfig:
-    """A file of conf/study.
-
-    Args:
-        name: of the study.
-        recipe: module of recipes.
-        envs: environments (env=...).
-        variants: by name, the words of their command lines.
-        fixed: words of all command lines.
-        seeds: number of runs of each variant in each environment.
-        first_seed: the others follow it.
-        baseline: the variant that the others are compared to, seed by seed.
-        column: of progress.csv, by which runs are judged.
-        least: value of the column that is to be reached; None: env.reward_threshold.
-        in_a_row: so many evaluations must reach it; the first of them counts.
-        claims: what the source says, by environment and variant.
-    """
-
-    name: str = MISSING
-    recipe: str = MISSING
-    envs: list[str] = MISSING
-    variants: dict[str, list[str]] = MISSING
-    fixed: list[str] = field(default_factory=list)
-    seeds: int = MISSING
-    first_seed: int = 0
-    baseline: str = MISSING
-    column: str = "return_mean"
-    least: float | None = None
-    in_a_row: int = 1
-    claims: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key in ("seeds", "in_a_row"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"study.{key}={getattr(self, key)}: must be >= 1")
-        if self.baseline not in self.variants:
-            raise ValueError(f"study.baseline={self.baseline}: choose one of {', '.join(self.variants)}")
-
-
-@dataclass
-class Config:
-    """All of conf/study.yaml."""
-
-    study: StudyConfig = MISSING
-    seeds: int | None = None
-    workers: int | None = None
-    out: str = MISSING
-
-    def __post_init__(self) -> None:
-        for key in ("seeds", "workers"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key}={value}: must be >= 1")
 
 
 @dataclass(frozen=True)
@@ -299,7 +250,3 @@ def run_study(config: DictConfig, out: Path) -> int:
         return INTERRUPTED
     print(f"{len(jobs) - failed} runs in {out / RUNS}; python -m recipes.plot study={out} shows them")
     return FAILED if failed else DONE
-
-
-if __name__ == "__main__":
-    run_recipe(run_study, "study")

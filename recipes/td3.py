@@ -16,14 +16,19 @@ the policy's actions) and loss_qvalue, means over the updates since the row befo
 resume included; sampler/..., the scalars of the sampler's stats().
 """
 
-from dataclasses import dataclass
+if __name__ == "__main__":
+    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    from recipes.run import run_recipe
+
+    run_recipe("td3")
+
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -31,72 +36,12 @@ from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
 from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import FixedRoundsConfig, RunConfig
 from recipes.environment import make_continuous_env
-from recipes.replay import actor_batches, make_replay
-from recipes.run import run_recipe, typed
+from recipes.replay import actor_batches, make_replay, require_memory
+from recipes.run import typed
+from recipes.schemas.td3 import THETA, Config, TD3Config
 from recipes.training import Agent, prepare, run
 from recipes.update import Delayed, Learner
-
-# θ of the exploration noise. That of "ou" is from the DDPG paper (Lillicrap et al. 2016).
-THETA = {"gaussian": 1.0, "ou": 0.15}
-
-
-@dataclass
-class TD3Config(FixedRoundsConfig):
-    """Hyperparameters; a step is one step of the environment. Actions are in [-1, 1], and noise is in their unit.
-
-    Args:
-        policy_delay: updates of the critics for one of the actor and the targets.
-        policy_noise: standard deviation of what is added to the target policy's actions.
-        noise_clip: largest absolute value of that.
-        noise: of exploration: "gaussian", or "ou", an Ornstein-Uhlenbeck process.
-        exploration_noise: its standard deviation.
-    """
-
-    group = "td3"
-
-    actor_learning_rate: float = MISSING
-    critic_learning_rate: float = MISSING
-    tau: float = MISSING
-    policy_delay: int = MISSING
-    policy_noise: float = MISSING
-    noise_clip: float = MISSING
-    noise: str = MISSING
-    exploration_noise: float = MISSING
-
-    def __post_init__(self) -> None:
-        self.check("policy_delay", lambda value: value > 0, "must be > 0")
-        super().__post_init__()
-        self.check("actor_learning_rate critic_learning_rate", lambda value: value > 0, "must be > 0")
-        self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
-        self.check("policy_noise noise_clip exploration_noise", lambda value: value >= 0, "must be >= 0")
-        self.check("noise", lambda value: value in THETA, f"choose {', '.join(THETA)}")
-        self.check(
-            "gradient_steps",
-            lambda value: value % self.policy_delay == 0,
-            f"must be a multiple of td3.policy_delay={self.policy_delay}",
-        )
-
-
-@dataclass
-class Config(RunConfig):
-    """All of conf/td3.yaml."""
-
-    td3: TD3Config = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.updates_per_graph % self.td3.policy_delay:
-            raise ValueError(
-                f"updates_per_graph={self.updates_per_graph}: must be a multiple of "
-                f"td3.policy_delay={self.td3.policy_delay}"
-            )
-
-    @property
-    def learning(self) -> TD3Config:
-        """The hyperparameters."""
-        return self.td3
 
 
 class ExplorationNoise:
@@ -180,6 +125,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # One environment per evaluation episode; those to learn in are made further down.
     evaluation_envs = [make_continuous_env(cfg.env) for _ in range(td3.evaluation_episodes)]
+    require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
     num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
 
@@ -258,7 +204,3 @@ def train(config: DictConfig, run_dir: Path) -> int:
         },
     )
     return run(agent, evaluation_envs, cfg, config, run_dir, device)
-
-
-if __name__ == "__main__":
-    run_recipe(train, "td3")

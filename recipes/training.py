@@ -1,5 +1,6 @@
 """The loop of every recipe: collect, learn, evaluate, record, save."""
 
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError
 from torchrl.checkpoint import GlobalRNGState
 from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
@@ -25,19 +28,7 @@ from recipes.files import replacing
 from recipes.plot import plot_runs
 from recipes.progress import Means, Progress, warn
 from recipes.replay import PRIORITIZED, end_last_episodes, stored_keys
-from recipes.run import (
-    CHECKPOINT,
-    CONFIG,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    ConfigError,
-    LostProcess,
-    find_device,
-    interruption,
-    reason,
-    seed_everything,
-)
+from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, LostProcess, interruption, reason
 from recipes.video import Camera
 
 if TYPE_CHECKING:
@@ -92,6 +83,25 @@ def prepare(cfg: RunConfig, run_dir: Path) -> torch.device:
     torch.set_num_threads(cfg.num_threads)
     seed_everything(cfg.seed)
     return device
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def run(
@@ -221,6 +231,7 @@ def run(
         mininterval=0.5,
     )
     lost: LostProcess | None = None
+    aborted = False
     with interruption() as interrupted, bar:
         try:
             batches = iter(collector)
@@ -249,7 +260,13 @@ def run(
                     save()
         except LostProcess as error:
             lost = error
-        saved = save()
+        except (TorchDynamoException, CppCompileError):
+            # Ctrl-C in a terminal reaches the processes of the compiler as well, and ends them.
+            if not interrupted():
+                raise
+            aborted = True
+        # A batch without its updates is not a state to go on from.
+        saved = aborted or save()
 
     collector.shutdown()
     if lost is not None:
@@ -265,6 +282,10 @@ def run(
     if lost is not None:
         sys.stderr.write(f"go on with resume={run_dir}\n")
         return FAILED
+    if aborted:
+        before = f"go on with resume={run_dir}" if (run_dir / CHECKPOINT).is_file() else "there is no checkpoint yet"
+        print(f"interrupted at step {counters['env_steps']} while the update was compiled; {before}")
+        return INTERRUPTED
     if not finished():
         print(f"interrupted at step {counters['env_steps']}; go on with resume={run_dir}")
         return INTERRUPTED

@@ -10,7 +10,8 @@ import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import acer, dqn, training
-from recipes.atari import FIRE, NOOP, AtariConfig, Lives, make_atari, preset
+from recipes.atari import FIRE, NOOP, Lives, make_atari
+from recipes.atari_presets import AtariConfig, preset
 from recipes.atari_scores import ATARI_10, OTHER_GAMES, SCORES
 from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.networks import Convolutions, make_network

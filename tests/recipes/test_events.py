@@ -17,9 +17,9 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 
 from recipes import dqn, sac
 from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import EnvConfig
+from recipes.config import EnvConfig, EventConfig
 from recipes.environment import make_discrete_env
-from recipes.events import EventConfig, land_between_flags, land_near_middle, make_tables
+from recipes.events import land_between_flags, land_near_middle, make_tables
 from recipes.remote import FlagReader
 from recipes.replay import end_last_episodes, make_replay
 from recipes.run import DONE, ConfigError, typed

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipes.atari import AtariConfig, make_atari
+from recipes.atari import make_atari
+from recipes.atari_presets import AtariConfig
 from recipes.config import EnvConfig
 from recipes.environment import make_env
 from recipes.recording import Recording

@@ -203,7 +203,7 @@ def test_bad_values_are_config_errors(tmp_path, override, message):
 def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command."""
     words = {
-        "env=cartpole": (2, "bad configuration: In 'sac': Could not find 'sac/cartpole'"),
+        "env=cartpole": (2, "bad configuration: env=cartpole: recipes.sac has no settings for it; use recipes.dqn"),
         " ".join([*(word.replace(" ", "") for word in TINY), f"hydra.run.dir={tmp_path / 'run'}"]): (0, "pendulum per"),
     }
     processes = [

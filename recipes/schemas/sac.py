@@ -1,0 +1,39 @@
+"""The configuration of recipes.sac."""
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from recipes.config import FixedRoundsConfig, RunConfig
+
+
+@dataclass
+class SACConfig(FixedRoundsConfig):
+    """Hyperparameters; a step is one step of the environment."""
+
+    group = "sac"
+
+    actor_learning_rate: float = MISSING
+    critic_learning_rate: float = MISSING
+    alpha_learning_rate: float = MISSING
+    initial_alpha: float = MISSING
+    target_entropy: float = MISSING
+    tau: float = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rates = "actor_learning_rate critic_learning_rate alpha_learning_rate initial_alpha"
+        self.check(rates, lambda value: value > 0, "must be > 0")
+        self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
+
+
+@dataclass
+class Config(RunConfig):
+    """All of conf/sac.yaml."""
+
+    sac: SACConfig = MISSING
+
+    @property
+    def learning(self) -> SACConfig:
+        """The hyperparameters."""
+        return self.sac
