@@ -230,7 +230,7 @@ def run(
         unit="step",
         mininterval=0.5,
     )
-    lost: LostProcess | None = None
+    lost_process: LostProcess | None = None
     aborted = False
     with interruption() as interrupted, bar:
         try:
@@ -259,7 +259,7 @@ def run(
                 if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
                     save()
         except LostProcess as error:
-            lost = error
+            lost_process = error
         except (TorchDynamoException, CppCompileError):
             # Ctrl-C in a terminal reaches the processes of the compiler as well, and ends them.
             if not interrupted():
@@ -269,8 +269,8 @@ def run(
         saved = aborted or save()
 
     collector.shutdown()
-    if lost is not None:
-        sys.stderr.write(f"stopped at step {counters['env_steps']}: {lost}\n")
+    if lost_process is not None:
+        sys.stderr.write(f"stopped at step {counters['env_steps']}: {lost_process}\n")
     for environment in [*evaluation_envs, *([camera] if camera else [])]:
         environment.close()
     if not saved:
@@ -279,7 +279,7 @@ def run(
         )
         sys.stderr.write(f"no checkpoint at the end of the run; {before}\n")
         return FAILED
-    if lost is not None:
+    if lost_process is not None:
         sys.stderr.write(f"go on with resume={run_dir}\n")
         return FAILED
     if aborted:

@@ -446,24 +446,42 @@ def fill_64(sampler: Any) -> CompilableReplayBuffer:
     return buffer
 
 
-def one_error_at_the_end(alpha: float) -> tuple[CompilableReplayBuffer, float]:
-    """ReaPER over an episode of 1,000 steps whose last TD error is 1e7 times the others, and P(last) in closed form."""
-    sampler = ReaPERSampler(1_000, alpha=alpha, omega=1.0, eps=0.0, td_error="absolute")
-    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(1_000), sampler=sampler, batch_size=32)
+def one_error_at_the_end(sampler: Any) -> CompilableReplayBuffer:
+    """An episode of 1,000 steps whose last TD error is 1e7 times the others."""
+    parts = {"writer": EventTableWriter(sampler.tables)} if isinstance(sampler, EventTableSampler) else {}
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(1_000), sampler=sampler, batch_size=32, **parts)
     number = torch.arange(1_000)
     buffer.extend(Flat.rows(number, number == 999))
     error = torch.full((1_000,), 1e-4)
     error[-1] = 1e3
     buffer.update_priority(number, error)
-    delta = error.double()
-    density = delta.cumsum(0) / delta.sum() * delta**alpha
-    return buffer, float(density[-1] / density.sum())
+    return buffer
+
+
+def reliable(alpha: float) -> ReaPERSampler:
+    return ReaPERSampler(1_000, alpha=alpha, omega=1.0, eps=0.0, td_error="absolute")
+
+
+def reliable_in_tables(alpha: float) -> EventTableSampler:
+    tables = EventTables([EventSpec("never", Threshold("number", "<", 0), 1)], {"never": 10})
+    priority = {"kind": "reaper", "alpha": alpha, "omega": 1.0, "eps": 0.0, "td_error": "absolute"}
+    return EventTableSampler(tables, eta={"default": 1.0, "never": 0.0}, priority=priority)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("alpha", slow_but((0.0,), (0.0, 0.1)))
-def test_reaper_draws_are_exact_where_hardly_a_proposal_is_accepted(alpha, compiled):
-    buffer, expected = one_error_at_the_end(alpha)
+@pytest.mark.parametrize(
+    ("make", "alpha"),
+    slow_but(
+        ((reliable, 0.0), (reliable_in_tables, 0.0)),
+        ((reliable, 0.0), (reliable, 0.1), (reliable_in_tables, 0.0), (reliable_in_tables, 0.1)),
+    ),
+)
+def test_reaper_draws_are_exact_where_hardly_a_proposal_is_accepted(make, alpha, compiled):
+    buffer = one_error_at_the_end(make(alpha))
+    delta = torch.full((1_000,), 1e-4, dtype=torch.float64)
+    delta[-1] = 1e3
+    density = delta.cumsum(0) / delta.sum() * delta**alpha
+    expected = float(density[-1] / density.sum())
 
     def draw() -> torch.Tensor:
         return buffer.sample()["index"]

@@ -21,7 +21,7 @@ from torchrl_replay_ext.samplers.base import PrioritySampler, _length
 from torchrl_replay_ext.samplers.classes import MAX_EVENT_TABLES, ClassCounts
 from torchrl_replay_ext.samplers.pairs import PairCounts
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
-from torchrl_replay_ext.tracing import is_traced, pick, take, uniform
+from torchrl_replay_ext.tracing import EagerFallback, is_traced, pick, take, uniform
 from torchrl_replay_ext.tree import Resolved, SumTree
 
 _CORRECTIONS = (None, "mixture", "conditional", "lemma2", "priority")
@@ -349,6 +349,10 @@ class EventTableSampler(PrioritySampler):
             self._tables.allocate(self._num_slots, self._device)
             self._tables.attach(self)
         super()._shape_changed()
+        if self._traceable and self._source is not None:
+            omega = self._hyperparameters["omega"].tensors()
+            state = [*self._tree.graph_tensors(), *self._episodes.graph_tensors(), self._stamp, *omega]
+            self._fallback = EagerFallback(lambda drawn, inputs: list(self._accepted(*inputs, len(drawn[0]))), state)
 
     def _clear(self) -> None:
         self._tree.clear_()
@@ -735,8 +739,9 @@ class EventTableSampler(PrioritySampler):
         """Positions drawn from Ψ inside the table of each row, [B] in order, and Ψ of each.
 
         Proposals are drawn by d^α and accepted with probability R^ω. The rows of a table get its accepted proposals in
-        turn; if there are fewer, more are drawn, or, in a graph, they are given out again from the first on, which
-        leaves the distribution of each row as it is.
+        turn. If there are fewer, more are drawn; a graph on the CPU has eager code draw the rows anew. A graph on
+        another device would have to read from it for that: there, accepted proposals are given out again from the
+        first on, and proposals are taken as they are if none is accepted.
         """
         rows = torch.arange(batch_size, device=self._device)
         numbers = torch.arange(len(total), device=self._device)
@@ -764,13 +769,18 @@ class EventTableSampler(PrioritySampler):
         mean = sums / (tries * rows_of_table).clamp_min(1)
         latest = torch.stack([mean, torch.ones_like(mean)])
         self._acceptance.copy_(torch.where(rows_of_table > 0, 0.9 * self._acceptance + 0.1 * latest, self._acceptance))
-        self._repeated.add_(missing)
         in_table = rows - take(first_row, table)
         wanted = in_table % take(found, table).clamp_min(1)
         place = torch.searchsorted(running, take(ahead, table) + wanted + 1)
         # where none is accepted, proposals are taken as they are
         place = pick(take(found, table) > 0, place, tries * rows)
-        return take(position, place), take(mass * factor, place)
+        drawn = [take(position, place), take(mass * factor, place)]
+        if is_traced() and self._device.type == "cpu":
+            assert self._fallback is not None
+            drawn = self._fallback.replace((missing > 0) & (total.sum() > 0), drawn, [table, low, total])
+        else:
+            self._repeated.add_(missing)
+        return drawn[0], drawn[1]
 
     def _accepted_share(self) -> Tensor:
         """The mean of R^ω over each table's proposals; 1 before the first."""
