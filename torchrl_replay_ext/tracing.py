@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-Step = TypeVar("Step", bound=Callable[..., Any])
 
 _EXACT_BITS = 53
 # Modules whose objects hold state.
@@ -90,39 +86,3 @@ def mark_static(*parts: Any) -> None:
             mark_static(*part.values())
         elif type(part).__module__ in _STATE:
             mark_static(vars(part))
-
-
-def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
-    """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
-
-    torch makes sure at each call that nothing changed which the graph was made for. That takes as long as the replay
-    itself, and is left out here: whatever ``step`` reads, the arguments' shapes included, must stay what it was at the
-    first call, but for the values of tensors.
-
-    Args:
-        step: a function, not a method.
-        cudagraphs: replay the graph as a CUDA graph.
-
-    Returns:
-        The compiled step. It has a graph of its own, even if other steps were made from the same code.
-
-    Examples:
-        >>> counter = torch.zeros(1)
-        >>> step = compile_step(lambda: counter.add_(1))
-        >>> _ = step(), step()
-        >>> counter
-        tensor([2.])
-    """
-    if not isinstance(step, FunctionType):
-        raise TypeError(f"compile_step: a function is needed, not {type(step).__name__}; wrap it in one.")
-    # graphs belong to code objects, and without checks the graph of another step from the same code would be run
-    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
-    own.__kwdefaults__ = step.__kwdefaults__
-    options: dict[str, Any] = {
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        "size_asserts": False,
-        "alignment_asserts": False,
-    }
-    if cudagraphs:
-        options["triton.cudagraphs"] = True
-    return torch.compile(own, fullgraph=True, options=options)  # pyright: ignore[reportReturnType]
