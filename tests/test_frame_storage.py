@@ -416,31 +416,32 @@ class Bytes(torch.nn.Module):
         return observation.flatten(-3).float() / 255
 
 
+LOOKS = {
+    "rb[:]": lambda rb: rb[:],
+    "rb[...]": lambda rb: rb[...],
+    "rb[key]": lambda rb: rb["next", "reward"],
+    "rb[indices]": lambda rb: rb[torch.arange(len(rb))],
+    "rb[mask]": lambda rb: rb[torch.ones(len(rb), dtype=torch.bool)],
+    "read_all_in_order": lambda rb: rb.read_all_in_order(),
+    "query": lambda rb: rb.query(),
+    "iteration": lambda rb: list(rb.storage),
+    "repr of the buffer": repr,
+    "repr of the storage": lambda rb: repr(rb.storage),
+    "get": lambda rb: rb.storage.get(slice(None)),
+    "get, a range": lambda rb: rb.storage.get(range(len(rb))),
+    "get, an empty tuple": lambda rb: rb.storage.get(()),
+    "get, Ellipsis in a tuple": lambda rb: rb.storage.get((...,)),
+    "get, slice in a tuple": lambda rb: rb.storage.get((slice(None),)),
+    "get, a key": lambda rb: [rb.storage.get(key) for key in (*KEYS, "next")],
+    "take": lambda rb: rb.storage.take(torch.arange(len(rb))),
+    "take_columns": lambda rb: rb.storage.take_columns(list(KEYS), torch.arange(len(rb))),
+    "state_dict": lambda rb: rb.state_dict(),
+    "sample": lambda rb: rb.sample(),
+}
+
+
 class TestLookingChangesNothing:
     """Reading a full storage in any way leaves it as it was."""
-
-    LOOKS = {
-        "rb[:]": lambda rb: rb[:],
-        "rb[...]": lambda rb: rb[...],
-        "rb[key]": lambda rb: rb["next", "reward"],
-        "rb[indices]": lambda rb: rb[torch.arange(len(rb))],
-        "rb[mask]": lambda rb: rb[torch.ones(len(rb), dtype=torch.bool)],
-        "read_all_in_order": lambda rb: rb.read_all_in_order(),
-        "query": lambda rb: rb.query(),
-        "iteration": lambda rb: list(rb.storage),
-        "repr of the buffer": repr,
-        "repr of the storage": lambda rb: repr(rb.storage),
-        "get": lambda rb: rb.storage.get(slice(None)),
-        "get, a range": lambda rb: rb.storage.get(range(len(rb))),
-        "get, an empty tuple": lambda rb: rb.storage.get(()),
-        "get, Ellipsis in a tuple": lambda rb: rb.storage.get((...,)),
-        "get, slice in a tuple": lambda rb: rb.storage.get((slice(None),)),
-        "get, a key": lambda rb: [rb.storage.get(key) for key in (*KEYS, "next")],
-        "take": lambda rb: rb.storage.take(torch.arange(len(rb))),
-        "take_columns": lambda rb: rb.storage.take_columns(list(KEYS), torch.arange(len(rb))),
-        "state_dict": lambda rb: rb.state_dict(),
-        "sample": lambda rb: rb.sample(),
-    }
 
     @staticmethod
     def full():
@@ -454,7 +455,7 @@ class TestLookingChangesNothing:
     def test_it_stores_nothing(self, name):
         once, plain = self.full()
         before = {key: tuple(value.shape) for key, value in once.storage.state_dict()["_storage"].items()}
-        self.LOOKS[name](once)
+        LOOKS[name](once)
         saved = once.storage.state_dict()["_storage"]
         assert {key: tuple(value.shape) for key, value in saved.items()} == before
         assert "observation" not in str(list(saved))

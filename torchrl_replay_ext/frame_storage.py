@@ -244,7 +244,7 @@ class FrameStackStorage(CompilableTensorStorage):
         pool = self._pool
         if self.initialized and pool is not None:
             rows = super().get(slice(None)).copy()
-            # A placeholder of the right shape: building the stacks of a full buffer takes minutes and gigabytes.
+            # A placeholder of the right shape: building the stacks of a large buffer takes gigabytes.
             stack = pool.frames.new_zeros(()).expand(len(self), pool.num_stacked, *pool.frames.shape[1:])
             for key in self._frame_keys:
                 rows.set(key, stack)
