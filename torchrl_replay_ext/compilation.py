@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo.exc import Unsupported
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -89,7 +90,7 @@ def _compiling(traces_gradients: bool) -> Iterator[None]:
         try:
             with torch._dynamo.config.patch(trace_autograd_ops=traces_gradients):  # pyright: ignore
                 yield
-        except torch._dynamo.exc.Unsupported as error:
+        except Unsupported as error:
             if any(mark in str(error) for mark in _MARKS):
                 raise RuntimeError(
                     f"compile_step: {_culprit(error)} cannot be part of a graph: backward() and the optimizers of "
@@ -100,7 +101,7 @@ def _compiling(traces_gradients: bool) -> Iterator[None]:
             raise
 
 
-def _culprit(error: torch._dynamo.exc.Unsupported) -> str:
+def _culprit(error: Unsupported) -> str:
     """The innermost line of the user's code that the compiler has rejected."""
     inside_torch = os.path.dirname(torch.__file__)
     frames = [frame for frame in getattr(error, "real_stack", ()) if not frame.filename.startswith(inside_torch)]

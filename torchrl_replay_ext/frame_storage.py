@@ -25,6 +25,10 @@ def _path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)  # pyright: ignore[reportReturnType]
 
 
+def _is_key(index: Any) -> bool:
+    return isinstance(index, (str, tuple)) and is_nested_key(index)
+
+
 class FrameStackStorage(CompilableTensorStorage):
     """A :class:`CompilableTensorStorage` for observations that are stacks of frames, which keeps each frame once.
 
@@ -220,16 +224,20 @@ class FrameStackStorage(CompilableTensorStorage):
                 rows.set(key, stack)
         return rows
 
+    def _columns_at(self, index: Any) -> Any:
+        """The entries that are stored as columns: all but the stacks."""
+        return super().get(index)
+
     def get(self, index: Any) -> Any:
         """The transitions at ``index``; of a key, that entry of all transitions.
 
         The result never shares its structure with the storage: entries added to it are not stored.
         """
-        if isinstance(index, (str, tuple)) and is_nested_key(index):
-            column = None if self.is_stacked(index) else super().get(index)
+        if _is_key(index):
+            column = None if self.is_stacked(index) else self._columns_at(index)
             # A nested TensorDict may contain stacks, which are no columns of the storage.
-            return column if isinstance(column, Tensor) else self.get(slice(None)).get(index)
-        rows = super().get(index)
+            return column if isinstance(column, Tensor) else self.get(slice(None))[index]
+        rows = self._columns_at(index)
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
             slots = index if is_traced() else torch.where(index < 0, index + len(self), index)
         else:
@@ -243,7 +251,7 @@ class FrameStackStorage(CompilableTensorStorage):
         fields["data"] = "<empty>"
         pool = self._pool
         if self.initialized and pool is not None:
-            rows = super().get(slice(None)).copy()
+            rows = self._columns_at(slice(None)).copy()
             # A placeholder of the right shape: building the stacks of a large buffer takes gigabytes.
             stack = pool.frames.new_zeros(()).expand(len(self), pool.num_stacked, *pool.frames.shape[1:])
             for key in self._frame_keys:
