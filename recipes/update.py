@@ -1,9 +1,6 @@
 """The update step of a recipe: as a loop of eager operations, or as one compiled graph."""
 
-import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -14,7 +11,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives import LossModule
 
 from recipes.optimizers import RMSProp, RMSPropStep
-from torchrl_replay_ext import compile_step
+from torchrl_replay_ext import AdamStep, clip_gradients, compile_step
 
 # Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
 # begin with "loss" are to be minimised; the others are for the record.
@@ -237,14 +234,11 @@ class CompiledUpdate:
             return self._updates(data)
 
         self._compiled = compile_step(updates, cudagraphs=cudagraphs)
-        self._first = True
 
     def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> dict[str, Tensor]:
         """Make the updates and return what the loss functions did, as tensors [num_updates], fewer of a delayed one."""
         self._target_due.fill_(target_due)
-        with _compiling() if self._first else nullcontext():
-            losses = self._compiled(data)
-        self._first = False
+        losses = self._compiled(data)
         # the next replay of a CUDA graph overwrites what this one returned
         return {name: value.clone() for name, value in losses.items()} if self._cudagraphs else losses
 
@@ -274,7 +268,7 @@ class CompiledUpdate:
     def _descend(
         self,
         losses: Mapping[str, Tensor],
-        steps: Sequence["CompiledAdam | RMSPropStep"],
+        steps: Sequence["AdamStep | RMSPropStep"],
         target_step: Callable[[], None] | None,
         gradients: Gradients | None = None,
     ) -> None:
@@ -284,61 +278,14 @@ class CompiledUpdate:
             for step in steps:
                 own, rest = rest[: len(step.parameters)], rest[len(step.parameters) :]
                 if self._max_grad_norm is not None:
-                    norm = nn.utils.get_total_norm(own)
-                    scale = (self._max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
-                    own = [gradient * scale for gradient in own]
+                    own = clip_gradients(own, self._max_grad_norm)
                 step(own)
             if target_step is not None:
                 target_step()
 
 
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Allows gradients inside the graph, and leaves out what tensordict says to whoever compiles it."""
-    with warnings.catch_warnings(), torch._dynamo.config.patch(trace_autograd_ops=True):  # pyright: ignore
-        warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
-        warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
-        yield
-
-
-class CompiledAdam:
-    """The step of an Adam with one group of parameters, on its own state, in a form that can be traced.
-
-    m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  x ← x − lr m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
-
-    Torch's own step computes the same, but compiled for a CPU it raises β to the power t anew for every few entries of
-    every parameter.
-
-    Raises:
-        ValueError: the optimizer is not a plain Adam.
-    """
-
-    def __init__(self, optimizer: torch.optim.Adam):
-        self._group = optimizer.param_groups[0]
-        for name in ("amsgrad", "maximize", "weight_decay"):
-            if self._group[name]:
-                raise ValueError(f"CompiledAdam: {name}={self._group[name]} is not supported.")
-        self.parameters = parameters_of(optimizer)
-        self._means, self._squares, self._counts = _adam_state(optimizer)
-
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Step along these gradients of the parameters."""
-        beta1, beta2 = self._group["betas"]
-        for count in self._counts:
-            count.add_(1)
-        # βᵗ as an exponential, which the compiler computes once, ahead of the loops that need it
-        power1, power2 = ((self._counts[0] * math.log(beta)).exp() for beta in (beta1, beta2))
-        rate, root = self._group["lr"] / (1 - power1), (1 - power2).sqrt()
-        for parameter, gradient, mean, square in zip(
-            self.parameters, gradients, self._means, self._squares, strict=True
-        ):
-            mean.lerp_(gradient, 1 - beta1)
-            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
-
-
-def _traceable(optimizer: torch.optim.Adam | RMSProp) -> CompiledAdam | RMSPropStep:
-    return RMSPropStep(optimizer) if isinstance(optimizer, RMSProp) else CompiledAdam(optimizer)
+def _traceable(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSPropStep:
+    return RMSPropStep(optimizer) if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
 
 
 def parameters_of(optimizer: torch.optim.Adam | RMSProp) -> list[Tensor]:
@@ -356,17 +303,3 @@ def target_pairs(loss_module: LossModule) -> list[tuple[Tensor, Tensor]]:
             sources = getattr(loss_module, name.removeprefix("target_")).flatten_keys()
             pairs += [(targets[key].data, sources[key].data) for key in list(targets.keys())]
     return pairs
-
-
-def _adam_state(optimizer: torch.optim.Adam) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """First and second moments, and step counts; made by a step without gradient if need be."""
-    parameters = parameters_of(optimizer)
-    if not optimizer.state:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
-            optimizer.state[parameter]["step"].zero_()
-    states = [optimizer.state[parameter] for parameter in parameters]
-    return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]

@@ -414,3 +414,76 @@ class TestReadersOfObservations:
 class Bytes(torch.nn.Module):
     def forward(self, observation):
         return observation.flatten(-3).float() / 255
+
+
+LOOKS = {
+    "rb[:]": lambda rb: rb[:],
+    "rb[...]": lambda rb: rb[...],
+    "rb[key]": lambda rb: rb["next", "reward"],
+    "rb[indices]": lambda rb: rb[torch.arange(len(rb))],
+    "rb[mask]": lambda rb: rb[torch.ones(len(rb), dtype=torch.bool)],
+    "read_all_in_order": lambda rb: rb.read_all_in_order(),
+    "query": lambda rb: rb.query(),
+    "iteration": lambda rb: list(rb.storage),
+    "repr of the buffer": repr,
+    "repr of the storage": lambda rb: repr(rb.storage),
+    "get": lambda rb: rb.storage.get(slice(None)),
+    "get, a range": lambda rb: rb.storage.get(range(len(rb))),
+    "get, an empty tuple": lambda rb: rb.storage.get(()),
+    "get, Ellipsis in a tuple": lambda rb: rb.storage.get((...,)),
+    "get, slice in a tuple": lambda rb: rb.storage.get((slice(None),)),
+    "get, a key": lambda rb: [rb.storage.get(key) for key in (*KEYS, "next")],
+    "take": lambda rb: rb.storage.take(torch.arange(len(rb))),
+    "take_columns": lambda rb: rb.storage.take_columns(list(KEYS), torch.arange(len(rb))),
+    "state_dict": lambda rb: rb.state_dict(),
+    "sample": lambda rb: rb.sample(),
+}
+
+
+class TestLookingChangesNothing:
+    """Reading a full storage in any way leaves it as it was."""
+
+    @staticmethod
+    def full():
+        once, plain = pair(12)
+        data = StackedStreams(2, seed=4).chunk("interleaved", 30)
+        for rb in (once, plain):
+            rb.extend(data.clone())
+        return once, plain
+
+    @pytest.mark.parametrize("name", LOOKS)
+    def test_it_stores_nothing(self, name):
+        once, plain = self.full()
+        before = {key: tuple(value.shape) for key, value in once.storage.state_dict()["_storage"].items()}
+        LOOKS[name](once)
+        saved = once.storage.state_dict()["_storage"]
+        assert {key: tuple(value.shape) for key, value in saved.items()} == before
+        assert "observation" not in str(list(saved))
+        assert_same(once, plain)
+
+    def test_what_is_added_to_what_was_read_is_not_stored(self):
+        once, plain = self.full()
+        for index in (slice(None), ..., (), (...,), (slice(None),)):
+            rows = once.storage.get(index)
+            rows["extra"], rows["next", "extra"] = torch.zeros(12), torch.zeros(12)
+        assert_same(once, plain)
+
+    @pytest.mark.parametrize("index", [slice(None), ..., slice(2, 9, 3), (), range(12), "action", *KEYS[:4], "next"])
+    def test_every_index_reads_what_a_plain_storage_reads(self, index):
+        once, plain = self.full()
+        ours, theirs = once.storage.get(index), plain.storage.get(index)
+        if isinstance(theirs, torch.Tensor):
+            assert torch.equal(ours, theirs)
+        else:
+            assert ours.batch_size == theirs.batch_size
+            assert (ours == theirs).all()
+
+    def test_a_repr_shows_the_shapes_without_building_the_stacks(self, monkeypatch):
+        once, _ = self.full()
+        monkeypatch.setattr(FramePool, "read", lambda *_: pytest.fail("frames were read"))
+        for text in (repr(once), repr(once.storage)):
+            assert "observation: Tensor(shape=torch.Size([12, 4, 3, 2])" in text
+            assert "len=12" in text
+            assert "max_size=12" in text
+            assert f"num_frames={once.storage.num_frames}" in text
+        assert "<empty>" in repr(FrameStackStorage(10))

@@ -2,10 +2,12 @@
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
+from torchrl_replay_ext.compilation import compile_step
 from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
 from torchrl_replay_ext.frame_storage import FrameStackStorage
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceEstimator
+from torchrl_replay_ext.optim import AdamStep, clip_gradients
 from torchrl_replay_ext.samplers import (
     DecoupledSampler,
     EventTableSampler,
@@ -14,7 +16,6 @@ from torchrl_replay_ext.samplers import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.tracing import compile_step
 from torchrl_replay_ext.tree import SumTree
 from torchrl_replay_ext.writers import EventTableWriter
 
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ACERContinuousLoss",
     "ACERLoss",
+    "AdamStep",
     "Anneal",
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
@@ -41,5 +43,6 @@ __all__ = [
     "SumTree",
     "Threshold",
     "TrajectoryRetraceSampler",
+    "clip_gradients",
     "compile_step",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +13,16 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, TensorDictRoundRobinWriter
 
 from torchrl_replay_ext.samplers.base import STAMP_KEY
 from torchrl_replay_ext.tracing import is_traced, mark_static, scalar, take, uniform
+
+_NO_SEQUENCES = (
+    "CompilableReplayBuffer(sample_unit=Sequence(...)): TorchRL's Sequence cannot be part of a graph. Call sample() "
+    "and update_tensordict_priority() outside the compiled function and pass the sample to it, or use "
+    "TrajectoryRetraceSampler, which draws sequences in a graph."
+)
 
 
 class CompilableTensorStorage(LazyTensorStorage):
@@ -338,6 +345,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
       weight 0.
     * Samples of our prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each row.
       ``update_tensordict_priority`` drops the rows whose slot was overwritten since, however late it comes.
+    * ``sample_unit=Sequence(...)`` works outside graphs only.
 
     Raises:
         TypeError: if the storage is of another class.
@@ -358,6 +366,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         >>> step()["obs"].shape
         torch.Size([4, 3])
     """
+
+    # whether add() is running, which asks for an update of rows that need no TD error
+    _adding = False
 
     def __init__(self, **arguments: Any):
         if arguments.get("writer") is None:
@@ -387,6 +398,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         batch_size = self._batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
+        if isinstance(self._sample_unit, Sequence):
+            raise NotImplementedError(_NO_SEQUENCES)
         data, info = self._sample(batch_size)
         for key, value in info.items():
             value = torch.stack(value, -1) if isinstance(value, tuple) else value
@@ -413,27 +426,73 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             priority = self._transpose(priority).flatten()
         self._sampler.update_priority(index, priority, storage=self._storage)
 
+    def add(self, data: TensorDictBase) -> int:
+        """Write a single row; without a TD error it gets the default priority of a new one."""
+        self._adding = True
+        try:
+            return super().add(data)
+        finally:
+            self._adding = False
+
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a sample from its TD errors (the entry ``priority_key``).
 
-        Rows whose slot was overwritten since they were drawn are dropped.
+        Rows whose slot was overwritten since they were drawn are dropped. With ``sample_unit=Sequence(...)``, only the
+        anchors of the windows are updated, each with the largest TD error of the valid rows of its windows.
+
+        Args:
+            data: a sample, whole or in part, with its TD errors [B] or [B, ...]. What they must be, squared or
+                absolute, depends on the sampler.
 
         Raises:
-            KeyError: in a graph, if there are no TD errors.
+            KeyError: if there is no entry ``priority_key``. Nothing is changed then.
+            NotImplementedError: in a graph, if the buffer draws sequences.
         """
-        traced = is_traced()
-        if traced and not isinstance(self._sampler, PrioritizedSampler):
+        sampler: Any = self._sampler
+        if not isinstance(sampler, PrioritizedSampler):
             return
-        if traced and data.get(self.priority_key, None) is None:
-            raise KeyError(f"CompilableReplayBuffer: the sample has no entry {self.priority_key!r} with TD errors.")
-        takes_stamps = getattr(self._sampler, "takes_stamps", False)
-        stamp = data.get(STAMP_KEY, None) if takes_stamps and data.ndim == 1 else None
+        if data.get(self.priority_key, None) is None and getattr(sampler, "takes_priorities", True):
+            if self._adding:
+                return
+            raise KeyError(
+                f"CompilableReplayBuffer.update_tensordict_priority: the sample has no entry {self.priority_key!r} "
+                f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
+                "written them, or pass the name that the loss uses as priority_key= to the buffer."
+            )
+        traced = is_traced()
+        anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
+        if anchored:
+            if traced:
+                raise NotImplementedError(_NO_SEQUENCES)
+            needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
+            data = data.select(*needed, strict=False).reshape(-1)
+        stamp = data.get(STAMP_KEY, None) if getattr(sampler, "takes_stamps", False) and data.ndim == 1 else None
         if stamp is None:
             super().update_tensordict_priority(data)
             return
-        priority = self._get_priority_vector(data)
-        if traced:
-            self._sampler.update_priority(data["index"], priority, storage=self._storage, stamp=stamp)
-            return
-        with self._replay_lock, self._write_lock:
-            self._sampler.update_priority(data["index"], priority, storage=self._storage, stamp=stamp)
+        index, priority = data["index"], self._get_priority_vector(data)
+        if anchored:
+            index, stamp, priority = _largest_of_anchors(data["anchor_index"], stamp, priority, data["validity_mask"])
+        with nullcontext() if traced else self._replay_lock, nullcontext() if traced else self._write_lock:
+            sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
+
+
+def _largest_of_anchors(
+    anchor: Tensor, stamp: Tensor, priority: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct pairs of anchor and write stamp of rows [n], and the largest priority of each pair's valid rows.
+
+    Args:
+        anchor: index of the row's anchor, int64 [n] or [n, ndim].
+        stamp: number of the write of the anchor, int64 [n].
+        priority: float [n].
+        valid: bool [n].
+
+    Returns:
+        Index [m] or [m, ndim], stamps [m], priorities [m].
+    """
+    pairs = torch.cat([anchor.reshape(len(stamp), -1), stamp.unsqueeze(1)], 1)[valid]
+    distinct, place = torch.unique(pairs, dim=0, return_inverse=True)
+    largest = torch.zeros_like(distinct[:, 0], dtype=priority.dtype)
+    largest.scatter_reduce_(0, place, priority[valid], reduce="amax", include_self=False)
+    return distinct[:, :-1].reshape(-1, *anchor.shape[1:]), distinct[:, -1], largest

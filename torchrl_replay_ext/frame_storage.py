@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.utils import is_nested_key
 from torch import Tensor
 
 from torchrl_replay_ext.buffers import CompilableTensorStorage
@@ -21,6 +23,10 @@ _ROWS = 1024
 
 def _path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)  # pyright: ignore[reportReturnType]
+
+
+def _is_key(index: Any) -> bool:
+    return isinstance(index, (str, tuple)) and is_nested_key(index)
 
 
 class FrameStackStorage(CompilableTensorStorage):
@@ -218,14 +224,41 @@ class FrameStackStorage(CompilableTensorStorage):
                 rows.set(key, stack)
         return rows
 
+    def _columns_at(self, index: Any) -> Any:
+        """The entries that are stored as columns: all but the stacks."""
+        return super().get(index)
+
     def get(self, index: Any) -> Any:
-        """The transitions at ``index``."""
-        rows = super().get(index)
+        """The transitions at ``index``; of a key, that entry of all transitions.
+
+        The result never shares its structure with the storage: entries added to it are not stored.
+        """
+        if _is_key(index):
+            column = None if self.is_stacked(index) else self._columns_at(index)
+            # A nested TensorDict may contain stacks, which are no columns of the storage.
+            return column if isinstance(column, Tensor) else self.get(slice(None))[index]
+        rows = self._columns_at(index)
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
             slots = index if is_traced() else torch.where(index < 0, index + len(self), index)
         else:
+            # Slices of a full storage are the stored TensorDict itself; the stacks must not be written to it.
+            rows = rows.copy()
             slots = torch.arange(len(self))[index]
         return self._with_frames(rows, slots)
+
+    def __repr__(self) -> str:
+        fields: dict[str, Any] = {"len": len(self), "max_size": self.max_size, "num_frames": self.num_frames}
+        fields["data"] = "<empty>"
+        pool = self._pool
+        if self.initialized and pool is not None:
+            rows = self._columns_at(slice(None)).copy()
+            # A placeholder of the right shape: building the stacks of a large buffer takes gigabytes.
+            stack = pool.frames.new_zeros(()).expand(len(self), pool.num_stacked, *pool.frames.shape[1:])
+            for key in self._frame_keys:
+                rows.set(key, stack)
+            fields["data"] = rows
+        body = ", \n".join(indent(f"{name}={value}", " " * 4) for name, value in fields.items())
+        return f"{type(self).__name__}(\n{body})"
 
     def take(self, index: Tensor) -> TensorDictBase:
         """:meth:`get` for an index [n] within bounds."""

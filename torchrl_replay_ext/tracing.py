@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-
-Step = TypeVar("Step", bound=Callable[..., Any])
 
 _EXACT_BITS = 53
 # Modules whose objects hold state.
@@ -149,45 +146,3 @@ def _eager_fallback(number: int, results: list[Tensor], inputs: list[Tensor], st
 @_eager_fallback.register_fake
 def _(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(result) for result in results]
-
-
-def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
-    """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
-
-    It differs from ``torch.compile`` in two ways:
-
-    * ``torch.compile`` checks at each call that nothing changed which the graph was made for. That takes as long as the
-      replay itself and is left out here: whatever ``step`` reads, including the shapes of its arguments, must stay what
-      it was at the first call. Only the values of tensors may change.
-    * Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
-      then copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
-
-    Args:
-        step: a function, not a method.
-        cudagraphs: replay the graph as a CUDA graph.
-
-    Returns:
-        The compiled step. It has a graph of its own, even if other steps were made from the same code.
-
-    Examples:
-        >>> counter = torch.zeros(1)
-        >>> step = compile_step(lambda: counter.add_(1))
-        >>> _ = step(), step()
-        >>> counter
-        tensor([2.])
-    """
-    if not isinstance(step, FunctionType):
-        raise TypeError(f"compile_step: a function is needed, not {type(step).__name__}; wrap it in one.")
-    # graphs belong to code objects, and without checks the graph of another step from the same code would be run
-    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
-    own.__kwdefaults__ = step.__kwdefaults__
-    options: dict[str, Any] = {
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        "size_asserts": False,
-        "alignment_asserts": False,
-        # a read that is moved behind a write to the same tensor makes the graph copy the whole tensor
-        "reorder_for_locality": False,
-    }
-    if cudagraphs:
-        options["triton.cudagraphs"] = True
-    return torch.compile(own, fullgraph=True, options=options)  # pyright: ignore[reportReturnType]

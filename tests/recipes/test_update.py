@@ -7,7 +7,7 @@ from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
-from recipes.update import CompiledAdam, CompiledUpdate, eager_update, target_pairs
+from recipes.update import CompiledUpdate, eager_update, target_pairs
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
 
 
@@ -83,31 +83,6 @@ def test_compiled_updates_are_the_eager_ones():
         rtol=1e-3,
         atol=1e-9,
     )
-
-
-@pytest.mark.parametrize("options", [{}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1}])
-def test_compiled_adam_is_adam(options):
-    torch.manual_seed(0)
-    start = [torch.randn(3, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
-    mine, theirs = ([parameter.clone().requires_grad_() for parameter in start] for _ in range(2))
-    optimizer, reference = torch.optim.Adam(mine, **options), torch.optim.Adam(theirs, **options)
-    step = CompiledAdam(optimizer)
-    for _ in range(20):
-        gradients = [torch.randn_like(parameter) for parameter in start]
-        with torch.no_grad():
-            step(gradients)
-        for parameter, gradient in zip(theirs, gradients, strict=True):
-            parameter.grad = gradient
-        reference.step()
-    # step counts, and with them what is computed of them, are in single precision
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
-
-
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True}])
-def test_only_plain_adam(options):
-    with pytest.raises(ValueError, match=f"CompiledAdam: {next(iter(options))}="):
-        CompiledAdam(torch.optim.Adam([torch.zeros(2, requires_grad=True)], **options))
 
 
 def test_only_adam_with_one_group():

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage
+from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Sequence, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.functional import extremes, last_occurrence, write_last
@@ -40,6 +40,15 @@ def _has_turns(storage: Any) -> bool:
     """Whether a single writer fills this storage, slot after slot."""
     buffers = storage._attached_entities
     return len(buffers) == 1 and isinstance(getattr(buffers[0], "_writer", None), RoundRobinWriter)
+
+
+def draws_sequences(sampler: Sampler, storage: Any) -> bool:
+    """True if a buffer expands this sampler's draws to windows (TorchRL's ``sample_unit=Sequence(...)``)."""
+    for buffer in storage._attached_entities:
+        own = getattr(buffer, "_sampler", None)
+        if sampler in (own, getattr(own, "critic_sampler", None)):
+            return isinstance(getattr(buffer, "_sample_unit", None), Sequence)
+    return False
 
 
 def _as_float32(number: float) -> float:
@@ -79,6 +88,8 @@ class PrioritySampler(Sampler):
     reduction = "max"
     # read by CompilableReplayBuffer: samples carry the number of the write of each row
     takes_stamps = True
+    # read by CompilableReplayBuffer: True if draws depend on TD errors
+    takes_priorities = True
     # whether writes lose nothing by being part of a graph
     writes_in_graphs = True
 
@@ -250,6 +261,8 @@ class PrioritySampler(Sampler):
                 "before, must run outside the compiled function: it sets up storage and sampler."
             )
 
+    # default_priority, if it was read since the last update
+    _default_asked: float | None = None
     # what the draws are made from
     _tree: SumTree
     _bound: Storage | None = None
@@ -494,8 +507,28 @@ class PrioritySampler(Sampler):
     @property
     def default_priority(self) -> float:
         """What ``update_priority`` would have to be given for the priority of a new transition."""
+        self._default_asked = self._default()
+        return self._default_asked
+
+    def _default(self) -> float:
         error = max(float(self._max_priority) - self._eps, 0.0)
         return error**2 if self._td_error == "squared" else error
+
+    def _lacks_errors(self, priority: Any, storage: Storage | None) -> bool:
+        """True, and counted, if ``priority`` is what TorchRL hands over for a sample without TD errors.
+
+        Its TensorDictReplayBuffer then reads ``default_priority`` and expands it to all rows. Constant TD errors are
+        told apart by their memory, which only an expanded tensor shares between rows; after a reduction to the anchors
+        of sequences, by their value alone.
+        """
+        default, self._default_asked = self._default_asked, None
+        if default is None or not isinstance(priority, Tensor) or priority.ndim != 1 or not priority.numel():
+            return False
+        expanded = priority.stride(0) == 0 or (storage is not None and draws_sequences(self, storage))
+        if not (expanded and bool((priority == _as_float32(default)).all())):
+            return False
+        self._rejected.add_(priority.shape[0])
+        return True
 
     @torch.no_grad()
     def update_priority(
@@ -545,6 +578,8 @@ class PrioritySampler(Sampler):
             error = error.expand(count)
         if not count:
             return
+        if self._lacks_errors(priority, storage):
+            return
         smallest, largest = extremes(error)
         limit = self._limit(self._hyperparameters["alpha"].bound)
         if not (smallest >= 0 and self._size_of(largest) <= limit):
@@ -567,7 +602,7 @@ class PrioritySampler(Sampler):
         elif written is not None and written.shape == slots.shape and torch.equal(written, slots):
             # the buffer hands on the TD errors that came with the data
             drawn_at = None
-            if torch.as_tensor(index).ndim == 0 and largest == _as_float32(self.default_priority):
+            if torch.as_tensor(index).ndim == 0 and largest == _as_float32(self._default()):
                 # TensorDictReplayBuffer.add() sends the default back for a transition without one
                 return
         else:
@@ -745,8 +780,9 @@ class PrioritySampler(Sampler):
         uniform. ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
         ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
         largest |δ| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because their
-        slot had been overwritten. ``rejected_updates``: TD errors not applied because they were negative, not finite or
-        too large; outside traced steps that is an error. And each hyperparameter's current value.
+        slot had been overwritten. ``rejected_updates``: rows not updated, in a graph because their TD errors were
+        negative, not finite or too large (elsewhere an error), in TorchRL's TensorDictReplayBuffer because the sample
+        had no entry ``priority_key`` (an error in CompilableReplayBuffer). And each hyperparameter's current value.
         """
         self._mend(self._bound)
         density = self._unnormalized(self._stored_slots())

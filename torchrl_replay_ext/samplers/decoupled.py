@@ -418,6 +418,12 @@ class DecoupledSampler(Sampler):
         return getattr(self.critic_sampler, "takes_stamps", False)
 
     @property
+    def takes_priorities(self) -> bool:
+        """True if the critic's draws depend on TD errors."""
+        prioritized = isinstance(self.critic_sampler, PrioritizedSampler)
+        return getattr(self.critic_sampler, "takes_priorities", prioritized)
+
+    @property
     def writes_in_graphs(self) -> bool:
         """Whether writes lose nothing by being part of a graph."""
         return getattr(self.critic_sampler, "writes_in_graphs", True)
@@ -535,6 +541,8 @@ class _ActorSampler(Sampler):
     """The sampler of an actor's buffer."""
 
     reduction = "max"
+    # CompilableReplayBuffer asks for TD errors first if this is True
+    takes_priorities = False
 
     def __init__(self, decoupled: DecoupledSampler, transform: Any):
         self._decoupled, self._transform = decoupled, transform

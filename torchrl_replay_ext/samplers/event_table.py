@@ -17,7 +17,7 @@ from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables, is_key
 from torchrl_replay_ext.functional.allocation import METHODS, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
-from torchrl_replay_ext.samplers.base import PrioritySampler, _length
+from torchrl_replay_ext.samplers.base import PrioritySampler, _length, draws_sequences
 from torchrl_replay_ext.samplers.classes import MAX_EVENT_TABLES, ClassCounts
 from torchrl_replay_ext.samplers.pairs import PairCounts
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
@@ -558,6 +558,24 @@ class EventTableSampler(PrioritySampler):
                 "state and action are stored as pair_keys=."
             )
         return column.reshape(self._num_slots, -1)[slots]
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], dict]:
+        """Draw ``batch_size`` slots, see :class:`~torchrl_replay_ext.ProportionalSampler`.
+
+        Raises:
+            ValueError: if the buffer has ``sample_unit=Sequence(...)`` and the tables ``retention="pinned"``.
+        """
+        if self._tables.retention == "pinned" and not is_traced() and draws_sequences(self, storage):
+            raise ValueError(
+                "EventTableSampler: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
+                "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
+            )
+        return super().sample(storage, batch_size)
+
+    @property
+    def takes_priorities(self) -> bool:
+        """True if draws depend on TD errors."""
+        return self._kind is not None
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None

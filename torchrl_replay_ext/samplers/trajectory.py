@@ -15,7 +15,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler, is_same_memory
+from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler, draws_sequences, is_same_memory
 from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
 from torchrl_replay_ext.slices import SliceIndex
 from torchrl_replay_ext.tracing import is_traced, pick, take
@@ -25,6 +25,10 @@ MASK_KEY = ("collector", "mask")
 # Batches that are remembered until their TD errors come back.
 _OUTSTANDING = 32
 _OWNER = "TrajectoryRetraceSampler"
+_NO_SEQUENCES = (
+    f"{_OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
+    "out, or use ProportionalSampler, RankBasedSampler or ReaPERSampler with it."
+)
 
 
 class SliceStarts(PrioritySampler):
@@ -193,7 +197,7 @@ class TrajectoryRetraceSampler(Sampler):
     Raises:
         ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage or more
             trajectories go on at once than ``num_streams``; at a draw, if ``batch_size`` is no multiple of
-            ``slice_len``.
+            ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
         KeyError: at a write, if a key is missing.
         RuntimeError: at a draw, if nothing is stored, or with ``pad=False`` no slice is long enough. (In a graph, the
             mask is False then.)
@@ -283,6 +287,11 @@ class TrajectoryRetraceSampler(Sampler):
         return self._prioritized
 
     @property
+    def takes_priorities(self) -> bool:
+        """True if draws depend on TD errors."""
+        return self._prioritized
+
+    @property
     def writes_in_graphs(self) -> bool:
         """Whether writes lose nothing by being part of a graph."""
         return getattr(self._anchors, "writes_in_graphs", True)
@@ -348,6 +357,8 @@ class TrajectoryRetraceSampler(Sampler):
                 f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions, a multiple of "
                 f"slice_len={self._slice_len}."
             )
+        if not is_traced() and draws_sequences(self, storage):
+            raise ValueError(_NO_SEQUENCES)
         if self._prioritized:
             self._agree()
             self._starts.ready(storage)
@@ -412,9 +423,11 @@ class TrajectoryRetraceSampler(Sampler):
             a stream is one of ``num_streams`` lanes, which at the end of an episode may pass to another environment.
 
         Raises:
-            ValueError: if ``rb`` is another buffer.
+            ValueError: if ``rb`` is another buffer, or draws sequences (``sample_unit``).
             RuntimeError: if it is empty.
         """
+        if not is_traced() and draws_sequences(self, rb._storage):
+            raise ValueError(_NO_SEQUENCES)
         if is_traced():
             self._starts.ready(rb._storage)
         elif rb._storage is not self._starts._bound or not int(self._starts._clock):
@@ -469,6 +482,8 @@ class TrajectoryRetraceSampler(Sampler):
             self._anchors.update_priority(index, error, storage=storage, stamp=stamp)
             # padded rows were no updates
             self._anchors._dropped.sub_(padded.sum())
+            return
+        if self._anchors._lacks_errors(priority, storage):
             return
         mask = None if stamp is None else stamp.reshape(-1) >= 0
         if stamp is None:

@@ -1,0 +1,175 @@
+"""Buffers that expand each draw to a window of steps (TorchRL's sample_unit=Sequence): priorities belong to anchors."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, Sequence, TensorDictReplayBuffer
+
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+    compile_step,
+)
+
+CAPACITY, EPISODE, EPS = 40, 10, 1e-6
+
+
+def steps(count=CAPACITY, first=0):
+    number = torch.arange(first, first + count)
+    done = (number % EPISODE == EPISODE - 1).unsqueeze(1)
+    return TensorDict(
+        {
+            "observation": torch.randn(count, 3),
+            "action": torch.randn(count, 2),
+            "logits": torch.randn(count, 2),
+            "event": number % 4 == 0,
+            "next": {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)},
+            "collector": {"traj_ids": number // EPISODE},
+        },
+        [count],
+    )
+
+
+def make(sampler, stock, lanes=1, writer=None, sample_unit=None, capacity=CAPACITY):
+    shape = {"ndim": 2} if lanes > 1 else {}
+    rb = (TensorDictReplayBuffer if stock else CompilableReplayBuffer)(
+        storage=(LazyTensorStorage if stock else CompilableTensorStorage)(capacity, **shape),
+        sampler=sampler,
+        batch_size=8,
+        sample_unit=Sequence(length=3, burn_in=1, bootstrap=1) if sample_unit is None else sample_unit,
+        **({} if writer is None else {"writer": writer}),
+    )
+    data = steps()
+    if lanes > 1:
+        data = data.reshape(lanes, -1)
+        data["next", "done"][:, -1] = True
+    rb.extend(data)
+    return rb
+
+
+def tables(retention):
+    sizes = {"event": CAPACITY} | ({"default": CAPACITY} if retention == "pinned" else {})
+    made = EventTables([EventSpec("event", "event", 3)], sizes, retention=retention)
+    sampler = EventTableSampler(made, eta={"default": 0.5, "event": 0.5}, priority={"kind": "proportional"})
+    return sampler, EventTableWriter(made)
+
+
+def policy():
+    return TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+
+
+MAKERS = {
+    "proportional": lambda: (ProportionalSampler(CAPACITY, eps=EPS), None),
+    "rank": lambda: (RankBasedSampler(CAPACITY), None),
+    "reaper": lambda: (ReaPERSampler(CAPACITY, eps=EPS), None),
+    "events": lambda: tables("ring"),
+    "decoupled": lambda: (DecoupledSampler(ProportionalSampler(CAPACITY, eps=EPS), policy()), None),
+}
+
+
+def stored(sampler):
+    """|TD error| of each slot, negative until the first update."""
+    return sampler.state_dict()["priority"].tolist()
+
+
+def expected(batch, before, lanes, eps, stale=()):
+    """A model in plain Python: of each anchor, the largest TD error of the valid rows of its windows."""
+    largest = {}
+    for anchor, error, valid in zip(
+        batch["anchor_index"].reshape(len(batch), -1).tolist(),
+        batch["td_error"].reshape(-1).tolist(),
+        batch["validity_mask"].tolist(),
+        strict=True,
+    ):
+        slot = anchor[0] if lanes == 1 else anchor[0] * lanes + anchor[1]
+        if valid and slot not in stale:
+            largest[slot] = max(largest.get(slot, 0.0), error)
+    return [largest[slot] ** 0.5 + eps if slot in largest else old for slot, old in enumerate(before)], largest
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_only_anchors_get_priorities(name, stock, lanes):
+    if name == "events" and lanes > 1:
+        pytest.skip("event tables are for flat storage")
+    torch.manual_seed(len(name))
+    sampler, writer = MAKERS[name]()
+    rb = make(sampler, stock, lanes, writer)
+    eps = 0.0 if name == "rank" else EPS
+    for _ in range(6):
+        batch, before = rb.sample(), stored(sampler)
+        batch["td_error"] = torch.rand(len(batch)) + 0.1
+        rb.update_tensordict_priority(batch)
+        wanted, anchors = expected(batch, before, lanes, eps)
+        assert set(anchors) < set(batch["index"].reshape(len(batch), -1)[:, 0].tolist()) or lanes > 1
+        assert stored(sampler) == pytest.approx(wanted, rel=1e-6)
+        sampler.check_valid()
+    assert sampler.stats()["dropped_updates"] == 0
+
+
+def test_a_sample_in_the_shape_of_its_windows_is_the_same():
+    torch.manual_seed(0)
+    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False)
+    batch, before = rb.sample(), stored(rb.sampler)
+    batch["td_error"] = torch.rand(len(batch)) + 0.1
+    rb.update_tensordict_priority(batch.reshape(8, -1))
+    assert stored(rb.sampler) == pytest.approx(expected(batch, before, 1, EPS)[0], rel=1e-6)
+
+
+def test_anchors_that_were_overwritten_since_keep_the_default_priority():
+    torch.manual_seed(0)
+    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False)
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(len(batch)) + 0.1
+    rb.extend(steps(20, first=CAPACITY))
+    before = stored(rb.sampler)
+    rb.update_tensordict_priority(batch)
+    wanted, fresh = expected(batch, before, 1, EPS, stale=range(20))
+    assert stored(rb.sampler) == pytest.approx(wanted, rel=1e-6)
+    anchors = set(batch["anchor_index"].tolist())
+    assert 0 < rb.sampler.stats()["dropped_updates"] == len(anchors) - len(fresh)
+
+
+@pytest.mark.parametrize("what", ["sample", "update"])
+def test_in_a_graph_sequences_are_refused_by_name(what):
+    rb = make(ProportionalSampler(CAPACITY), stock=False)
+    batch, before = rb.sample(), stored(rb.sampler)
+    batch["td_error"] = torch.ones(len(batch))
+
+    def step():
+        return rb.sample() if what == "sample" else rb.update_tensordict_priority(batch)
+
+    with pytest.raises(Exception, match=r"Call sample\(\) and update_tensordict_priority\(\) outside"):
+        compile_step(step)()
+    assert stored(rb.sampler) == before
+    rb.update_tensordict_priority(batch)
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_samplers_of_slices_are_refused_by_name(stock, decoupled):
+    slices = TrajectoryRetraceSampler(CAPACITY, slice_len=4)
+    rb = make(DecoupledSampler(slices, policy()) if decoupled else slices, stock)
+    with pytest.raises(ValueError, match="sample_unit=Sequence"):
+        rb.sample()
+    with pytest.raises(ValueError, match="sample_unit=Sequence"):
+        slices.newest(rb)
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+def test_pinned_tables_are_refused_by_name(stock):
+    sampler, writer = tables("pinned")
+    rb = make(sampler, stock, writer=writer, capacity=2 * CAPACITY)
+    with pytest.raises(ValueError, match="retention='pinned'"):
+        rb.sample()

@@ -1,0 +1,90 @@
+"""Optimizer steps for compiled graphs, against torch's own optimizers."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_replay_ext import AdamStep, clip_gradients
+
+
+def pair(lr=1e-3, **options):
+    """Two equal sets of parameters, each with its Adam."""
+    start = [torch.randn(3, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
+    sets = [[parameter.clone().requires_grad_() for parameter in start] for _ in range(2)]
+    rates = [lr.clone() if isinstance(lr, torch.Tensor) else lr for _ in sets]
+    return sets, [torch.optim.Adam(own, lr=rate, **options) for own, rate in zip(sets, rates, strict=True)]
+
+
+def step_both(step, theirs, reference):
+    gradients = [torch.randn_like(parameter) for parameter in theirs]
+    step(gradients)
+    for parameter, gradient in zip(theirs, gradients, strict=True):
+        parameter.grad = gradient
+    reference.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1}, {"lr": torch.tensor(0.1)}])
+def test_adam_step_is_adam(options):
+    torch.manual_seed(0)
+    (mine, theirs), (optimizer, reference) = pair(**options)
+    step = AdamStep(optimizer)
+    assert all(own is parameter for own, parameter in zip(step.parameters, mine, strict=True))
+    for _ in range(20):
+        step_both(step, theirs, reference)
+    # step counts, and with them what is computed of them, are in single precision
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
+
+
+def test_a_scheduler_changes_a_rate_that_is_a_tensor():
+    torch.manual_seed(0)
+    (mine, theirs), (optimizer, reference) = pair(torch.tensor(0.1))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, reference)]
+    step = AdamStep(optimizer)
+    for _ in range(5):
+        step_both(step, theirs, reference)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what the scheduler looks at before it warns
+        for scheduler in schedulers:
+            scheduler.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_optimizer_goes_on_from_there():
+    torch.manual_seed(0)
+    (mine, theirs), (optimizer, reference) = pair()
+    step = AdamStep(optimizer)
+    for _ in range(3):
+        step_both(step, theirs, reference)
+    for own, other in zip(mine, theirs, strict=True):
+        own.grad = other.grad = torch.ones_like(own)
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True}])
+def test_only_plain_adam(options):
+    with pytest.raises(ValueError, match=f"AdamStep: {next(iter(options))}="):
+        AdamStep(torch.optim.Adam([torch.zeros(2, requires_grad=True)], **options))
+
+
+def test_only_adam_with_one_group():
+    groups = [{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)]
+    with pytest.raises(ValueError, match="2 parameter groups; one is supported"):
+        AdamStep(torch.optim.Adam(groups))
+    with pytest.raises(ValueError, match=r"a torch\.optim\.Adam is needed, not SGD"):
+        AdamStep(torch.optim.SGD([torch.zeros(2, requires_grad=True)]))
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
+def test_clipped_gradients_are_those_of_torch(max_norm):
+    torch.manual_seed(0)
+    gradients = [torch.randn(3, 2), torch.randn(4)]
+    before = [gradient.clone() for gradient in gradients]
+    parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+    clipped = clip_gradients(gradients, max_norm)
+    torch.testing.assert_close(clipped, [parameter.grad for parameter in parameters])
+    torch.testing.assert_close(gradients, before)

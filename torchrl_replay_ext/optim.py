@@ -1,0 +1,108 @@
+"""Optimizer steps that can be part of a compiled graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class AdamStep:
+    r"""The step of a ``torch.optim.Adam``, as a function of gradients, in a form that can be compiled.
+
+    m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  x ← x − lr m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
+
+    It changes the parameters and the state of the optimizer in place, so that ``optimizer.state_dict()``, checkpoints
+    and eager steps of the optimizer continue from there. After ``optimizer.load_state_dict``, make a new one.
+
+    torch's own step is not traced by ``torch.compile(fullgraph=True)``. ``torch.optim.adam.adam``, which is, takes
+    longer on a CPU: it raises β to the power t again for every few entries of every parameter.
+
+    Args:
+        optimizer: Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. Its ``lr`` may
+            be a tensor, whose value is read at each step, as learning rate schedulers need; a graph keeps the value of
+            a number.
+
+    Raises:
+        ValueError: if the optimizer is of another kind.
+
+    Attributes:
+        parameters: the parameters of the optimizer, in the order in which gradients are expected.
+
+    Examples:
+        >>> weight = torch.tensor([1.0, -2.0], requires_grad=True)
+        >>> step = AdamStep(torch.optim.Adam([weight], lr=0.1))
+        >>> step(torch.autograd.grad(weight.square().sum(), step.parameters))
+        >>> weight
+        tensor([ 0.9000, -1.9000], requires_grad=True)
+    """
+
+    def __init__(self, optimizer: torch.optim.Adam):
+        if not isinstance(optimizer, torch.optim.Adam):
+            raise ValueError(f"AdamStep: a torch.optim.Adam is needed, not {type(optimizer).__name__}.")
+        if len(optimizer.param_groups) != 1:
+            raise ValueError(
+                f"AdamStep: the optimizer has {len(optimizer.param_groups)} parameter groups; one is supported. Make "
+                "an optimizer and an AdamStep for each group."
+            )
+        self._group = optimizer.param_groups[0]
+        for name in ("amsgrad", "maximize", "weight_decay"):
+            if self._group[name]:
+                raise ValueError(f"AdamStep: {name}={self._group[name]} is not supported; make the Adam without it.")
+        self.parameters: list[Tensor] = list(self._group["params"])
+        self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Update the parameters.
+
+        Args:
+            gradients: one per parameter, of its shape, as ``torch.autograd.grad(loss, step.parameters)`` returns them.
+        """
+        beta1, beta2 = self._group["betas"]
+        for count in self._counts:
+            count.add_(1)
+        # βᵗ as an exponential, which the compiler computes once, ahead of the loops that need it
+        power1, power2 = ((self._counts[0] * math.log(beta)).exp() for beta in (beta1, beta2))
+        rate, root = self._group["lr"] / (1 - power1), (1 - power2).sqrt()
+        for parameter, gradient, mean, square in zip(
+            self.parameters, gradients, self._means, self._squares, strict=True
+        ):
+            mean.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
+
+
+def _adam_state(
+    optimizer: torch.optim.Adam, parameters: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """First and second moments, and step counts; made by a step without gradient if need be."""
+    if not optimizer.state:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+            optimizer.state[parameter]["step"].zero_()
+    states = [optimizer.state[parameter] for parameter in parameters]
+    return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
+
+
+def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:
+    """Gradients scaled down to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        gradients: tensors of any shapes.
+        max_norm: > 0.
+
+    Returns:
+        New tensors of the same shapes.
+
+    Examples:
+        >>> clip_gradients([torch.tensor([3.0]), torch.tensor([4.0])], 1.0)
+        [tensor([0.6000]), tensor([0.8000])]
+    """
+    scale = (max_norm / (nn.utils.get_total_norm(gradients) + 1e-6)).clamp_max(1.0)
+    return [gradient * scale for gradient in gradients]
