@@ -22,8 +22,8 @@ _MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.se
 def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
 
-    Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must then
-    copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
+    Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
+    then copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
 
     At each call, torch checks that nothing changed that the graph was made for. These checks take as long as a replay
     cycle, and are left out here: whatever ``step`` reads, the arguments' shapes included, must stay what it was at the
