@@ -8,6 +8,7 @@ from omegaconf import MISSING
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_replay_ext import EventSpec, EventTables, Threshold
+from torchrl_replay_ext.events import Retention
 
 # Where a collector stores the flags that an environment has in its `info`.
 FLAGS = ("next", "events")
@@ -68,8 +69,8 @@ def land_near_middle(data: TensorDictBase) -> torch.Tensor:
 FUNCTIONS = {function.__name__: function for function in (land_between_flags, land_near_middle)}
 
 
-def make_tables(events: dict[str, EventConfig], capacity: int, retention: str) -> EventTables:
-    """One table per event, with a capacity of its share of the buffer (source 002, Table 1: κ_i = capacity · η_i)."""
+def make_tables(events: dict[str, EventConfig], capacity: int, retention: Retention) -> EventTables:
+    """One table per event, with a capacity of its share of the buffer (SSET, Table 1: κ_i = capacity · η_i)."""
     specs = [EventSpec(name, event.condition(name), event.history) for name, event in events.items()]
     shares = {name: round(capacity * event.eta) for name, event in events.items()}
     if retention == "pinned":

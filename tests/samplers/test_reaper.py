@@ -11,7 +11,13 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler
 
 from tests.samplers.experience import LAYOUTS, Refuses, ReplayWithReference, Step, assert_same_state, transitions
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    ReaPERSampler,
+)
 
 STREAMS = [("interleaved", 2), ("interleaved", 3), ("env_major", 3), ("uneven", 3), ("uneven", 5), ("two_dim", 3)]
 
@@ -850,12 +856,38 @@ def test_other_keys():
     assert_psi(buffer, [1 / 3, 1 / 2, 2 / 3, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_more_simultaneous_trajectories_than_streams(num_streams):
+@pytest.mark.parametrize(("num_streams", "ids"), [(1, [1, 0]), (2, [2])])
+def test_more_simultaneous_trajectories_than_streams(num_streams, ids):
     buffer = buffer_of(20, num_streams=num_streams)
     buffer.extend(transitions([Step(number, number) for number in range(num_streams)]))
     with Refuses(buffer, ValueError, "num_streams"):
-        buffer.extend(transitions([Step(num_streams, num_streams)]))
+        buffer.extend(transitions([Step(number, number) for number in ids]))
+
+
+def test_draws_make_as_many_proposals_as_the_current_omega_needs():
+    """R is evenly spread, so half of the proposals are accepted with omega 1."""
+    buffer = CompilableReplayBuffer(
+        storage=CompilableTensorStorage(1000),
+        sampler=ReaPERSampler(1000, omega=0.0, td_error="absolute"),
+        batch_size=256,
+    )
+    buffer.extend(transitions(episode(0, 1000)))
+    buffer.update_priority(torch.arange(1000), torch.ones(1000))
+    buffer.sampler.omega = 1.0
+    draw = torch.compile(buffer.sample, fullgraph=True, backend="eager")
+    for _ in range(20):
+        draw()
+    assert int(buffer.sampler.stats()["repeated_draws"]) == 0
+    buffer.sampler.omega = 0.5
+    state = buffer.sampler.state_dict()
+    with pytest.warns(UserWarning, match=r"omega=2\): a step was compiled when omega was at most 1.*Compile"):
+        buffer.sampler.omega = 2.0
+    buffer.sampler.omega = 3.0
+    large = buffer.sampler.state_dict()
+    buffer.sampler.load_state_dict(state)
+    torch.compile(lambda: buffer.sample(), fullgraph=True, backend="eager")()
+    with pytest.warns(UserWarning, match="at most 0.5"):
+        buffer.sampler.load_state_dict(large)
 
 
 def test_too_many_trajectories_in_one_chunk():
