@@ -1,4 +1,4 @@
-"""How much on-policyness does choosing among candidate batches buy? On the buffer of a TD3 run (source 004, App. A).
+"""How much on-policyness does choosing among candidate batches buy? On the buffer of a TD3 run (DPER, App. A).
 
     python -m recipes.td3 env=halfcheetah sampler=uniform num_envs=8 compile=true
     python -m recipes.dper_analysis run=runs/td3/halfcheetah/uniform/seed1-...

@@ -7,6 +7,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from recipes.config import EventConfig
 from torchrl_replay_ext import EventSpec, EventTables, Threshold
+from torchrl_replay_ext.events import Retention
 
 # Where a collector stores the flags that an environment has in its `info`.
 FLAGS = ("next", "events")
@@ -35,8 +36,8 @@ def condition(name: str, event: EventConfig) -> NestedKey | Threshold | Callable
     return (*FLAGS, name) if event.function is None else FUNCTIONS[event.function]
 
 
-def make_tables(events: dict[str, EventConfig], capacity: int, retention: str) -> EventTables:
-    """One table per event, with a capacity of its share of the buffer (source 002, Table 1: κ_i = capacity · η_i)."""
+def make_tables(events: dict[str, EventConfig], capacity: int, retention: Retention) -> EventTables:
+    """One table per event, with a capacity of its share of the buffer (SSET, Table 1: κ_i = capacity · η_i)."""
     specs = [EventSpec(name, condition(name, event), event.history) for name, event in events.items()]
     shares = {name: round(capacity * event.eta) for name, event in events.items()}
     if retention == "pinned":

@@ -1,4 +1,4 @@
-"""Do event tables speed up Q-learning? The setting of SSET's Theorem 1, small enough to count (source 002, App. A.1).
+"""Do event tables speed up Q-learning? The setting of SSET's Theorem 1, small enough to count (SSET, App. A.1).
 
 Tabular Q-learning in the Three Room Grid World, from a fixed stream of experience: the same for every method of a seed,
 an optimal action with probability .1, else any. Reward 1 at the goal and 0 elsewhere, discount .99, learning rate .2,
@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from recipes.envs.rooms import Rooms, ThreeRooms
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
+from torchrl_replay_ext.samplers.event_table import TablePriority
 
 STEPS = 20_000
 HORIZON = 500
@@ -50,10 +51,10 @@ CHECK_INTERVAL = 500
 THRESHOLD = 0.7
 CAPACITY = {"default": 10_000, "at_gap": 4_000, "done": 6_000}
 ETA = {"default": 0.5, "at_gap": 0.2, "done": 0.3}
-PER = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
+PER: TablePriority = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
 
 # method -> history (None: no event tables) and priorities inside tables
-METHODS: dict[str, tuple[int | None, dict | None]] = {
+METHODS: dict[str, tuple[int | None, TablePriority | None]] = {
     "uniform": (None, None),
     "history 60": (60, None),
     "history 200": (200, None),

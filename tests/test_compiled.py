@@ -146,13 +146,14 @@ class Case:
         return CompilableReplayBuffer(**{"storage": storage, **self.parts(), **arguments})
 
 
+# TD errors are absolute: a float32 root may differ by one unit in the last place between compiled and eager code.
 def proportional(**arguments: Any) -> Callable[[int], Any]:
-    arguments = {"alpha": Anneal(0.4, 0.9, 20), "beta": Anneal(0.4, 1.0, 30), **arguments}
+    arguments = {"alpha": Anneal(0.4, 0.9, 20), "beta": Anneal(0.4, 1.0, 30), "td_error": "absolute", **arguments}
     return lambda capacity: ProportionalSampler(capacity, **arguments)
 
 
 def reaper(**arguments: Any) -> Callable[[int], Any]:
-    arguments = {"omega": Anneal(0.1, 0.5, 20), "beta": Anneal(0.4, 1.0, 30), **arguments}
+    arguments = {"omega": Anneal(0.1, 0.5, 20), "beta": Anneal(0.4, 1.0, 30), "td_error": "absolute", **arguments}
     return lambda capacity: ReaPERSampler(capacity, **arguments)
 
 
@@ -192,7 +193,7 @@ def events(retention: str = "ring", **arguments: Any) -> Callable[[int], Any]:
 
 
 def inside(kind: str, **arguments: Any) -> dict[str, Any]:
-    return {"kind": kind, "beta": Anneal(0.4, 1.0, 30), **arguments}
+    return {"kind": kind, "beta": Anneal(0.4, 1.0, 30), "td_error": "absolute", **arguments}
 
 
 def slices(anchors: Callable[[int], Any] | None = None, **arguments: Any) -> Callable[[int], Any]:
@@ -209,14 +210,16 @@ CASES = {
     "uniform": Case(lambda _: RandomSampler()),
     "uniform, two columns": Case(lambda _: RandomSampler(), TwoColumns),
     "proportional": Case(proportional()),
-    "proportional, stratified": Case(proportional(stratified=True, weight_norm="batch")),
+    "proportional, stratified": Case(
+        proportional(stratified=True, weight_norm="batch", max_priority_within_buffer=True)
+    ),
     "rank": Case(rank()),
     "rank, piecewise": Case(rank(segments="piecewise", stratified=False, weight_norm="batch")),
     "rank, two columns": Case(rank(), TwoColumns),
     "reaper": Case(reaper()),
     # more than two pages of positions, so that pages are given back and taken again
     "reaper, two streams": Case(reaper(num_streams=2), TwoStreams, capacity=150),
-    "reaper, two columns": Case(reaper(weight_norm="buffer"), TwoColumns),
+    "reaper, two columns": Case(reaper(weight_norm="buffer", max_priority_within_buffer=True), TwoColumns),
     "events, uniform": Case(events(), extends=False),
     "events, uniform, mixture": Case(events("pinned", correction="mixture", beta=Anneal(0.4, 1, 30)), extends=False),
     "events, uniform, conditional": Case(
@@ -232,7 +235,9 @@ CASES = {
     "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), TwoStreams, extends=False),
     "events, reaper": Case(events(priority=inside("reaper", omega=Anneal(0.1, 0.5, 20))), extends=False),
     "events, reaper, mixture": Case(
-        events(priority={"kind": "reaper", "num_streams": 2}, correction="mixture"), TwoStreams, extends=False
+        events(priority={"kind": "reaper", "num_streams": 2, "td_error": "absolute"}, correction="mixture"),
+        TwoStreams,
+        extends=False,
     ),
     "events, rank": Case(events(priority=inside("rank")), extends=False),
     "slices, uniform": Case(slices()),
@@ -260,7 +265,8 @@ def step(buffer: CompilableReplayBuffer, data: TensorDict, extends: bool = True)
     if extends:
         buffer.extend(data)
     batch = buffer.sample()
-    batch["td_error"] = batch["error"] + data["error"].amax()
+    # large, so that a unit of mass more or less is unlikely to change what is drawn
+    batch["td_error"] = 1024 * (batch["error"] + data["error"].amax())
     buffer.update_tensordict_priority(batch)
     return batch
 
@@ -275,15 +281,28 @@ def assert_same_batch(first: TensorDict, second: TensorDict) -> None:
             assert torch.equal(value, second[key]), key
 
 
+# Entries in fixed point: masses and their sums, which are rounded up from d^alpha.
+MASSES = ("masses", "proposals", "totals", "lane_total")
+
+
 def assert_same_state(first: dict[str, Any], second: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    """The same numbers, but for rounding: ``pow`` differs between compiled and eager code, and between CPUs."""
     assert first.keys() == second.keys()
     for key in first.keys() - set(but):
         if isinstance(first[key], torch.Tensor) and first[key].is_floating_point():
             torch.testing.assert_close(first[key], second[key], rtol=1e-6, atol=0)
+        elif key.endswith(MASSES):
+            assert_same_masses(first[key], second[key])
         elif isinstance(first[key], torch.Tensor):
             assert torch.equal(first[key], second[key]), key
         else:
             assert first[key] == second[key], key
+
+
+def assert_same_masses(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Each is a number in float32 or finer, rounded up to a unit, or a sum of some."""
+    assert torch.equal(first > 0, second > 0)
+    torch.testing.assert_close(first.double(), second.double(), rtol=2.0**-21, atol=2.0)
 
 
 def parts_of(sampler: Any) -> list[PrioritySampler]:
@@ -350,7 +369,7 @@ def compare(case: Case) -> None:
         assert torch.equal(value, compiled[:][key]), key
     for first, second in zip(parts_of(eager.sampler), parts_of(compiled.sampler), strict=True):
         assert_same_state(first.state_dict(), second.state_dict())
-        assert torch.equal(first._tree.leaves, second._tree.leaves)
+        assert_same_masses(first._tree.leaves, second._tree.leaves)
         assert first.stats()["dropped_updates"] == 0
         assert_valid(first)
         assert_valid(second)
@@ -636,11 +655,9 @@ def test_late_updates_of_overwritten_slots_are_dropped(name):
         priority = buffer.sampler.state_dict()["priority"]
         last = dict(zip(batch["index"].tolist(), batch["td_error"].tolist(), strict=True))
         for slot, error in last.items():
-            assert (
-                float(priority[slot]) == pytest.approx(error**0.5 + buffer.sampler._eps)
-                if fresh[slot]
-                else priority[slot] < 0
-            )
+            # as the cases take TD errors: absolute ones, or those whose order counts
+            d = error**0.5 if name == "rank" else error + 1e-6
+            assert float(priority[slot]) == pytest.approx(d) if fresh[slot] else priority[slot] < 0
         assert_valid(buffer.sampler)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import as_number
 from torchrl_replay_ext.tracing import scalar
 
 
@@ -34,6 +35,8 @@ class Anneal:
     num_updates: int
 
     def __post_init__(self):
+        for name in ("start", "end", "num_updates"):
+            as_number("Anneal", name, getattr(self, name))
         if not self.num_updates >= 1:
             raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be >= 1.")
 
@@ -58,8 +61,12 @@ class Hyperparameter:
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
-        """Assign a constant, or restart with a schedule; ValueError if out of range."""
-        schedule = value if isinstance(value, Anneal) else Anneal(float(value), float(value), 1)
+        """Assign a constant, or restart with a schedule; ValueError if out of range, TypeError if no number."""
+        if isinstance(value, Anneal):
+            schedule = value
+        else:
+            number = as_number(self._owner, self._name, value)
+            schedule = Anneal(number, number, 1)
         for number in (schedule.start, schedule.end):
             if not (math.isfinite(number) and 0 <= number <= self._high):
                 limits = ">= 0" if math.isinf(self._high) else f"in [0, {self._high:g}]"

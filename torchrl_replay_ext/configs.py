@@ -165,7 +165,7 @@ def _mapping(owner: str, name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def make_tables(owner: str, events: Any, capacity: Any, retention: str) -> EventTables:
+def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> EventTables:
     """Event tables from plain values.
 
     Args:
@@ -253,6 +253,7 @@ class ProportionalSamplerConfig(_PriorityConfig):
     eps: float = 1e-6
     stratified: bool = False
     weight_norm: str = "buffer"
+    max_priority_within_buffer: bool = False
 
 
 @dataclass
@@ -284,6 +285,7 @@ class ReaPERSamplerConfig(_PriorityConfig):
     traj_key: Any = ("collector", "traj_ids")
     init_key: Any = "is_init"
     weight_norm: str = "batch"
+    max_priority_within_buffer: bool = False
 
 
 @dataclass

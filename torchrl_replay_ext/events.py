@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -78,12 +78,13 @@ class Threshold:
             raise ValueError("Threshold(value=nan): value must not be NaN, every comparison with it is False.")
 
 
+Retention = Literal["ring", "pinned"]
 Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
 
 
 @dataclass(frozen=True)
 class EventSpec:
-    r"""An event and how much of what led to it is remembered: ν = ⟨ω, τ⟩ of SSET (source 002, Sec. 2).
+    r"""An event and how much of what led to it is remembered: ν = ⟨ω, τ⟩ of SSET (Kompella et al. 2022, Sec. 2).
 
     Args:
         name: the event's name.
@@ -224,7 +225,7 @@ class EventTable:
 
 
 class EventTables(Mapping[str, EventTable]):
-    """The tables of SSET (source 002, Algorithm 1): lists of indices into one storage, and what they hold by now.
+    """The tables of SSET (Kompella et al. 2022, Algorithm 1): lists of indices into one storage.
 
     An :class:`~torchrl_replay_ext.EventTableWriter` fills them and an :class:`~torchrl_replay_ext.EventTableSampler`
     draws from them; hand the same object to both. (Where they are built apart, from a configuration or in a Ray actor,
@@ -243,7 +244,7 @@ class EventTables(Mapping[str, EventTable]):
     Args:
         specs: the events.
         capacity: κ of each table, in transitions; of ``"default"`` too, but only if ``retention="pinned"``.
-        retention: ``"ring"`` or ``"pinned"``.
+        retention: ``"ring"`` (default) or ``"pinned"``.
 
     Raises:
         ValueError: if names or capacities do not fit together.
@@ -258,7 +259,7 @@ class EventTables(Mapping[str, EventTable]):
         {'default': 0, 'gap': 0, 'done': 0}
     """
 
-    def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: str = "ring"):
+    def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: Retention = "ring"):
         if isinstance(specs, EventSpec) or not isinstance(capacity, Mapping):
             raise TypeError(
                 "EventTables: specs must be a list of EventSpec, and capacity a dict with a number for each table."

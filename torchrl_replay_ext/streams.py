@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from torchrl_replay_ext.functional.priorities import write_last
 from torchrl_replay_ext.tracing import is_traced, pick
 
-# For each lane, trajectories that are remembered as cut off by another.
+# Trajectories that are remembered as cut off by another: for each lane, and if there is a single one.
 _REMEMBERED = 8
+_REMEMBERED_ALONE = 64
 
 
 def shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
@@ -78,9 +80,11 @@ class Streams:
         self._zero_seen = full(1, 0, torch.bool)
         self._cursor = full(1, 0)
         # the last trajectories that another one cut off in each lane, the latest last
-        self._cut_off = torch.full((lanes, _REMEMBERED), -1, dtype=torch.int64, device=device)
-        # trajectories that were too many, where that could not be an error
+        remembered = _REMEMBERED if lanes > 1 else _REMEMBERED_ALONE
+        self._cut_off = torch.full((lanes, remembered), -1, dtype=torch.int64, device=device)
+        # trajectories that broke off, or were too many, where that could not be an error
         self.broken_off = full(1, 0)
+        self._warned = False
 
     def step_of(self, slot: Tensor) -> int:
         """The place of ``slot`` [] in the ring."""
@@ -166,19 +170,69 @@ class Streams:
     def _require_one_stream(
         self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
     ) -> None:
-        """With one lane, a trajectory may break off only where ids restart or a first transition is marked."""
+        """With one lane, a trajectory that broke off must not come back.
+
+        It breaks off where another one begins before it has ended. Where ids restart or a first transition is marked,
+        this is expected; elsewhere it is counted, and warned of once.
+        """
         if trajectory is None or self.lanes > 1:
             return
         previous = shifted(trajectory, self._trajectory[0])
-        broken_off = ~shifted(ended, ~open_lane)
-        unexpected = broken_off & (trajectory != previous) & (trajectory > self._max_trajectory)
-        if initial is not None:
-            unexpected &= ~initial
-        if is_traced():
-            self.broken_off.add_(unexpected.sum())
-        elif bool(unexpected.any()):
-            self._raise_too_many(trajectory[unexpected][0])
-        self._count_trajectories(trajectory, (trajectory != previous) & (trajectory <= self._max_trajectory))
+        begins = trajectory != previous
+        cuts = begins & ~shifted(ended, ~open_lane)
+        marked = torch.zeros_like(begins) if initial is None else initial
+        restarted = begins & (trajectory <= self._max_trajectory)
+        unexpected = cuts & ~restarted & ~marked
+        if not is_traced():
+            returned = begins & ~marked & (trajectory.unsqueeze(1) == self._cut_off).any(1)
+            if bool((returned | cuts).any()):
+                latest = self._latest_cut_off(trajectory, previous, begins, cuts, marked)
+                if bool(unexpected.any()):
+                    self._warn_of_cut()
+                self._cut_off.copy_(latest)
+            elif bool(restarted.any()):
+                self._cut_off.fill_(-1)
+        self.broken_off.add_(unexpected.sum())
+        self._count_trajectories(trajectory, restarted)
+
+    def _latest_cut_off(
+        self, trajectory: Tensor, previous: Tensor, begins: Tensor, cuts: Tensor, marked: Tensor
+    ) -> Tensor:
+        """With one lane: the trajectories that others have cut off after a write, the latest last; int64 [1, .].
+
+        Args:
+            trajectory: int64 [n].
+            previous: int64 [n], the trajectory of the row before.
+            begins: bool [n], the row is of another trajectory than the row before.
+            cuts: bool [n], where the trajectory of the row before had not ended.
+            marked: bool [n], the row is marked as the first of its episode, whatever its id.
+
+        Raises:
+            ValueError: if a trajectory that was cut off comes back, or more are cut off than can be remembered.
+        """
+        columns = (values[begins].tolist() for values in (trajectory, previous, cuts, marked))
+        gone = dict.fromkeys(each for each in self._cut_off[0].tolist() if each >= 0)
+        largest, known = int(self._max_trajectory), len(gone)
+        for new, old, is_cut, is_marked in zip(*columns, strict=True):
+            if (new in gone and not is_marked) or len(gone) - known > _REMEMBERED_ALONE:
+                self._raise_too_many(new, "comes back after another one was written")
+            if new <= largest:
+                # ids restarted: those from before mean nothing any more
+                gone, known = {}, 0
+            elif is_cut:
+                gone[old] = None
+            largest = new
+        return torch.tensor([[*[-1] * _REMEMBERED_ALONE, *gone][-_REMEMBERED_ALONE:]])
+
+    def _warn_of_cut(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "A trajectory began before the last one had ended (done); the last one is closed where it broke off. "
+                "This is normal once after a run was resumed from a checkpoint. If several environments write to this "
+                "buffer, pass num_streams=<number of environments>.",
+                stacklevel=2,
+            )
 
     def _require_own_lane(self, lane: Tensor, continues: Tensor, trajectory: Tensor, initial: Tensor | None) -> None:
         """In fixed lanes a trajectory may break off; but then it may not go on after the one that cut it off.
@@ -214,9 +268,10 @@ class Streams:
         largest = trajectory.max().reshape(1)
         self._max_trajectory.copy_(pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
-    def _raise_too_many(self, new: Tensor) -> None:
+    def _raise_too_many(self, new: Tensor | int, how: str | None = None) -> None:
+        how = how or f"begins while each of {self.lanes} streams holds one that still goes on"
         raise ValueError(
-            f"trajectory {int(new)} begins while each of {self.lanes} streams holds one that still goes on: more "
+            f"trajectory {int(new)} {how}: more "
             f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that "
             "write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does with "
             "set_truncated=True), or mark the first transition of the next, in a later write if there are several "
@@ -312,7 +367,8 @@ class Streams:
         stolen = available & (age < missing)
         # where ids have restarted, those from before mean nothing any more
         self._cut_off.copy_(pick(restarted, -1, self._cut_off))
-        self._remember((stolen & ~self._old & ~restarted).to(torch.int64))
+        # one whose end may have gone unseen may also go on
+        self._remember((stolen & ~self._old & ~self._doubtful & ~restarted).to(torch.int64))
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()

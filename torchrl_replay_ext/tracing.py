@@ -35,10 +35,30 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
 
     In a compiled graph they come from the global generator, whatever ``generator`` is: it cannot be traced. There,
     ``torch.rand`` would give float32 numbers, too coarse to find every leaf of a large tree.
+
+    A ``generator`` of another device gives the seed instead, see :func:`generator_on`.
     """
     if torch.compiler.is_compiling():
         return torch.randint(0, 2**_EXACT_BITS, size, device=device).to(torch.float64) * 2.0**-_EXACT_BITS
+    if generator is not None and generator.device.type != device.type:
+        # a generator made now cannot be used while CUDA captures a graph
+        generator = None if is_traced() else generator_on(device, generator)
     return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
+
+
+def generator_on(device: torch.device, source: torch.Generator) -> torch.Generator:
+    """A new generator on ``device``, seeded by the next number of ``source``, which may be on another device.
+
+    ``source`` alone decides what is drawn: seed it, or restore its state, to repeat the draws.
+
+    Examples:
+        >>> source = torch.Generator().manual_seed(0)
+        >>> first = generator_on(torch.device("cpu"), source).initial_seed()
+        >>> first == generator_on(torch.device("cpu"), source.manual_seed(0)).initial_seed()
+        True
+    """
+    seed = torch.randint(2**63 - 1, (), generator=source, device=source.device)
+    return torch.Generator(device).manual_seed(int(seed))
 
 
 def stratify(u: Tensor) -> Tensor:

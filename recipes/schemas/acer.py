@@ -52,7 +52,7 @@ class ACERConfig(LearningConfig):
     max_grad_norm: float = MISSING
     reward_scale: float = MISSING
     normalize_observations: bool = MISSING
-    statistics: str = "probs"
+    statistics: Any = "probs"
     shared_layers: bool = False
     sigma: float = 0.3
     num_samples: int = 5

@@ -14,6 +14,7 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     ProportionalSampler,
+    RankBasedSampler,
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
@@ -65,11 +66,11 @@ def test_writes_go_on_after_a_refused_one():
     buffer = buffer_of(capacity=6)
     buffer.extend(rows(6, done=[5], ids=[0] * 6))
     with pytest.raises(ValueError, match="num_streams=1"):
-        buffer.extend(rows(2, ids=[1, 2]))
-    # the refused rows are in the storage, but nobody knows what they are: they are not drawn
+        buffer.extend(rows(3, ids=[1, 2, 1]))
+    # the refused rows are in the storage, but they are not drawn
     buffer.extend(rows(2, done=[1], ids=[3, 3]))
-    assert episodes(buffer) == [-1, -1, 1, 1, 0, 0] or episodes(buffer) == [-1, -1, 0, 0, 1, 1]
-    assert buffer.sampler.probabilities(buffer.storage)[:2].tolist() == [0.0, 0.0]
+    assert episodes(buffer) == [-1, -1, -1, 0, 0, 1]
+    assert buffer.sampler.probabilities(buffer.storage)[:3].tolist() == [0.0, 0.0, 0.0]
     buffer.extend(rows(2, done=[1], ids=[4, 4]))
     buffer.extend(rows(2, ids=[5, 5]))
     assert len(set(episodes(buffer))) == 3 and -1 not in episodes(buffer)
@@ -110,12 +111,97 @@ def test_what_a_refused_write_has_left_does_not_count_for_episodes():
     buffer = buffer_of(capacity=6)
     buffer.extend(rows(6, done=[3], ids=[0, 0, 0, 0, 1, 1]))
     with pytest.raises(ValueError, match="num_streams=1"):
-        buffer.extend(rows(2, ids=[2, 3]))
+        buffer.extend(rows(2, ids=[2, 1]))
     probabilities = buffer.sampler.probabilities(buffer.storage)
     assert probabilities[:2].tolist() == [0.0, 0.0] and bool((probabilities[2:] > 0).all())
     buffer.sampler.check_valid()
     # of the first episode two transitions are left
     assert buffer.sampler._episodes.reliability(torch.tensor([2, 3]), buffer.sampler._stamp).tolist() == [0.5, 1.0]
+
+
+ONE_STREAM = {
+    "reaper": ReaPERSampler,
+    "slices": partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=()),
+    "slices, reaper": lambda size: TrajectoryRetraceSampler(
+        size, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(size)
+    ),
+}
+BROKE_OFF = "is closed where it broke off"
+
+
+@pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
+def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_once(sampler):
+    """A run is resumed from a checkpoint: the collector begins new episodes while the last one is open."""
+    buffer = buffer_of(sampler, capacity=20)
+    buffer.extend(rows(4, done=[1], ids=[187, 187, 188, 188]))
+    restored = buffer_of(sampler, capacity=20)
+    restored.load_state_dict(buffer.state_dict())
+    with pytest.warns(UserWarning, match=BROKE_OFF):
+        restored.extend(rows(3, ids=[189, 189, 189]))
+    # neither does it warn again, nor when ids begin at 0 again
+    restored.extend(rows(2, ids=[190, 190]))
+    restored.extend(rows(2, ids=[0, 0]))
+    # an id from before the restart is a new trajectory
+    restored.extend(rows(4, done=[0, 1, 2, 3], ids=[0, 187, 188, 189]))
+    assert len(restored) == 15
+    assert int(restored.sampler.stats()["broken_off"]) == 2
+    restored.sampler.check_valid()
+    if isinstance(restored.sampler, ReaPERSampler):
+        assert episodes(restored) == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7]
+
+
+def test_what_broke_off_stays_ongoing():
+    buffer = buffer_of(td_error="absolute", alpha=0.0, omega=1.0, eps=0.0)
+    buffer.extend(rows(4, ids=[0, 0, 0, 0]))
+    with pytest.warns(UserWarning, match=BROKE_OFF):
+        buffer.extend(rows(2, done=[1], ids=[1, 1]))
+    buffer.update_priority(torch.arange(6), torch.tensor([1.0, 1.0, 1.0, 1.0, 3.0, 5.0]))
+    # F = 8 in Eq. 17 for the first four, Eq. 16 of a finished episode for the others
+    expected = torch.tensor([1 / 8, 2 / 8, 3 / 8, 4 / 8, 3 / 8, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(buffer.sampler.probabilities(buffer.storage), expected / expected.sum())
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{BROKE_OFF}:UserWarning")
+@pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
+@pytest.mark.parametrize("envs", [2, 20])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_interleaved_environments_without_num_streams_are_an_error(sampler, envs, at_once):
+    buffer = buffer_of(sampler, capacity=100)
+    with pytest.raises(ValueError, match=r"num_streams=1\. Pass num_streams=<number of environments"):
+        if at_once:
+            buffer.extend(rows(2 * envs, ids=[*range(envs)] * 2))
+        for env in [*range(envs)] * 2:
+            buffer.extend(rows(1, ids=[env]))
+    assert int(buffer.sampler.stats()["num_items"]) == (0 if at_once else envs)
+
+
+def test_with_several_streams_what_a_long_write_hides_is_no_error():
+    """Of trajectories 5 and 6, one goes on; the other one's end and the first row of 7 are overwritten at once."""
+    for goes_on, ends in ((5, 6), (6, 5)):
+        buffer = buffer_of(capacity=4, num_streams=2)
+        buffer.extend(rows(2, ids=[5, 6]))
+        buffer.extend(rows(6, done=[0], ids=[ends, 7, 7, 7, 7, 7]))
+        buffer.extend(rows(2, ids=[goes_on, 7]))
+        assert episodes(buffer) == [0, 1, 1, 1]
+        buffer.sampler.check_valid()
+    with pytest.raises(ValueError, match="more simultaneous trajectories than num_streams=2"):
+        buffer.extend(rows(3, ids=[5, 7, 8]))
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
+def test_transitions_stored_before_the_sampler_saw_them_were_never_updated(sampler, ndim):
+    storage = LazyTensorStorage(20, ndim=ndim)
+    source = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4)
+    source.extend(rows(10).reshape(2, 5) if ndim == 2 else rows(10))
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler(20), batch_size=4)
+    batch = buffer.sample()
+    stats = buffer.sampler.stats()
+    assert float(stats["num_items"]) == 10 and float(stats["never_updated"]) == 1
+    batch["td_error"] = torch.rand(4)
+    buffer.update_tensordict_priority(batch)
+    updated = len({tuple(index) for index in batch["index"].reshape(4, -1).tolist()})
+    assert float(buffer.sampler.stats()["never_updated"]) == pytest.approx(1 - updated / 10)
 
 
 def test_attached_to_a_loaded_ring(tmp_path):

@@ -13,7 +13,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler
 
 from tests.samplers.experience import Refuses, ReplayWithReference, Step, assert_same_state, transitions
-from torchrl_replay_ext import Anneal, ProportionalSampler
+from torchrl_replay_ext import Anneal, CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
 
 
 def buffer_of(capacity, *, batch_size=None, generator=None, prefetch=None, **sampler):
@@ -122,6 +122,16 @@ def test_new_items_get_the_running_maximum():
     buffer.add(items(1)[0])
     expected = torch.tensor([0.25, 0.5, 1.0, 4.0], dtype=torch.float64)
     torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("td_error", ["squared", "absolute"])
+def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_error):
+    for seed in range(200):
+        torch.manual_seed(seed)
+        buffer = filled(100 * torch.rand(8), eps=0.1, td_error=td_error)
+        buffer.sampler.check_valid()
+        buffer.extend(items(2))
+        buffer.sampler.check_valid()
 
 
 def test_of_duplicates_in_one_update_the_last_wins():
@@ -680,3 +690,18 @@ def test_sampling_from_an_empty_buffer():
     buffer = buffer_of(5)
     with Refuses(buffer, RuntimeError, "empty"):
         buffer.sample(2)
+
+
+def test_a_graph_takes_the_root_of_squared_td_errors():
+    buffer = CompilableReplayBuffer(
+        storage=CompilableTensorStorage(64), sampler=ProportionalSampler(64, alpha=0.5, eps=0.25), batch_size=64
+    )
+    buffer.extend(items(64))
+    stamp, error = buffer.sampler.state_dict()["stamp"], 4 * torch.rand(64)
+    batch = TensorDict({"index": torch.arange(64), "td_error": error, "write_stamp": stamp}, [64])
+    torch.compile(buffer.update_tensordict_priority, fullgraph=True)(batch)
+    d = error.double().sqrt() + 0.25
+    # float32 in vectors of any width, after two roundings
+    torch.testing.assert_close(buffer.sampler.state_dict()["priority"].double(), d, rtol=2.0**-21, atol=0)
+    torch.testing.assert_close(probabilities(buffer), d.sqrt() / d.sqrt().sum(), rtol=1e-6, atol=0)
+    buffer.sampler.check_valid()

@@ -11,7 +11,13 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler
 
 from tests.samplers.experience import LAYOUTS, Refuses, ReplayWithReference, Step, assert_same_state, transitions
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    ReaPERSampler,
+)
 
 STREAMS = [("interleaved", 2), ("interleaved", 3), ("env_major", 3), ("uneven", 3), ("uneven", 5), ("two_dim", 3)]
 
@@ -850,12 +856,29 @@ def test_other_keys():
     assert_psi(buffer, [1 / 3, 1 / 2, 2 / 3, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_more_simultaneous_trajectories_than_streams(num_streams):
+@pytest.mark.parametrize(("num_streams", "ids"), [(1, [1, 0]), (2, [2])])
+def test_more_simultaneous_trajectories_than_streams(num_streams, ids):
     buffer = buffer_of(20, num_streams=num_streams)
     buffer.extend(transitions([Step(number, number) for number in range(num_streams)]))
     with Refuses(buffer, ValueError, "num_streams"):
-        buffer.extend(transitions([Step(num_streams, num_streams)]))
+        buffer.extend(transitions([Step(number, number) for number in ids]))
+
+
+def test_draws_in_graphs_do_not_repeat_when_omega_is_raised_later():
+    """R is evenly spread, so half of the proposals are accepted with omega 1."""
+    buffer = CompilableReplayBuffer(
+        storage=CompilableTensorStorage(1000),
+        sampler=ReaPERSampler(1000, omega=0.0, td_error="absolute"),
+        batch_size=256,
+    )
+    buffer.extend(transitions(episode(0, 1000)))
+    buffer.update_priority(torch.arange(1000), torch.ones(1000))
+    draw = torch.compile(buffer.sample, fullgraph=True, backend="eager")
+    draw()
+    buffer.sampler.omega = 1.0
+    drawn = torch.cat([draw()["index"] for _ in range(20)])
+    # with 256 of 1,000 rows drawn independently, about 12 % of a batch are duplicates
+    assert all(len(batch.unique()) > 200 for batch in drawn.split(256))
 
 
 def test_too_many_trajectories_in_one_chunk():

@@ -923,7 +923,7 @@ def test_writes_go_on_after_a_refused_one():
     buffer = buffer_of(6, slice_len=2)
     buffer.extend(rows(6, ids=[0] * 6))
     with refuses(buffer, ValueError, "num_streams=1"):
-        buffer.extend(rows(2, ids=[1, 2], first=6))
+        buffer.extend(rows(2, ids=[1, 0], first=6))
     # the refused rows are in the storage, but nobody knows what they are: they are not drawn
     buffer.extend(rows(1, ids=[0], first=8))
     assert slices_by_start(buffer, "number") == {3: [3, 4], 4: [4, 5], 5: [5, 5], 8: [8, 8]}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-METHODS = ("systematic", "multinomial", "largest_remainder")
+Allocation = Literal["systematic", "multinomial", "largest_remainder"]
+METHODS = get_args(Allocation)
 
 
-def allocate(eta: Tensor, batch_size: int, method: str = "systematic", u: Tensor | None = None) -> Tensor:
-    r"""Divide a batch among tables in the proportions η (SSET, source 002, Algorithm 1, line 18).
+def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u: Tensor | None = None) -> Tensor:
+    r"""Divide a batch among tables in the proportions η (SSET, Kompella et al. 2022, Algorithm 1).
 
     The source draws "fixed i.i.d. proportions", though B·η_k is seldom an integer. Three readings:
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.tracing import is_traced
+
+Covariance = Literal["diag", "full"]
 
 
 def _as_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
 
 
 def gaussian_policy_kl(
-    difference: Tensor, noise_scale: float | Tensor, *, covariance: str = "diag", eps: float = 1e-6
+    difference: Tensor, noise_scale: float | Tensor, *, covariance: Covariance = "diag", eps: float = 1e-6
 ) -> Tensor:
     r"""D_KL(N(μ, Σ) ‖ N(0, S)) of actions minus the policy's against exploration noise (DPER, arXiv 2512.05320).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -23,7 +23,8 @@ from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
 from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
 from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_invalid, separate_episodes
 
-STATISTICS = ("probs", "logits", "log_probs")
+Statistics = Literal["probs", "logits", "log_probs"]
+STATISTICS = get_args(Statistics)
 # TorchRL's distributions of one-hot actions are of the first kind.
 _DISTRIBUTIONS = (Categorical, OneHotCategorical)
 
@@ -148,7 +149,7 @@ class ACERLoss(TrajectoryLoss):
         c: float = 10.0,
         delta: float = 1.0,
         trust_region: bool = True,
-        statistics: str = "probs",
+        statistics: Statistics = "probs",
         entropy_coeff: float = 1e-3,
         critic_coeff: float = 0.5,
         retrace_thresh: float = 1.0,

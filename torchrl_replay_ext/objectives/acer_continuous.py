@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -143,7 +143,7 @@ class ACERContinuousLoss(TrajectoryLoss):
         c: float = 5.0,
         delta: float = 1.0,
         trust_region: bool = True,
-        statistics: tuple[str, ...] = ("loc",),
+        statistics: tuple[Literal["loc", "scale"], ...] = ("loc",),
         num_samples: int = 5,
         entropy_coeff: float = 0.0,
         critic_coeff: float = 0.5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
@@ -18,9 +19,18 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Sequence, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.arguments import (
+    TDError,
+    WeightNorm,
+    as_number,
+    require_bool,
+    require_choice,
+    require_finite,
+    require_integer,
+)
 from torchrl_replay_ext.functional import extremes, last_occurrence, write_last
 from torchrl_replay_ext.tracing import EagerFallback, is_traced, mark_static, put, scalar, take
-from torchrl_replay_ext.tree import Resolved, SumTree
+from torchrl_replay_ext.tree import MaxTree, Resolved, SumTree
 
 # Batches that are remembered until their priorities come back.
 _OUTSTANDING = 32
@@ -28,6 +38,8 @@ _OUTSTANDING = 32
 _SWEEP = 64
 # Instead of the step at which the last write ended: the writer is none that writes in turn.
 _OUT_OF_TURN = -2
+# The largest priority is kept in float64, priorities in float32 after several roundings: this much may lie in between.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
 # Where a sample for a traced step carries the number of the write of each row.
 STAMP_KEY = "write_stamp"
 
@@ -68,7 +80,16 @@ def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
     return slots
 
 
-class PrioritySampler(Sampler):
+class ShowsArguments:
+    """Base class that lets ``inspect.signature`` of a sampler show its arguments, which TorchRL's metaclass hides."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        arguments = list(inspect.signature(cls.__init__).parameters.values())
+        cls.__signature__ = inspect.Signature(arguments[1:])
+
+
+class PrioritySampler(ShowsArguments, Sampler):
     """Abstract sampler that draws by priorities d = |δ| + eps of the stored transitions.
 
     It translates between TorchRL's buffer and flat slots: a storage of shape [T, E, ...] has T·E·... slots in row-major
@@ -76,7 +97,8 @@ class PrioritySampler(Sampler):
     :meth:`_update`, :meth:`_draw` or :meth:`_rows`, :meth:`_limit`, :meth:`_tensors`, :meth:`_restored`,
     :meth:`_reweight` and :meth:`_unnormalized`.
 
-    * New transitions get the largest d seen so far (1 at first).
+    * New transitions get the largest d seen so far (1 at first), or with ``max_priority_within_buffer`` the largest of
+      the stored transitions that have been updated.
     * Of duplicates in one update the last one wins.
     * A batch that comes back for its update is recognised by its indices; slots that were overwritten since it was
       drawn keep the priority of their new content. The last 32 batches are remembered.
@@ -100,20 +122,18 @@ class PrioritySampler(Sampler):
         alpha: float | Anneal,
         beta: float | Anneal,
         eps: float,
-        td_error: str,
-        weight_norm: str,
+        td_error: TDError,
+        weight_norm: WeightNorm,
+        max_priority_within_buffer: bool = False,
     ):
         name = type(self).__name__
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"{name}(capacity={capacity!r}): capacity must be an integer >= 1.")
-        if not (math.isfinite(eps) and eps >= 0):
-            raise ValueError(f"{name}(eps={eps}): eps must be >= 0 and finite.")
-        if td_error not in ("squared", "absolute"):
-            raise ValueError(f"{name}(td_error={td_error!r}): td_error must be 'squared' or 'absolute'.")
-        if weight_norm not in ("buffer", "batch"):
-            raise ValueError(f"{name}(weight_norm={weight_norm!r}): weight_norm must be 'buffer' or 'batch'.")
+        require_integer(name, "capacity", capacity)
+        require_choice(name, "td_error", td_error, get_args(TDError))
+        require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
+        require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
         self._capacity = capacity
-        self._eps = float(eps)
+        self._eps = require_finite(name, "eps", eps)
+        self._within_buffer = max_priority_within_buffer
         self._td_error = td_error
         self._weight_norm = weight_norm
         self._hyperparameters = {
@@ -144,6 +164,8 @@ class PrioritySampler(Sampler):
         self._changing = torch.zeros((), dtype=torch.bool)
         self._outstanding: deque[tuple[Tensor, float]] = deque(maxlen=_OUTSTANDING)
         self._just_written: Tensor | None = None
+        # d of each slot since its first update, as the bits of the float32 number, which have its order
+        self._updated = MaxTree(size, device=device) if self._within_buffer else None
         self._allocate(size, device)
         self._set_limit()
 
@@ -305,6 +327,8 @@ class PrioritySampler(Sampler):
         """Called when the state was made and when the storage's shape has become known: makes it fit for graphs."""
         if self._traceable:
             self._tree.prepare()
+            if self._updated is not None:
+                self._updated.prepare()
 
     def _adopt(self, storage: Storage) -> None:
         """Take in what a storage held before this sampler was attached, oldest first, as new transitions."""
@@ -315,7 +339,7 @@ class PrioritySampler(Sampler):
         # a storage that was loaded does not know where its ring begins, but will after the next write
         self._order_unknown = last is None and len(steps) == self._dims[0]
         with self._change():
-            self._write(self._slots_at(steps).reshape(-1), storage)
+            self._write_over(self._slots_at(steps).reshape(-1), storage)
 
     def _slots_at(self, steps: Tensor) -> Tensor:
         """The slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
@@ -361,7 +385,7 @@ class PrioritySampler(Sampler):
         if is_traced():
             self._require_bound(storage)
             slots = self._slots(index)
-            self._write(slots[-self._num_slots :], storage)
+            self._write_over(slots[-self._num_slots :], storage)
             self._told.copy_(slots[-1] // self._slots_per_step)
             return
         self._bind(storage)
@@ -375,8 +399,8 @@ class PrioritySampler(Sampler):
         try:
             with self._change():
                 self._take_in(slots, storage)
-        except (KeyError, TypeError, ValueError):
-            # refused, with nothing changed
+        except (KeyError, TypeError, ValueError, Warning):
+            # refused, with nothing changed (also by a warning that is turned into an error)
             self._changing.fill_(False)
             self._only_refused |= storage is not None and _length(storage) <= slots.numel()
             raise
@@ -394,7 +418,7 @@ class PrioritySampler(Sampler):
             if slots.numel() > self._num_slots:
                 # rows that were overwritten by later rows of the same write; nothing from before is left either
                 self._forget()
-            self._write(slots[-self._num_slots :], storage)
+            self._write_over(slots[-self._num_slots :], storage)
             # only now: it may have been refused
             self._told.fill_(told)
 
@@ -461,7 +485,8 @@ class PrioritySampler(Sampler):
         self._clear()
         self._stamp.zero_()
         self._priority.zero_()
-        self._max_priority.copy_(torch.maximum(self._max_priority, priority.abs().max()))
+        if self._updated is None:
+            self._max_priority.copy_(torch.maximum(self._max_priority, priority.abs().max()))
         # runs of what is known
         ends = ((kept[1:] != kept[:-1]).nonzero().squeeze(1) + 1).cpu()
         for run, is_kept in zip(slots.tensor_split(ends), kept.tensor_split(ends), strict=True):
@@ -471,6 +496,7 @@ class PrioritySampler(Sampler):
         if learned.numel():
             self._priority[learned] = priority[learned]
             self._update(learned, priority[learned], None)
+        self._recount_updated()
         self._just_written = None
         self._changing.fill_(False)
 
@@ -491,10 +517,53 @@ class PrioritySampler(Sampler):
             self._drop(slots)
             self._stamp[slots] = 0
             self._priority[slots] = 0.0
+            self._count_updated(slots)
 
     @abstractmethod
     def _drop(self, slots: Tensor) -> None:
         """Take ``slots`` [n], all different, out of what is drawn from until they are written again."""
+
+    def _write_over(self, slots: Tensor, storage: Storage | None) -> None:
+        """Take in newly written ``slots`` [n]; what they held no longer counts for the largest priority."""
+        if self._updated is None:
+            self._write(slots, storage)
+            return
+        before = self._max_priority.clone()
+        self._count_updated(slots, torch.zeros_like(slots))
+        try:
+            self._write(slots, storage)
+        except (KeyError, TypeError, ValueError, Warning):
+            # refused: the slots count as before
+            self._count_updated(slots)
+            self._max_priority.copy_(before)
+            raise
+
+    def _count_updated(self, slots: Tensor, bits: Tensor | None = None) -> None:
+        """With ``max_priority_within_buffer``: set what ``slots`` [n] count for (None: their d), and the largest.
+
+        If no stored transition has been updated, the largest stays what it was.
+        """
+        if self._updated is None:
+            return
+        if bits is None:
+            bits = self._bits(take(self._priority, slots))
+        put(self._updated.leaves, slots, bits)
+        self._updated.refresh(slots)
+        largest = self._updated.max().reshape(1)
+        d = largest.to(torch.int32).view(torch.float32).to(torch.float64)
+        self._max_priority.copy_(torch.where(largest > 0, d, self._max_priority))
+
+    @staticmethod
+    def _bits(priority: Tensor) -> Tensor:
+        """The bits of d [n], int64, which are ordered like d; 0 for new transitions."""
+        return priority.clamp_min(0.0).view(torch.int32).to(torch.int64)
+
+    def _recount_updated(self) -> None:
+        """The same for all slots, after priorities were changed otherwise."""
+        if self._updated is not None:
+            self._updated.leaves.zero_()
+            self._updated.rebuild_()
+            self._count_updated(torch.arange(self._size, device=self._device))
 
     def _stamp_slots(self, slots: Tensor) -> None:
         """Count one write, and stamp ``slots`` with it."""
@@ -564,6 +633,8 @@ class PrioritySampler(Sampler):
         if not clock and storage is not None and _length(storage):
             self._adopt(storage)
             clock = self._clock.item()
+            if self._is_initialization(priority, storage):
+                return
         slots = self._slots(index)
         error = torch.as_tensor(priority, dtype=torch.float32, device=self._device)
         if error.ndim != 1:
@@ -626,9 +697,15 @@ class PrioritySampler(Sampler):
             with self._change():
                 write_last(self._priority, slots, priority)
                 self._update(slots, priority, None)
-                if self._size_of(largest) > self._max_priority.item():
+                self._count_updated(slots)
+                if not self._within_buffer and self._size_of(largest) > self._max_priority.item():
                     self._max_priority.fill_(self._size_of(largest))
         self._step()
+
+    def _is_initialization(self, priority: Any, storage: Storage) -> bool:
+        """Whether ``priority`` is what TorchRL hands over for all slots when a buffer is made of a filled storage."""
+        given = torch.as_tensor(priority, dtype=torch.float32)
+        return given.numel() == _length(storage) and bool((given == _as_float32(self.default_priority)).all())
 
     def _update_traced(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
         error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
@@ -647,9 +724,11 @@ class PrioritySampler(Sampler):
         once = source == torch.arange(slots.shape[0], device=slots.device)
         priority = torch.where(taken, priority, 0.0)
         largest = torch.where(taken, error, 0.0).amax().to(torch.float64)
-        self._max_priority.copy_(torch.maximum(self._max_priority, self._size_of(largest)))
+        if not self._within_buffer:
+            self._max_priority.copy_(torch.maximum(self._max_priority, self._size_of(largest)))
         priority, taken = take(priority, source), take(taken, source)
         put(self._priority, slots, torch.where(taken, priority, take(self._priority, slots)))
+        self._count_updated(slots)
         self._update(slots, priority, Resolved(taken, once))
         self._step()
 
@@ -745,7 +824,7 @@ class PrioritySampler(Sampler):
         return slots, {"priority_weight": weight}
 
     def _mass(self, priority: Tensor) -> Tensor:
-        # in float64, where compiled and eager code round alike
+        # in float64: d^alpha in float32 is coarser than a unit of mass above 1
         return SumTree.to_mass(priority.to(torch.float64) ** self._hyperparameters["alpha"].current())
 
     def _reweight_tree(self, tree: SumTree, slots: Tensor | None) -> None:
@@ -783,6 +862,15 @@ class PrioritySampler(Sampler):
         slot had been overwritten. ``rejected_updates``: rows not updated, in a graph because their TD errors were
         negative, not finite or too large (elsewhere an error), in TorchRL's TensorDictReplayBuffer because the sample
         had no entry ``priority_key`` (an error in CompilableReplayBuffer). And each hyperparameter's current value.
+
+        A TensorDict prints shapes. To print the numbers, use ``to_dict()``.
+
+        Examples:
+            >>> from torchrl_replay_ext import ProportionalSampler
+            >>> {name: round(number.item(), 2) for name, number in ProportionalSampler(8).stats().to_dict().items()}
+            {'num_items': 0.0, 'effective_sample_size': 1.0, 'priority_min': 1.0, 'priority_median': 1.0,
+             'priority_max': 1.0, 'never_updated': 0.0, 'max_priority': 1.0, 'dropped_updates': 0.0,
+             'rejected_updates': 0.0, 'alpha': 0.6, 'beta': 0.4}
         """
         self._mend(self._bound)
         density = self._unnormalized(self._stored_slots())
@@ -816,8 +904,13 @@ class PrioritySampler(Sampler):
             raise AssertionError(f"{type(self).__name__}: a slot that holds nothing has a priority")
         if bool((self._stamp > self._clock).any()):
             raise AssertionError(f"{type(self).__name__}: a slot was written after the last write")
-        if float(self._priority.abs().max()) > float(self._max_priority.float()):
+        # those of new transitions are what was the largest when they were written
+        if self._priority.max().item() > self._max_priority.item() * (1 + _ROUNDING):
             raise AssertionError(f"{type(self).__name__}: a priority is larger than the largest so far")
+        if self._updated is not None:
+            self._updated.check_valid()
+            if not torch.equal(self._updated.leaves[: self._size], self._bits(self._priority)):
+                raise AssertionError(f"{type(self).__name__}: the largest priority is not that of the buffer")
         self._check()
 
     def _check(self) -> None:
@@ -841,12 +934,12 @@ class PrioritySampler(Sampler):
     @alpha.setter
     def alpha(self, value: float | Tensor | Anneal) -> None:
         before = self.alpha
-        bound = max(value.start, value.end) if isinstance(value, Anneal) else float(value)
+        name = type(self).__name__
+        bound = max(value.start, value.end) if isinstance(value, Anneal) else as_number(name, "alpha", value)
         largest = max(self._max_priority.item(), self._priority.abs().max().item())
         if largest > self._limit(bound):
             raise ValueError(
-                f"{type(self).__name__}(alpha={bound:g}): alpha is too large for the largest priority so far, "
-                f"{largest:g}."
+                f"{name}(alpha={bound:g}): alpha is too large for the largest priority so far, {largest:g}."
             )
         self._hyperparameters["alpha"].set(value)
         self._set_limit()
@@ -919,6 +1012,7 @@ class PrioritySampler(Sampler):
         self._outstanding.clear()
         self._just_written = None
         self._restored()
+        self._recount_updated()
         mark_static(vars(self))
 
     def _fit(self, shape: tuple[int, ...] | None, size: int, state: dict[str, Any]) -> None:
@@ -954,6 +1048,7 @@ class PrioritySampler(Sampler):
         self._outstanding = deque(((slots, -1) for slots, _ in self._outstanding), maxlen=_OUTSTANDING)
         self._just_written = None
         self._order_unknown = False
+        self._recount_updated()
         self._clear()
 
     def __getstate__(self):

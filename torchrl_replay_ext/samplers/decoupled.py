@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
@@ -33,13 +33,17 @@ from torchrl.data.replay_buffers import ImmutableDatasetWriter, PrioritizedSampl
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, is_key
-from torchrl_replay_ext.functional.gaussian import _as_scale, divergence, require_noise_scale
+from torchrl_replay_ext.functional.gaussian import Covariance, _as_scale, divergence, require_noise_scale
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
+from torchrl_replay_ext.samplers.base import ShowsArguments
 from torchrl_replay_ext.tracing import is_traced
 
 _GROUP = 16
 # Actor batches that are recognised if they come back as the critic's.
 _REMEMBERED = 32
+
+Score = Literal["kl", "mse", "logprob"]
+Granularity = Literal["batch", "group", "transition"]
 
 
 def _delegated(name: str) -> property:
@@ -55,7 +59,7 @@ def _delegated(name: str) -> property:
 
 
 @PrioritizedSampler.register
-class DecoupledSampler(Sampler):
+class DecoupledSampler(ShowsArguments, Sampler):
     r"""Critic and actor learn from batches of their own (DPER, arXiv 2512.05320).
 
     ``rb.sample()`` is the critic's batch, drawn by any sampler: prioritized, from event tables, or uniform. The actor's
@@ -88,17 +92,18 @@ class DecoupledSampler(Sampler):
     Args:
         critic_sampler: draws the critic's batches; whatever this sampler is asked for beyond the actor's, it answers.
         policy: a TensorDictModule that writes ``action_key``, or ``"loc"`` and ``"scale"``.
-        num_candidates: K, >= 1; 1 is uniform.
+        num_candidates: K, >= 1; 1 is uniform. Default: 2.
         noise_scale: standard deviation of the exploration noise: one number > 0, [A]; or its covariance [A, A],
-            symmetric and positive definite. All finite.
-        score: ``"kl"``; ``"mse"``, the mean of \|z\|², with z = (u − π(s)) / noise_scale; or ``"logprob"``, the mean of
-            −log π(u \| s), which for a fixed Gaussian noise is the same up to constants.
-        covariance: ``"diag"`` or ``"full"``, see :func:`~torchrl_replay_ext.functional.gaussian_policy_kl`. ``"full"``
-            needs batches (or groups) of more rows than actions have dimensions.
-        eps: added to the variances of the candidates.
-        granularity: ``"batch"``, ``"group"`` or ``"transition"``.
-        action_key: where actions are stored.
-        group_size: rows of a group; divides the batch size.
+            symmetric and positive definite. All finite. Default: 0.1.
+        score: ``"kl"`` (default); ``"mse"``, the mean of \|z\|², with z = (u − π(s)) / noise_scale; or ``"logprob"``,
+            the mean of −log π(u \| s), which for a fixed Gaussian noise is the same up to constants.
+        covariance: ``"diag"`` (default) or ``"full"``, see
+            :func:`~torchrl_replay_ext.functional.gaussian_policy_kl`. ``"full"`` needs batches (or groups) of more
+            rows than actions have dimensions.
+        eps: added to the variances of the candidates. Default: 1e-6.
+        granularity: ``"batch"`` (default), ``"group"`` or ``"transition"``.
+        action_key: where actions are stored. Default: ``"action"``.
+        group_size: rows of a group; divides the batch size. Default: 16.
         candidate_sampler: draws the candidates; by default uniform. Event tables of ``retention="pinned"`` need one.
 
     Raises:
@@ -132,10 +137,10 @@ class DecoupledSampler(Sampler):
         *,
         num_candidates: int = 2,
         noise_scale: float | Tensor = 0.1,
-        score: str = "kl",
-        covariance: str = "diag",
+        score: Score = "kl",
+        covariance: Covariance = "diag",
         eps: float = 1e-6,
-        granularity: str = "batch",
+        granularity: Granularity = "batch",
         action_key: NestedKey = "action",
         group_size: int = _GROUP,
         candidate_sampler: Sampler | None = None,
@@ -144,9 +149,9 @@ class DecoupledSampler(Sampler):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"DecoupledSampler({name}={value!r}): {name} must be an integer >= 1.")
         for name, value, allowed in (
-            ("score", score, ("kl", "mse", "logprob")),
-            ("covariance", covariance, ("diag", "full")),
-            ("granularity", granularity, ("batch", "group", "transition")),
+            ("score", score, get_args(Score)),
+            ("covariance", covariance, get_args(Covariance)),
+            ("granularity", granularity, get_args(Granularity)),
         ):
             if value not in allowed:
                 raise ValueError(f"DecoupledSampler({name}={value!r}): {name} must be one of {', '.join(allowed)}.")
@@ -168,7 +173,8 @@ class DecoupledSampler(Sampler):
         self.critic_sampler = critic_sampler
         self.candidate_sampler = RandomSampler() if candidate_sampler is None else candidate_sampler
         self.num_candidates, self.granularity, self.group_size = num_candidates, granularity, group_size
-        self._score, self._covariance, self._eps, self._action_key = score, covariance, eps, action_key
+        self._score, self._eps, self._action_key = score, eps, action_key
+        self._covariance: Covariance = covariance
         self._scale = scale
         self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
         # of the last draw: the mean score of what was chosen, and of all candidates

@@ -6,31 +6,47 @@ import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables, is_key
-from torchrl_replay_ext.functional.allocation import METHODS, table_ends
+from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 from torchrl_replay_ext.samplers.base import PrioritySampler, _length, draws_sequences
 from torchrl_replay_ext.samplers.classes import MAX_EVENT_TABLES, ClassCounts
 from torchrl_replay_ext.samplers.pairs import PairCounts
-from torchrl_replay_ext.samplers.reaper import ReaPERSampler
+from torchrl_replay_ext.samplers.reaper import ReaPERSampler, Truncated
 from torchrl_replay_ext.tracing import EagerFallback, is_traced, pick, take, uniform
 from torchrl_replay_ext.tree import Resolved, SumTree
 
-_CORRECTIONS = (None, "mixture", "conditional", "lemma2", "priority")
+Correction = Literal["mixture", "conditional", "lemma2", "priority"]
+_CORRECTIONS = (None, *get_args(Correction))
 _COUNTING = ("conditional", "lemma2")
 # What priority=dict(kind=...) takes, and its defaults.
 _KINDS: dict[str, dict[str, Any]] = {
-    "proportional": {"alpha": 0.6, "beta": 0.4, "eps": 1e-6, "td_error": "squared"},
+    "proportional": {
+        "alpha": 0.6,
+        "beta": 0.4,
+        "eps": 1e-6,
+        "td_error": "squared",
+        "max_priority_within_buffer": False,
+    },
     "rank": {"alpha": 0.7, "beta": 0.4, "td_error": "squared", "stale_fraction": 0.05},
-    "reaper": {"alpha": 0.4, "omega": 0.2, "beta": 0.4, "eps": 1e-6, "td_error": "squared"},
+    "reaper": {
+        "alpha": 0.4,
+        "omega": 0.2,
+        "beta": 0.4,
+        "eps": 1e-6,
+        "td_error": "squared",
+        "max_priority_within_buffer": False,
+    },
 }
 # What it takes beyond that, and hands on.
 _REAPER = ("num_streams", "truncated", "done_key", "terminated_key", "traj_key", "init_key")
@@ -41,9 +57,28 @@ _MAX_ROUNDS = 8
 _RANK_UNIT = 2**36
 
 
+class TablePriority(TypedDict, total=False):
+    """What ``priority=`` of an :class:`EventTableSampler` takes; which entries go with a ``kind``, see there."""
+
+    kind: Required[Literal["proportional", "rank", "reaper"]]
+    alpha: float | Anneal
+    beta: float | Anneal
+    omega: float | Anneal
+    eps: float
+    td_error: TDError
+    stale_fraction: float
+    max_priority_within_buffer: bool
+    num_streams: int
+    truncated: Truncated
+    done_key: NestedKey
+    terminated_key: NestedKey
+    traj_key: NestedKey
+    init_key: NestedKey
+
+
 @PrioritizedSampler.register
 class EventTableSampler(PrioritySampler):
-    r"""Draws batches from all event tables in fixed proportions (SSET, source 002, Algorithm 1, line 18).
+    r"""Draws batches from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1).
 
     A row comes from table k with probability η_k; inside a table, transitions are drawn with replacement, all with the
     same probability q_k(i) = 1 / \|B_k\|, or by ``priority``. A table with fewer than ``min_size`` transitions is left
@@ -90,7 +125,7 @@ class EventTableSampler(PrioritySampler):
     One priority per transition serves all tables. ``priority=dict(kind=...)``:
 
     * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`; also
-      ``alpha``, ``beta``, ``eps``, ``td_error``.
+      ``alpha``, ``beta``, ``eps``, ``td_error``, ``max_priority_within_buffer``.
     * ``"rank"``: q_k(i) ∝ rank^−α, its rank in table k; also ``alpha``, ``beta``, ``td_error`` and ``stale_fraction``:
       ranks are those of the last sort, and of the moment for a transition that was updated or inserted since; sorted
       anew outside of graphs when so large a share of all entries has changed. New transitions have the first rank.
@@ -108,14 +143,15 @@ class EventTableSampler(PrioritySampler):
         min_size: transitions that a table needs to be drawn from, d_k; by default the batch size, which
             :meth:`probabilities` and :meth:`stats` take from the last draw (1 before the first). A number for all event
             tables, or one for each.
-        allocation: how rows are divided among tables, see :func:`~torchrl_replay_ext.functional.allocate`.
-        correction: see above.
+        allocation: how rows are divided among tables: ``"systematic"`` (default), ``"multinomial"`` or
+            ``"largest_remainder"``, see :func:`~torchrl_replay_ext.functional.allocate`.
+        correction: see above. Default: None.
         beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`, which counts priority
-            updates, or batches drawn if there are no priorities; without effect if there is no correction.
-        priority: see above; None: all transitions of a table are drawn with the same probability.
+            updates, or batches drawn if there are no priorities; without effect if there is no correction. Default: 1.
+        priority: see above; None (default): all transitions of a table are drawn with the same probability.
         pair_keys: where state and action are stored, for ``"conditional"`` and ``"lemma2"``; entries of any dtype that
             repeat exactly. They are counted by hash: for D different pairs in a buffer of N, two share a count with a
-            chance of about D² / 8N.
+            chance of about D² / 8N. Default: ``("observation", "action")``.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -137,10 +173,10 @@ class EventTableSampler(PrioritySampler):
         *,
         eta: Mapping[str, float | Anneal],
         min_size: int | Mapping[str, int] | None = None,
-        allocation: str = "systematic",
-        correction: str | None = None,
+        allocation: Allocation = "systematic",
+        correction: Correction | None = None,
         beta: float | Anneal = 1.0,
-        priority: Mapping[str, Any] | None = None,
+        priority: TablePriority | None = None,
         pair_keys: tuple[NestedKey, ...] = ("observation", "action"),
     ):
         if not isinstance(tables, EventTables):
@@ -901,7 +937,7 @@ class EventTableSampler(PrioritySampler):
         return stats | {f"eta_{name}": eta for name, eta in zip(names, self._eta[0], strict=True)}
 
 
-def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
+def _settings(priority: TablePriority | None) -> dict[str, Any]:
     """What the base class takes, and ``kind``."""
     if priority is None:
         return {"kind": None, "alpha": 0.0, "beta": 0.0, "eps": 1e-6, "td_error": "squared"}

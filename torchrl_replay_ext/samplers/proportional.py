@@ -7,6 +7,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.tracing import is_traced
 from torchrl_replay_ext.tree import Resolved, SumTree
@@ -17,7 +18,8 @@ class ProportionalSampler(PrioritySampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).
 
     P(i) = d_i^α / Σ_k d_k^α with d_i = \|δ_i\| + eps, and w_i = (N · P(i))^−β divided by the largest weight. New
-    transitions get the largest d seen so far, 1 before the first update.
+    transitions get the largest d seen so far, 1 before the first update. See ``max_priority_within_buffer`` if single
+    outliers should not stay the priority of new transitions for ever.
 
     A drop-in for the ``sampler`` of a stock :class:`~torchrl.data.TensorDictReplayBuffer`, in plain PyTorch. Sums are
     exact: d^α is kept in fixed point, in units of 2^-23 = 1.2e-7 (rounded up). At a capacity of 10^6, d^α may be up to
@@ -25,16 +27,24 @@ class ProportionalSampler(PrioritySampler):
 
     Args:
         capacity: number of slots, at least that of the storage.
-        alpha: priority exponent, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform.
-        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`.
+        alpha: priority exponent, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform. Default: 0.6.
+        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
+            0.4.
         eps: added to \|δ\|, so that every transition can be drawn; with 0, transitions without TD error cannot.
-        stratified: draw one transition from each of B segments of equal mass instead of B independent ones.
-        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN and TD3 losses write it (the sampler takes
-            the root); ``"absolute"`` if it is handed \|δ\|, as by its SAC loss. Getting it wrong is silent.
-        weight_norm: ``"buffer"``: weights are divided by the largest weight of any stored transition; ``"batch"``: by
-            the largest of the batch.
+            Default: 1e-6.
+        stratified: draw one transition from each of B segments of equal mass instead of B independent ones. Default:
+            False.
+        td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
+            writes \|δ\|. Most TorchRL losses write δ² (DQN, TD3, DDPG, REDQ, IQL, CQL), SAC, DiscreteSAC, CrossQ and
+            TQC write \|δ\|. A wrong value raises no error: it doubles or halves the exponent.
+        weight_norm: ``"buffer"`` (default): weights are divided by the largest weight of any stored transition;
+            ``"batch"``: by the largest of the batch.
+        max_priority_within_buffer: new transitions get the largest d of the stored transitions that have been updated,
+            instead of the largest d ever seen; rows that the same write overwrites do not count. If no stored
+            transition has been updated, the last such value is kept. Default: False.
 
     Raises:
+        TypeError: if a number or a flag has another type.
         ValueError: if an argument is out of range, or, at the first write, ``capacity`` is smaller than the storage.
 
     Examples:
@@ -57,11 +67,21 @@ class ProportionalSampler(PrioritySampler):
         beta: float | Anneal = 0.4,
         eps: float = 1e-6,
         stratified: bool = False,
-        td_error: str = "squared",
-        weight_norm: str = "buffer",
+        td_error: TDError = "squared",
+        weight_norm: WeightNorm = "buffer",
+        max_priority_within_buffer: bool = False,
     ):
+        require_bool("ProportionalSampler", "stratified", stratified)
         self._stratified = stratified
-        super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+        super().__init__(
+            capacity,
+            alpha=alpha,
+            beta=beta,
+            eps=eps,
+            td_error=td_error,
+            weight_norm=weight_norm,
+            max_priority_within_buffer=max_priority_within_buffer,
+        )
 
     def _allocate(self, size: int, device: torch.device) -> None:
         self._seen = 0

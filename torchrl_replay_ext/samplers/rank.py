@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.arguments import TDError, WeightNorm, as_number, require_bool, require_choice
 from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.tracing import is_traced, pick, put, scalar, stratify, take, uniform
@@ -22,6 +24,8 @@ _PROBES = (0, 1, -1, 2)
 _HASH = 2654435761
 # As how many changes one counts that could not move.
 _STAYED = 10
+
+Segments = Literal["exact", "piecewise"]
 
 
 def _rounded(number: Tensor) -> Tensor:
@@ -52,21 +56,24 @@ class RankBasedSampler(PrioritySampler):
     Args:
         capacity: number of slots, at least that of the storage.
         alpha: exponent of the rank, >= 0, or :class:`~torchrl_replay_ext.Anneal`, which the draws then follow from sort
-            to sort; 0 is uniform.
-        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`.
+            to sort; 0 is uniform. Default: 0.7.
+        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
+            0.5.
         stratified: draw one transition from each of B segments of equal probability instead of B independent ones.
-        segments: ``"exact"``: draws follow P exactly, for any N and B. ``"piecewise"``: the paper's approximation, the
-            cumulative distribution made linear over B segments of equal probability: within a segment all transitions
-            are equally likely. Weights are those of the probabilities drawn with. Where rank 1 has a probability above
-            1 / B, a segment that would be empty holds the rank it falls on.
+            Default: True.
+        segments: ``"exact"`` (default): draws follow P exactly, for any N and B. ``"piecewise"``: the paper's
+            approximation, the cumulative distribution made linear over B segments of equal probability: within a
+            segment all transitions are equally likely. Weights are those of the probabilities drawn with. Where rank 1
+            has a probability above 1 / B, a segment that would be empty holds the rank it falls on.
         stale_fraction: share of the transitions in [0, 1] that may be written or updated before the next sort; 0 sorts
-            before each draw that follows a change.
-        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN and TD3 losses write it; ``"absolute"``
-            if it is handed \|δ\|, as by its SAC loss. Only the order counts, so that both draw alike.
-        weight_norm: ``"buffer"``: weights are divided by the largest weight of any stored transition, that of the last
-            rank, so that w = (rank / N)^(αβ); ``"batch"``: by the largest of the batch.
+            before each draw that follows a change. Default: 0.05.
+        td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes \|δ\|. Only the order
+            counts, so both draw the same.
+        weight_norm: ``"buffer"`` (default): weights are divided by the largest weight of any stored transition, that of
+            the last rank, so that w = (rank / N)^(αβ); ``"batch"``: by the largest of the batch.
 
     Raises:
+        TypeError: if a number or a flag has another type.
         ValueError: if an argument is out of range, or, at the first write, ``capacity`` is smaller than the storage.
 
     Examples:
@@ -89,14 +96,14 @@ class RankBasedSampler(PrioritySampler):
         alpha: float | Anneal = 0.7,
         beta: float | Anneal = 0.5,
         stratified: bool = True,
-        segments: str = "exact",
+        segments: Segments = "exact",
         stale_fraction: float = 0.05,
-        td_error: str = "squared",
-        weight_norm: str = "buffer",
+        td_error: TDError = "squared",
+        weight_norm: WeightNorm = "buffer",
     ):
-        if segments not in ("exact", "piecewise"):
-            raise ValueError(f"RankBasedSampler(segments={segments!r}): segments must be 'exact' or 'piecewise'.")
-        if not 0 <= stale_fraction <= 1:
+        require_choice("RankBasedSampler", "segments", segments, get_args(Segments))
+        require_bool("RankBasedSampler", "stratified", stratified)
+        if not 0 <= as_number("RankBasedSampler", "stale_fraction", stale_fraction) <= 1:
             raise ValueError(f"RankBasedSampler(stale_fraction={stale_fraction}): stale_fraction must be in [0, 1].")
         self._stratified, self._segments, self._stale_fraction = stratified, segments, stale_fraction
         super().__init__(capacity, alpha=alpha, beta=beta, eps=0.0, td_error=td_error, weight_norm=weight_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer
 from torchrl_replay_ext.episodes import EpisodeIndex
 from torchrl_replay_ext.samplers.base import PrioritySampler
 from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
@@ -23,6 +25,8 @@ _SPARE = 16
 # Above this omega the number of proposals no longer grows.
 _MAX_OMEGA = 4.0
 
+Truncated = Literal["finished", "ongoing"]
+
 
 @PrioritizedSampler.register
 class ReaPERSampler(PrioritySampler):
@@ -30,10 +34,11 @@ class ReaPERSampler(PrioritySampler):
 
     With d_t = \|δ_t\| + eps, t = 1..n the stored transitions of an episode in time order::
 
-        R_t = Σ_{i≤t} d_i / Σ_i d_i     episode finished                       (Eq. 16)
-        R_t = Σ_{i≤t} d_i / F           episode ongoing, F the largest sum of d of an episode in the buffer (Eq. 17)
-        Ψ_t = R_t^ω d_t^α,  P(t) = Ψ_t / Σ Ψ                                   (Eq. 15)
-        w_t = (N P(t))^−β, divided by the largest weight                       (Eq. 18)
+        R_t = Σ_{i≤t} d_i / Σ_i d_i     episode finished                        (Eq. 16)
+        R_t = Σ_{i≤t} d_i / F           episode ongoing                         (Eq. 16)
+        F: the largest sum of d of an episode in the buffer                     (Eq. 17)
+        Ψ_t = R_t^ω d_t^α,  P(t) = Ψ_t / Σ Ψ                                    (Eq. 15)
+        w_t = (N P(t))^−β, divided by the largest weight                        (Eq. 18, Algorithm 1, line 12)
 
     ω = 0 is proportional PER, exactly. A drop-in for the ``sampler`` of a stock
     :class:`~torchrl.data.TensorDictReplayBuffer` with a round-robin writer, in plain PyTorch.
@@ -41,18 +46,32 @@ class ReaPERSampler(PrioritySampler):
     Every draw follows Ψ as it is at that moment: transitions are proposed in proportion to d^α and accepted with
     probability R^ω, and R comes from prefix sums. An update costs O(log N) whatever the length of the episode.
 
+    Departures from the paper:
+
+    * Weights: Algorithm 1 (line 12) divides by the largest weight of all N stored transitions. That takes all N values
+      of Ψ for each draw, O(N). The default ``weight_norm="batch"`` divides by the largest weight of the batch instead:
+      the loss of a batch is scaled up by a factor that varies from batch to batch. ``"buffer"`` does what the paper
+      does.
+    * Priority of a new transition: the paper gives it the largest normalised priority p = Ψ / Σ Ψ, seen so far
+      (Algorithm 1, lines 3 and 14) or stored (Algorithm 2, line 5). Here it has the largest d seen so far (1 before the
+      first update) and reliability 1, so Ψ = d^α: values of p from different times have different sums Σ Ψ and do not
+      compare. It keeps reliability 1 until a transition of its episode is updated or the episode ends. Its d counts in
+      the sums of its episode: a large default outweighs the d of the rows that have been updated, and lowers the R of
+      the rows before it. ``max_priority_within_buffer`` limits this to the largest d of the stored transitions.
+
     Where the paper leaves room:
 
     * Only what is stored counts: when the ring overwrites the head of an episode, its d leave the sums.
-    * A new transition has the largest d seen so far (1 before the first update) and reliability 1, until a transition
-      of its episode is updated or the episode ends. Its d counts in the sums.
     * Finished is terminated or truncated, as in the authors' code; ``truncated="ongoing"`` for those who hold that
       a truncated target is not exact.
-    * An episode that breaks off without an end stays ongoing. It may do so in a column of a storage of ``ndim`` >= 2,
-      where trajectory ids restart, and where ``init_key`` marks the first transition of the next (of several streams in
-      flat storage, the longest silent of those that its write does not go on with); elsewhere it is an error. Several
-      collectors in turn are told apart by ids that restart, unless the same id was going on: mark the first transitions
-      then (torchrl's ``InitTracker``).
+    * An episode that breaks off without an end stays ongoing, and the next one begins. In flat storage with one stream,
+      a new trajectory id shows this; it warns once, since it also happens if several environments write without
+      ``num_streams``. (A trajectory id that comes back after it was broken off is an error.) Nothing warns in a column
+      of a storage of ``ndim`` >= 2, where trajectory ids restart, and where ``init_key`` marks the first transition of
+      the next episode. With several streams in flat storage, only restarted ids and marks are accepted; the new episode
+      takes the lane that was written to least recently, excluding lanes that this write continues. Several collectors
+      in turn are told apart by ids that restart, unless the same id was going on: mark the first transitions then
+      (torchrl's ``InitTracker``).
 
     Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one
     flat storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``.
@@ -64,25 +83,35 @@ class ReaPERSampler(PrioritySampler):
 
     Args:
         capacity: number of slots, at least that of the storage.
-        alpha: exponent of the TD error, >= 0, or :class:`~torchrl_replay_ext.Anneal`.
-        omega: exponent of the reliability, >= 0, or :class:`~torchrl_replay_ext.Anneal`.
-        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`.
-        eps: added to \|δ\|, so that every transition can be drawn.
-        td_error: ``"squared"`` if the buffer is handed δ², as TorchRL's DQN and TD3 losses write it (the sampler takes
-            the root); ``"absolute"`` if it is handed \|δ\|, as by its SAC loss. Getting it wrong is silent.
-        num_streams: number of environments whose transitions are interleaved in flat storage.
-        truncated: ``"finished"`` or ``"ongoing"``.
-        done_key: where the end of an episode is stored, bool.
-        terminated_key: where its termination is stored, bool; read if ``truncated="ongoing"``.
-        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1.
-        init_key: where the first transition of an episode is marked, bool; used if present.
-        weight_norm: ``"batch"``: weights are divided by the largest of the batch; ``"buffer"``: by the largest of any
-            stored transition, which costs O(N) for each draw.
+        alpha: exponent of the TD error, >= 0, or :class:`~torchrl_replay_ext.Anneal`. Default: 0.4.
+        omega: exponent of the reliability, >= 0, or :class:`~torchrl_replay_ext.Anneal`. Default: 0.2.
+        beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
+            0.4.
+        eps: added to \|δ\|, so that every transition can be drawn. Default: 1e-6.
+        td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
+            writes \|δ\|, see :class:`~torchrl_replay_ext.ProportionalSampler`.
+        num_streams: number of environments whose transitions are interleaved in flat storage. Default: 1.
+        truncated: whether episodes that were truncated are ``"finished"`` (default) or ``"ongoing"``.
+        done_key: where the end of an episode is stored, bool. Default: ``("next", "done")``.
+        terminated_key: where its termination is stored, bool; read if ``truncated="ongoing"``. Default: ``("next",
+            "terminated")``.
+        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1. Default:
+            ``("collector", "traj_ids")``.
+        init_key: where the first transition of an episode is marked, bool; used if present. Default: ``"is_init"``.
+        weight_norm: ``"batch"`` (default): weights are divided by the largest of the batch; ``"buffer"``: by the
+            largest of any stored transition, which costs O(N) for each draw.
+        max_priority_within_buffer: new transitions get the largest d of the stored transitions that have been updated,
+            instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. Rows that have not
+            been updated count with that priority in the sums of their episode. Default: False.
 
     Raises:
-        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage or more
-            trajectories go on at once than ``num_streams``.
+        TypeError: if a number or a flag has another type.
+        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, more
+            trajectories go on at once than ``num_streams``, or a trajectory comes back after it was broken off.
         KeyError: at a write, if the storage has no such key.
+
+    Warns:
+        UserWarning: at a write, once, if an episode broke off without an end.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -107,30 +136,41 @@ class ReaPERSampler(PrioritySampler):
         omega: float | Anneal = 0.2,
         beta: float | Anneal = 0.4,
         eps: float = 1e-6,
-        td_error: str = "squared",
+        td_error: TDError = "squared",
         num_streams: int = 1,
-        truncated: str = "finished",
+        truncated: Truncated = "finished",
         done_key: NestedKey = ("next", "done"),
         terminated_key: NestedKey = ("next", "terminated"),
         traj_key: NestedKey = ("collector", "traj_ids"),
         init_key: NestedKey = "is_init",
-        weight_norm: str = "batch",
+        weight_norm: WeightNorm = "batch",
+        max_priority_within_buffer: bool = False,
     ):
-        if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
-            raise ValueError(f"ReaPERSampler(num_streams={num_streams!r}): num_streams must be an integer >= 1.")
-        if truncated not in ("finished", "ongoing"):
-            raise ValueError(f"ReaPERSampler(truncated={truncated!r}): truncated must be 'finished' or 'ongoing'.")
+        require_integer("ReaPERSampler", "num_streams", num_streams)
+        require_choice("ReaPERSampler", "truncated", truncated, get_args(Truncated))
         self._num_streams = num_streams
         self._truncated = truncated
         self._terminated_key = terminated_key
         self._reader = EpisodeReader("ReaPERSampler", done_key=done_key, traj_key=traj_key, init_key=init_key)
         self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
-        super().__init__(capacity, alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+        super().__init__(
+            capacity,
+            alpha=alpha,
+            beta=beta,
+            eps=eps,
+            td_error=td_error,
+            weight_norm=weight_norm,
+            max_priority_within_buffer=max_priority_within_buffer,
+        )
         self._hyperparameters["omega"] = self._omega
 
     @property
     def omega(self) -> float:
-        """Exponent of the reliability."""
+        """Exponent of the reliability.
+
+        A compiled step makes as many proposals per draw as the omega that was set when it was compiled needs (the
+        larger end of an :class:`~torchrl_replay_ext.Anneal`). With a larger one its draws stay exact, but take longer.
+        """
         return float(self._omega.value)
 
     @omega.setter

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -15,7 +15,14 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_replay_ext.samplers.base import STAMP_KEY, PrioritySampler, draws_sequences, is_same_memory
+from torchrl_replay_ext.arguments import require_bool, require_integer
+from torchrl_replay_ext.samplers.base import (
+    STAMP_KEY,
+    PrioritySampler,
+    ShowsArguments,
+    draws_sequences,
+    is_same_memory,
+)
 from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
 from torchrl_replay_ext.slices import SliceIndex
 from torchrl_replay_ext.tracing import is_traced, pick, take
@@ -149,7 +156,7 @@ class SliceStarts(PrioritySampler):
 
 
 @PrioritizedSampler.register
-class TrajectoryRetraceSampler(Sampler):
+class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     r"""Draws slices of trajectories with what Retrace and ACER need of the behaviour policy (Wang et al. 2017).
 
     ``rb.sample(batch_size)`` is a flat batch of ``batch_size`` transitions; ``batch.reshape(-1, slice_len)`` has one
@@ -183,24 +190,30 @@ class TrajectoryRetraceSampler(Sampler):
     Args:
         capacity: number of slots, at least that of the storage.
         slice_len: steps of a slice, k in the paper: 20 for discrete, 50 for continuous actions there.
-        num_streams: number of environments that write to one flat storage.
+        num_streams: number of environments that write to one flat storage. Default: 1.
         done_key: where the end of an episode is marked, bool: by termination or truncation. Its last part must not be
-            ``"terminated"``; ``"truncated"`` is written beside it.
-        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1.
-        behaviour_keys: the statistics of the behaviour policy that must be stored: ``("logits",)``, ``("loc",
+            ``"terminated"``; ``"truncated"`` is written beside it. Default: ``("next", "done")``.
+        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1. Default:
+            ``("collector", "traj_ids")``.
+        behaviour_keys: the statistics of the behaviour policy that must be stored: ``("logits",)`` (default), ``("loc",
             "scale")``, ``("action_log_prob",)``, or () for none.
-        pad: see above.
-        anchors: ``"uniform"``, or a sampler: ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler
-            with tables of ``retention="ring"``. It belongs to this one from then on. Needs ``pad=True``.
-        init_key: where the first transition of an episode is marked, bool; used if present.
+        pad: see above. Default: True.
+        anchors: ``"uniform"`` (default), or a sampler: ProportionalSampler, RankBasedSampler, ReaPERSampler,
+            EventTableSampler with tables of ``retention="ring"``. It belongs to this one from then on. Needs
+            ``pad=True``.
+        init_key: where the first transition of an episode is marked, bool; used if present. Default: ``"is_init"``.
 
     Raises:
-        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage or more
-            trajectories go on at once than ``num_streams``; at a draw, if ``batch_size`` is no multiple of
-            ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
+        TypeError: if a flag has another type.
+        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, more
+            trajectories go on at once than ``num_streams``, or a trajectory comes back after it was broken off; at a
+            draw, if ``batch_size`` is no multiple of ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
         KeyError: at a write, if a key is missing.
         RuntimeError: at a draw, if nothing is stored, or with ``pad=False`` no slice is long enough. (In a graph, the
             mask is False then.)
+
+    Warns:
+        UserWarning: at a write, once, if an episode broke off without an end.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage
@@ -229,12 +242,12 @@ class TrajectoryRetraceSampler(Sampler):
         traj_key: NestedKey = ("collector", "traj_ids"),
         behaviour_keys: Sequence[NestedKey] = ("logits",),
         pad: bool = True,
-        anchors: str | PrioritySampler = "uniform",
+        anchors: Literal["uniform"] | PrioritySampler = "uniform",
         init_key: NestedKey = "is_init",
     ):
         for name, value in (("capacity", capacity), ("slice_len", slice_len), ("num_streams", num_streams)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{_OWNER}({name}={value!r}): {name} must be an integer >= 1.")
+            require_integer(_OWNER, name, value)
+        require_bool(_OWNER, "pad", pad)
         path = (done_key,) if isinstance(done_key, str) else tuple(done_key)
         if path[-1] == "terminated":
             raise ValueError(
@@ -273,7 +286,7 @@ class TrajectoryRetraceSampler(Sampler):
         self._outstanding: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=_OUTSTANDING)
 
     @property
-    def anchors(self) -> str | PrioritySampler:
+    def anchors(self) -> Literal["uniform"] | PrioritySampler:
         """What draws the starts."""
         return self._anchors if self._prioritized else "uniform"
 
@@ -517,7 +530,8 @@ class TrajectoryRetraceSampler(Sampler):
         """Numbers worth logging, as a TensorDict of float32 scalars. O(N).
 
         ``num_items``: transitions stored. ``num_starts``: those where a slice may begin. ``broken_off``: trajectories
-        that were too many for ``num_streams``, where that could not be an error. And those of the anchors' sampler.
+        that broke off without an end, and those that were too many for ``num_streams`` in a compiled step, which cannot
+        raise. And those of the anchors' sampler.
         """
         starts = self._starts
         values = {

@@ -83,7 +83,7 @@ class _Timeline:
 
 
 class EventTableWriter(CompilableWriter):
-    """Writes transitions in turn and fills event tables (SSET, source 002, Algorithm 1, lines 11-16).
+    """Writes transitions in turn and fills event tables (SSET, Kompella et al. 2022, Algorithm 1).
 
     If an event occurs at step t, the last τ transitions of the same episode of the same stream, t included, enter the
     event's table, oldest first, but for those that were sent to that table before (even if they have left it since).
@@ -102,10 +102,10 @@ class EventTableWriter(CompilableWriter):
 
     Args:
         tables: the tables to fill.
-        stream_key: where the stream of each transition is stored, integers; None: one stream. Any but the default must
-            be present.
-        done_key: where the end of an episode is stored, bool.
-        init_key: where the first transition of an episode is marked, bool; used if present.
+        stream_key: where the stream of each transition is stored, integers; None: one stream. Any but the default,
+            ``("collector", "traj_ids")``, must be present.
+        done_key: where the end of an episode is stored, bool. Default: ``("next", "done")``.
+        init_key: where the first transition of an episode is marked, bool; used if present. Default: ``"is_init"``.
 
     Raises:
         TypeError: if an argument has the wrong type; at a write, if the data is not a TensorDict or an entry has the

@@ -1,0 +1,188 @@
+"""The priority of new transitions with ``max_priority_within_buffer``, against a maximum over a plain dict."""
+
+import copy
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.samplers.experience import assert_same_state
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    ReaPERSampler,
+)
+
+CAPACITY, BATCH = 30, 6
+
+
+def event_tables(kind):
+    tables = EventTables([EventSpec("end", ("next", "done"), 3)], {"end": 9})
+    priority = {"kind": kind, "max_priority_within_buffer": True}
+    sampler = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}, min_size=1, priority=priority)
+    return {"sampler": sampler, "writer": EventTableWriter(tables)}
+
+
+PARTS = {
+    "proportional": lambda: {"sampler": ProportionalSampler(CAPACITY, max_priority_within_buffer=True)},
+    "absolute": lambda: {
+        "sampler": ProportionalSampler(CAPACITY, max_priority_within_buffer=True, td_error="absolute", eps=0.25)
+    },
+    "reaper": lambda: {"sampler": ReaPERSampler(CAPACITY, max_priority_within_buffer=True)},
+    "events, proportional": lambda: event_tables("proportional"),
+    "events, reaper": lambda: event_tables("reaper"),
+}
+
+
+def data_of(count):
+    done = (torch.arange(count) % 5 == 4).unsqueeze(1)
+    return TensorDict(
+        {"observation": torch.rand(count, 1), "next": {"done": done, "terminated": done.clone()}}, [count]
+    )
+
+
+class Naive:
+    """|δ| + eps of what was updated, None for what is new, by slot."""
+
+    def __init__(self, eps):
+        self.eps, self.stored, self.cursor, self.default = eps, {}, 0, 1.0
+
+    def largest(self):
+        updated = [d for d in self.stored.values() if d is not None]
+        self.default = max(updated) if updated else self.default
+        return self.default
+
+    def write(self, count):
+        slots = [(self.cursor + k) % CAPACITY for k in range(count)]
+        self.cursor = (self.cursor + count) % CAPACITY
+        for slot in slots:
+            self.stored[slot] = None
+        return slots[-CAPACITY:], self.largest()
+
+    def update(self, slots, errors):
+        for slot, error in zip(slots, errors, strict=True):
+            self.stored[slot] = error + self.eps
+        self.largest()
+
+
+def drive(buffer, *, update, absolute=False, steps=100):
+    """Random writes and updates with outliers; the priorities of new rows are the naive maximum."""
+    rng, sampler = random.Random(1), buffer.sampler
+    naive = Naive(0.25 if absolute else 1e-6)
+    fell = 0
+    for _ in range(steps):
+        before = naive.default
+        slots, expected = naive.write(rng.choice([1, 2, 4, 4, 4, CAPACITY + 3]))
+        buffer.extend(data_of(len(slots) if len(slots) < CAPACITY else CAPACITY + 3))
+        priority = sampler.state_dict()["priority"]
+        torch.testing.assert_close(priority[slots], torch.full((len(slots),), -expected), rtol=1e-6, atol=0)
+        errors = [1e3 if rng.random() < 0.005 else rng.uniform(0.5, 2.0) for _ in range(BATCH)]
+        index = update(buffer, torch.tensor(errors) if absolute else torch.tensor(errors).square())
+        naive.update(index.tolist(), errors)
+        fell += naive.default < before / 100
+        assert float(sampler.stats()["max_priority"]) == pytest.approx(naive.default, rel=1e-6)
+        sampler.check_valid()
+    assert fell, "outliers were overwritten"
+
+
+def sample_and_update(buffer, errors):
+    batch = buffer.sample()
+    # of duplicates the last one wins: give all the same
+    last = {int(slot): float(error) for slot, error in zip(batch["index"], errors, strict=True)}
+    errors[:] = torch.tensor([last[int(slot)] for slot in batch["index"]])
+    batch["td_error"] = errors
+    buffer.update_tensordict_priority(batch)
+    return batch["index"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("compilable", [False, True])
+def test_new_transitions_get_the_largest_priority_of_those_stored(name, compilable):
+    make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
+    storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(CAPACITY)
+    buffer = make(storage=storage, batch_size=BATCH, **PARTS[name]())
+    drive(buffer, update=sample_and_update, absolute=name == "absolute")
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper"])
+def test_in_a_graph_too(name):
+    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(CAPACITY), batch_size=BATCH, **PARTS[name]())
+    naive, rng = Naive(1e-6), random.Random(2)
+    buffer.extend(data_of(4))
+    naive.write(4)
+
+    def step(data, errors):
+        buffer.extend(data)
+        batch = buffer.sample()
+        batch["td_error"] = errors
+        buffer.update_tensordict_priority(batch)
+        return batch["index"]
+
+    graph = torch.compile(step, fullgraph=True, backend="eager")
+    for number in range(60):
+        # an outlier that is overwritten a while later
+        error = 1e3 if number == 20 else rng.uniform(0.5, 2.0)
+        slots, expected = naive.write(4)
+        index = graph(data_of(4), torch.full((BATCH,), error**2))
+        fresh = [slot for slot in slots if slot not in index.tolist()]
+        priority = buffer.sampler.state_dict()["priority"]
+        torch.testing.assert_close(priority[fresh], torch.full((len(fresh),), -expected), rtol=1e-6, atol=0)
+        naive.update(index.tolist(), [error] * BATCH)
+        buffer.sampler.check_valid()
+    assert naive.default < 3
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_state_goes_on_where_it_was(name, tmp_path):
+    buffer, other = (
+        TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=BATCH, **PARTS[name]()) for _ in "ab"
+    )
+    drive(buffer, update=sample_and_update, absolute=name == "absolute")
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    for restored in (other, copy.deepcopy(buffer)):
+        assert_same_state(restored.sampler.state_dict(), buffer.sampler.state_dict())
+        restored.sampler.check_valid()
+        data = data_of(20)
+        restored.extend(data.clone())
+        expected = copy.deepcopy(buffer)
+        expected.extend(data)
+        assert_same_state(restored.sampler.state_dict(), expected.sampler.state_dict())
+    buffer.empty()
+    buffer.sampler.check_valid()
+    buffer.extend(data_of(2))
+    assert buffer.sampler.state_dict()["priority"][:2].tolist() == [-1.0, -1.0]
+
+
+def test_a_refused_write_takes_nothing_out():
+    sampler = ReaPERSampler(CAPACITY, max_priority_within_buffer=True, num_streams=2)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=BATCH, sampler=sampler)
+    data = data_of(CAPACITY)
+    data["collector", "traj_ids"] = torch.arange(CAPACITY) % 2
+    data["next", "done"].zero_()
+    buffer.extend(data)
+    buffer.update_priority(torch.arange(4), torch.tensor([100.0, 4.0, 4.0, 4.0]))
+    before = sampler.state_dict()
+    wrong = data[:4].clone()
+    wrong["collector", "traj_ids"] = torch.tensor([3, 0, 1, 3])
+    with pytest.raises(ValueError, match="num_streams"):
+        buffer.extend(wrong)
+    assert_same_state(sampler.state_dict(), before)
+    sampler.check_valid()
+
+
+def test_without_it_the_largest_priority_ever_seen_stays():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4), batch_size=2, sampler=ProportionalSampler(4, eps=0.0, td_error="absolute")
+    )
+    buffer.extend(data_of(4))
+    buffer.update_priority(torch.arange(4), torch.tensor([1e4, 1.0, 1.0, 1.0]))
+    buffer.extend(data_of(2))
+    assert buffer.sampler.state_dict()["priority"][:2].tolist() == [-1e4, -1e4]

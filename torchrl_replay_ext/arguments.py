@@ -1,0 +1,53 @@
+"""Types of arguments that take one of a few names, and checks of arguments."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# What a loss hands over as TD error: δ² or |δ|.
+TDError = Literal["squared", "absolute"]
+WeightNorm = Literal["buffer", "batch"]
+
+
+def require_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    """ValueError if ``value`` is not one of ``choices``."""
+    if not isinstance(value, str | None) or value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{owner}({name}={value!r}): {name} must be {', '.join(others)} or {last}.")
+
+
+def require_bool(owner: str, name: str, value: Any) -> None:
+    """TypeError if ``value`` is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}({name}={value!r}): {name} must be True or False.")
+
+
+def require_integer(owner: str, name: str, value: Any) -> None:
+    """ValueError if ``value`` is not an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{owner}({name}={value!r}): {name} must be an integer >= 1.")
+
+
+def as_number(owner: str, name: str, value: Any) -> float:
+    """``value`` as a float; TypeError if it is not a number, an array or a tensor of one number."""
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    else:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{owner}({name}={value!r}): {name} must be a number, not {type(value).__name__}.")
+    return float(value)
+
+
+def require_finite(owner: str, name: str, value: Any) -> float:
+    """``value`` as a float; TypeError if it is not a number, ValueError if it is negative or not finite."""
+    number = as_number(owner, name, value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{owner}({name}={value}): {name} must be >= 0 and finite.")
+    return number
