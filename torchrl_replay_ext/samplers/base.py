@@ -831,8 +831,8 @@ class PrioritySampler(ShowsArguments, Sampler):
             >>> from torchrl_replay_ext import ProportionalSampler
             >>> {name: round(number.item(), 2) for name, number in ProportionalSampler(8).stats().to_dict().items()}
             {'num_items': 0.0, 'effective_sample_size': 1.0, 'priority_min': 1.0, 'priority_median': 1.0,
-             'priority_max': 1.0, 'never_updated': 0.0, 'max_priority': 1.0, 'dropped_updates': 0.0, 'rejected_updates': 0.0,
-             'alpha': 0.6, 'beta': 0.4}
+             'priority_max': 1.0, 'never_updated': 0.0, 'max_priority': 1.0, 'dropped_updates': 0.0,
+             'rejected_updates': 0.0, 'alpha': 0.6, 'beta': 0.4}
         """
         self._mend(self._bound)
         density = self._unnormalized(self._stored_slots())
