@@ -177,6 +177,10 @@ def test_single_rows_are_added_without_td_errors(stock):
     assert (new == -rb.sampler.state_dict()["max_priority"].float()).all()
     row = rows(1)[0]
     row["td_error"] = torch.tensor(0.25)
+    if not stock:
+        with pytest.raises(KeyError, match="td_error"):
+            rb.add(row)
+        return
     rb.add(row)
     assert float(rb.sampler.state_dict()["priority"][34]) == pytest.approx(0.5, rel=1e-4)
 
