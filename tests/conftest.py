@@ -2,8 +2,12 @@ import os
 import tempfile
 
 import pytest
-import torch
-import torch._inductor.config
+
+# torch sets it when it is imported
+CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
+import torch  # noqa: E402
+import torch._inductor.config  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -18,10 +22,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     simdlen, capability = config.getoption("--simdlen"), os.environ.get("ATEN_CPU_CAPABILITY")
-    if simdlen is not None or capability is not None:
+    if CACHE is None and (simdlen is not None or capability is not None):
         # what was compiled for other vectors can crash here: the cache does not tell them apart
-        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}_{simdlen}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        cache = f"torchinductor_{os.getuid()}_{capability}_{simdlen}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), cache)
     if simdlen is not None:
         torch._inductor.config.cpp.simdlen = simdlen
 
