@@ -74,7 +74,7 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
 
 
 def no_such_option(group: str, option: str, recipe: str, words: Sequence[str] = ()) -> str:
-    """What is wrong with `group=option`, or with env=option, from which it follows, where that names no file."""
+    """Explain why `group=option` names no file; if the option follows from `env=`, explain that."""
     if group == "env":
         ours = environments(recipe)
         if option == "atari" and atari_note(recipe):
@@ -119,7 +119,7 @@ def _wrong_recipe(env: str, recipe: str) -> str:
 
 
 def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> str | None:
-    """`key=...` overrides nothing that there is."""
+    """Explain an override of a key that does not exist."""
     config = _composed(recipe, words)
     if config is None:
         return None

@@ -88,3 +88,23 @@ def test_clipped_gradients_are_those_of_torch(max_norm):
     clipped = clip_gradients(gradients, max_norm)
     torch.testing.assert_close(clipped, [parameter.grad for parameter in parameters])
     torch.testing.assert_close(gradients, before)
+
+
+def test_parameters_without_a_state_get_one_and_gradients_stay():
+    """A parameter that had no gradient at torch's first step has no state in torch's optimizer."""
+    used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adam([used, unused])
+    used.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        optimizer.step()
+        AdamStep(optimizer)
+    fresh = torch.optim.Adam([used, unused])
+    AdamStep(fresh)
+    assert torch.equal(used.grad, torch.ones(2)) and unused.grad is None
+    assert torch.equal(unused, torch.ones(2))
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_gradients_are_not_clipped_to_a_norm_that_is_not_positive(max_norm):
+    with pytest.raises(ValueError, match="max_norm must be > 0"):
+        clip_gradients([torch.ones(2)], max_norm)

@@ -17,7 +17,7 @@ WeightNorm = Literal["buffer", "batch"]
 
 def require_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
     """ValueError if ``value`` is not one of ``choices``."""
-    if not isinstance(value, str | None) or value not in choices:
+    if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"{owner}({name}={value!r}): {name} must be {', '.join(others)} or {last}.")
 
@@ -35,7 +35,7 @@ def require_integer(owner: str, name: str, value: Any) -> None:
 
 
 def as_number(owner: str, name: str, value: Any) -> float:
-    """``value`` as a float; TypeError if it is not a number, an array or a tensor of one number."""
+    """Return ``value`` as a float. TypeError unless it is a real number or a tensor with one element."""
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     else:

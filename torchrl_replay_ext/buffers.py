@@ -169,11 +169,12 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     It is the default writer of :class:`CompilableReplayBuffer`.
     """
 
+    # True while the storage holds only rows of rejected writes; such rows do not fix the set of entries
+    _only_refused = False
+
     def __init__(self, *, track_generations: bool = False):
         self._cursor_value = torch.zeros((), dtype=torch.int64)
         self._write_count_value = torch.zeros((), dtype=torch.int64)
-        # True if the storage contains only rows of rejected writes, which settle no entries
-        self._only_refused = False
         super().__init__(compilable=True, track_generations=track_generations)
 
     @property
@@ -316,6 +317,16 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             raise
         self._only_refused = False
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._only_refused = False
+
+    def loads(self, path: Any) -> None:
+        """Restore what ``dumps`` saved."""
+        super().loads(path)
+        self._only_refused = False
+
     def __getstate__(self) -> dict[str, Any]:
         # as tensors, which are shared with spawned processes
         state = vars(self).copy()
@@ -367,7 +378,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         torch.Size([4, 3])
     """
 
-    # whether add() is running, which asks for an update of rows that need no TD error
+    # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which has no TD error yet
     _adding = False
 
     def __init__(self, **arguments: Any):

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import TensorVariable
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -69,8 +71,6 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     if cudagraphs:
         options["triton.cudagraphs"] = True
     compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, options=options)
-    # backward() must not be traced either: a graph without checks overwrites .grad where eager code adds to it.
-    traces_gradients = "backward" not in step.__code__.co_names
     is_compiled = False
 
     @wraps(step)
@@ -78,7 +78,7 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
         nonlocal is_compiled
         if is_compiled:
             return compiled(*args, **kwargs)
-        with _compiling(traces_gradients):
+        with _compiling():
             result = compiled(*args, **kwargs)
         is_compiled = True
         return result
@@ -86,14 +86,25 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     return call  # pyright: ignore[reportReturnType]
 
 
+@wraps(TensorVariable.method_backward)
+def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
+    """Refuse ``backward()`` where ``torch.autograd.grad`` is traced.
+
+    A graph without checks would overwrite ``.grad`` where eager code adds to it.
+    """
+    with torch._dynamo.config.patch(trace_autograd_ops=False):
+        return _refuse_backward.__wrapped__(self, *args, **kwargs)
+
+
 @contextmanager
-def _compiling(traces_gradients: bool) -> Iterator[None]:
-    """Allow gradients in a graph, leave out tensordict's warnings, and name what of a learning step is not traced."""
+def _compiling() -> Iterator[None]:
+    """Trace ``torch.autograd.grad``, silence tensordict's warnings, and name the line that the compiler rejected."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
         warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
         try:
-            with torch._dynamo.config.patch(trace_autograd_ops=traces_gradients):  # pyright: ignore
+            traced = torch._dynamo.config.patch(trace_autograd_ops=True)
+            with traced, patch.object(TensorVariable, "method_backward", _refuse_backward):
                 yield
         except Unsupported as error:
             if any(mark in str(error) for mark in _MARKS):

@@ -26,7 +26,7 @@ class AdamStep:
             a number.
 
     Raises:
-        ValueError: if the optimizer is of another kind.
+        ValueError: if the optimizer is of another kind, or has made different numbers of steps with its parameters.
 
     Attributes:
         parameters: the parameters of the optimizer, in the order in which gradients are expected.
@@ -53,6 +53,11 @@ class AdamStep:
                 raise ValueError(f"AdamStep: {name}={self._group[name]} is not supported; make the Adam without it.")
         self.parameters: list[Tensor] = list(self._group["params"])
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
+        if len({float(count) for count in self._counts}) > 1:
+            raise ValueError(
+                "AdamStep: the optimizer has made different numbers of steps with its parameters, since some had no "
+                "gradient at times; one number for all is supported. Make a new optimizer."
+            )
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> None:
@@ -78,14 +83,19 @@ class AdamStep:
 def _adam_state(
     optimizer: torch.optim.Adam, parameters: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """First and second moments, and step counts; made by a step without gradient if need be."""
-    if not optimizer.state:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+    """First and second moments, and step counts; where they are missing, made by a step with a gradient of 0."""
+    missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
+    if missing:
+        gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter in missing:
             optimizer.state[parameter]["step"].zero_()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
     states = [optimizer.state[parameter] for parameter in parameters]
     return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
 
@@ -100,9 +110,14 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]
     Returns:
         New tensors of the same shapes.
 
+    Raises:
+        ValueError: if ``max_norm`` is not > 0.
+
     Examples:
         >>> clip_gradients([torch.tensor([3.0]), torch.tensor([4.0])], 1.0)
         [tensor([0.6000]), tensor([0.8000])]
     """
+    if not max_norm > 0:
+        raise ValueError(f"clip_gradients(max_norm={max_norm}): max_norm must be > 0.")
     scale = (max_norm / (nn.utils.get_total_norm(gradients) + 1e-6)).clamp_max(1.0)
     return [gradient * scale for gradient in gradients]

@@ -170,10 +170,10 @@ class Streams:
     def _require_one_stream(
         self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
     ) -> None:
-        """With one lane, a trajectory that broke off must not come back.
+        """With one lane, count and warn about a trajectory that breaks off; raise an error if it comes back later.
 
-        It breaks off where another one begins before it has ended. Where ids restart or a first transition is marked,
-        this is expected; elsewhere it is counted, and warned of once.
+        A trajectory breaks off where another one begins before it has ended. Where ids restart or a first transition is
+        marked, this is expected: it is neither counted nor warned about.
         """
         if trajectory is None or self.lanes > 1:
             return
@@ -192,6 +192,8 @@ class Streams:
                 self._cut_off.copy_(latest)
             elif bool(restarted.any()):
                 self._cut_off.fill_(-1)
+        else:
+            self._cut_off.copy_(pick(restarted.any(), -1, self._cut_off))
         self.broken_off.add_(unexpected.sum())
         self._count_trajectories(trajectory, restarted)
 
@@ -208,17 +210,17 @@ class Streams:
             marked: bool [n], the row is marked as the first of its episode, whatever its id.
 
         Raises:
-            ValueError: if a trajectory that was cut off comes back, or more are cut off than can be remembered.
+            ValueError: if a trajectory that was cut off comes back.
         """
         columns = (values[begins].tolist() for values in (trajectory, previous, cuts, marked))
         gone = dict.fromkeys(each for each in self._cut_off[0].tolist() if each >= 0)
-        largest, known = int(self._max_trajectory), len(gone)
+        largest = int(self._max_trajectory)
         for new, old, is_cut, is_marked in zip(*columns, strict=True):
-            if (new in gone and not is_marked) or len(gone) - known > _REMEMBERED_ALONE:
+            if new in gone and not is_marked:
                 self._raise_too_many(new, "comes back after another one was written")
             if new <= largest:
-                # ids restarted: those from before mean nothing any more
-                gone, known = {}, 0
+                # ids restarted: earlier ids no longer identify trajectories
+                gone = {}
             elif is_cut:
                 gone[old] = None
             largest = new
@@ -279,12 +281,11 @@ class Streams:
         )
 
     def _by_time(self, trajectory: Tensor, ended: Tensor, open_lane: Tensor) -> Tensor:
-        """The order in which the rows of a write [n] are assigned to lanes, int64 [n]: step by step.
+        """The order in which the rows of a write [n] are assigned to lanes, int64 [n].
 
-        Experience [E, T] of all E = ``lanes`` environments that was flattened has one environment after the other. A
-        lane that the second environment left before this write is free when the first one begins an episode in the
-        midst of it, and would get rows of both, and the first one's lane of none. Assigned step by step, every lane
-        gets as many rows as there are steps.
+        All environments' first steps come first, then their second steps, and so on. Flattened [E, T] data lists one
+        environment after the other. Assigned in that order, one lane could receive rows of two environments and another
+        lane none.
         """
         count, lanes = trajectory.shape[0], self.lanes
         rows = torch.arange(count, device=trajectory.device)

@@ -8,6 +8,9 @@ from omegaconf import MISSING
 
 from recipes.config import LearningConfig, RunConfig
 
+# The spaces of the trust region, for discrete actions.
+STATISTICS = ("probs", "logits", "log_probs")
+
 
 @dataclass
 class ACERConfig(LearningConfig):
@@ -52,7 +55,7 @@ class ACERConfig(LearningConfig):
     max_grad_norm: float = MISSING
     reward_scale: float = MISSING
     normalize_observations: bool = MISSING
-    statistics: Any = "probs"
+    statistics: str = "probs"
     shared_layers: bool = False
     sigma: float = 0.3
     num_samples: int = 5
@@ -71,6 +74,7 @@ class ACERConfig(LearningConfig):
             lambda value: value % self.slice_len == 0,
             f"must be a multiple of acer.slice_len={self.slice_len}",
         )
+        self.check("statistics", lambda value: value in STATISTICS, f"must be one of {', '.join(STATISTICS)}")
         self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
         if not self.on_policy and not self.replay_ratio:
             raise ValueError("acer.replay_ratio=0: nothing would be learned with acer.on_policy=false")

@@ -161,6 +161,7 @@ def spy(method, shares):
     return call
 
 
+@pytest.mark.slow
 def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
     """The same draws, and the same parameters but for rounding."""
     torch._dynamo.reset()

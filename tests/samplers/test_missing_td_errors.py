@@ -208,3 +208,21 @@ def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):
         assert (rb.sampler.state_dict()["priority"][index] > 0).all()
     assert rb.sampler.stats()["never_updated"] == pytest.approx(14 / 30)
     assert rb.sampler.stats()["rejected_updates"] == 0
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+def test_anchors_without_priorities_need_no_td_errors(stock):
+    tables = EventTables([EventSpec("event", "event", 2)], {"event": 10})
+    anchors = EventTableSampler(tables, eta={"default": 0.5, "event": 0.5})
+    parts = {
+        "sampler": TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=anchors),
+        "writer": EventTableWriter(tables),
+        "batch_size": 8,
+    }
+    if stock:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), **parts)
+    else:
+        rb = CompilableReplayBuffer(storage=CompilableTensorStorage(CAPACITY), **parts)
+    rb.extend(rows())
+    rb.update_tensordict_priority(rb.sample())
+    assert rb.sampler.stats().get("rejected_updates", torch.zeros(())) == 0

@@ -881,6 +881,15 @@ def test_draws_in_graphs_do_not_repeat_when_omega_is_raised_later():
     assert all(len(batch.unique()) > 200 for batch in drawn.split(256))
 
 
+@pytest.mark.filterwarnings("ignore:A trajectory began before the last one had ended")
+def test_any_number_of_trajectories_may_break_off_in_one_write():
+    buffer = buffer_of(200)
+    buffer.extend(transitions([Step(number, number) for number in range(100)]))
+    assert int(buffer.sampler.stats()["broken_off"]) == 99
+    with Refuses(buffer, ValueError, "trajectory 70 comes back"):
+        buffer.extend(transitions([Step(150, 150), Step(151, 70)]))
+
+
 def test_too_many_trajectories_in_one_chunk():
     buffer = buffer_of(20, num_streams=2)
     with pytest.raises(ValueError, match="num_streams"):

@@ -85,7 +85,7 @@ class RetraceEstimator(ValueEstimatorBase):
     Raises:
         KeyError: if an entry is missing.
         TypeError: if the actor is not probabilistic, or a loss is given that is not served.
-        ValueError: if an argument is out of range, a shape is wrong, or actions are none.
+        ValueError: if an argument is out of range, a shape is wrong, or an action is invalid.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -487,8 +487,8 @@ def _require_served(loss_module: nn.Module, call: str) -> None:
 def _refuse_other_losses(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     """Called whenever a module becomes part of another: refuse to become the estimator of a loss that is not served.
 
-    ``make_value_estimator`` of TorchRL's losses takes an instance without telling the instance, and
-    DistributionalDQNLoss never calls it: this is the one place where all of them can be refused before training.
+    TorchRL's ``make_value_estimator`` stores the instance without calling it, and DistributionalDQNLoss never calls it.
+    This hook is the only place to refuse all losses before training.
     """
     if isinstance(submodule, RetraceEstimator) and isinstance(module, LossModule) and name == "_value_estimator":
         try:

@@ -46,10 +46,9 @@ def blank_invalid(tensordict: TensorDictBase, keys: Iterable[NestedKey], valid: 
 def separate_episodes(state: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]) -> None:
     """Mark, for recurrent networks, where the episodes of a row begin among the states that follow.
 
-    ("next", "is_init") is False there, as x_{t+1} does not begin an episode. But x_{t+1} of an episode's first step
-    comes right behind x_{t+1} of the last episode's last step: a network that runs over the row must not carry its
-    hidden state from one to the other. TorchRL's estimators do the same. A network that takes single steps uses the
-    hidden state that is stored with each step, and would reset that.
+    In the row of next states, x_{t+1} of a new episode directly follows x_{t+1} of the previous one. A network that
+    runs over the row must reset its hidden state there, as TorchRL's estimators do. A network that is called step by
+    step reads the stored hidden state, so it must not be reset.
     """
     modules = [module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")]
     if modules and not any(module.recurrent_mode for module in modules):

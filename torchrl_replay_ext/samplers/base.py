@@ -559,7 +559,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         return priority.clamp_min(0.0).view(torch.int32).to(torch.int64)
 
     def _recount_updated(self) -> None:
-        """The same for all slots, after priorities were changed otherwise."""
+        """Recompute what all slots count for, after priorities were changed outside ``update_priority``."""
         if self._updated is not None:
             self._updated.leaves.zero_()
             self._updated.rebuild_()
@@ -705,7 +705,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     def _is_initialization(self, priority: Any, storage: Storage) -> bool:
         """Whether ``priority`` is what TorchRL hands over for all slots when a buffer is made of a filled storage."""
         given = torch.as_tensor(priority, dtype=torch.float32)
-        return given.numel() == _length(storage) and bool((given == _as_float32(self.default_priority)).all())
+        return given.numel() == _length(storage) and bool((given == _as_float32(self._default())).all())
 
     def _update_traced(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
         error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])

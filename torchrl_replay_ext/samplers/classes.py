@@ -15,7 +15,7 @@ class ClassCounts:
     """Counts of transitions by class, for tables that keep transitions of different age.
 
     The class of a transition is the set of event tables it has entered, including those that have dropped it since.
-    Which of its transitions a class has left then depends on their age alone, not on what they hold.
+    Within a class, whether a transition is still stored therefore depends only on its age, not on its content.
 
     Args:
         size: number of slots.
@@ -116,7 +116,7 @@ class ClassCounts:
         rows = torch.arange(len(self._counts), device=slots.device).unsqueeze(1) * self._counts.shape[1]
         counts = take(self._counts.view(-1), (rows + label).view(-1)).view(-1, slots.shape[0])
         drawn = (counts[:-1] * share.unsqueeze(1)).sum(0)
-        # a class is complete for as long as the table that reaches back farthest
+        # a class is complete as far back as the table with the longest memory among those it entered
         entered = (label & self._bits.unsqueeze(1)) > 0
         newest = self._complete_from[0]
         first = torch.where(entered, self._complete_from[1:].unsqueeze(1), newest).amin(0).clamp_max(newest)

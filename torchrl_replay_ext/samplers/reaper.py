@@ -359,7 +359,8 @@ class ReaPERSampler(PrioritySampler):
         place = torch.searchsorted(running, wanted % num.clamp_min(1) + 1)
         share = factor.cumsum(0)
         target = uniform(batch_size, device=self._device) * share[-1]
-        place = pick(num > 0, place, torch.searchsorted(share, target, right=True))
+        unconditional = torch.searchsorted(share, target, right=True).clamp_max(len(share) - 1)
+        place = pick(num > 0, place, unconditional)
         return take(slots, place), take(factor * mass, place)
 
     def _smallest(self) -> Tensor | None:

@@ -302,7 +302,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     @property
     def takes_priorities(self) -> bool:
         """True if draws depend on TD errors."""
-        return self._prioritized
+        return self._prioritized and self._anchors.takes_priorities
 
     @property
     def writes_in_graphs(self) -> bool:
@@ -484,7 +484,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             storage: the buffer's storage.
             stamp: the entry ``"write_stamp"`` of the sample, [B], if it has one.
         """
-        if not self._prioritized:
+        if not self.takes_priorities:
             return
         if is_traced():
             if stamp is None:
