@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -86,14 +86,17 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     return call  # pyright: ignore[reportReturnType]
 
 
-@wraps(TensorVariable.method_backward)
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Refuse ``backward()`` where ``torch.autograd.grad`` is traced.
+    """Refuse ``backward()`` where ``torch.autograd.grad`` is traced; in place of a part of the compiler's own code.
 
     A graph without checks would overwrite ``.grad`` where eager code adds to it.
     """
-    with torch._dynamo.config.patch(trace_autograd_ops=False):
-        return _refuse_backward.__wrapped__(self, *args, **kwargs)
+    unimplemented(
+        gb_type="Unsupported Tensor.backward() call",
+        context="compile_step",
+        explanation="Steps given to compile_step cannot call Tensor.backward().",
+        hints=[],
+    )
 
 
 @contextmanager
@@ -104,7 +107,9 @@ def _compiling() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
         try:
             traced = torch._dynamo.config.patch(trace_autograd_ops=True)
-            with traced, patch.object(TensorVariable, "method_backward", _refuse_backward):
+            # create: a torch that has no such method must not break every step
+            refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
+            with traced, refused:
                 yield
         except Unsupported as error:
             if any(mark in str(error) for mark in _MARKS):
