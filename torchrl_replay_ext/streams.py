@@ -179,6 +179,8 @@ class Streams:
             return
         previous = shifted(trajectory, self._trajectory[0])
         begins = trajectory != previous
+        if not is_traced() and not bool(begins.any()):
+            return
         cuts = begins & ~shifted(ended, ~open_lane)
         marked = torch.zeros_like(begins) if initial is None else initial
         restarted = begins & (trajectory <= self._max_trajectory)
