@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 REPLAY_BASELINE, TRAINING_BASELINE = "torchrl PrioritizedSampler", "torchrl DQN, uniform replay"
 LIBRARIES = ("torch", "torchrl", "tensordict", "torchrl_replay_ext", "gymnasium", "numpy")
@@ -180,12 +180,9 @@ def _draw_capacities(axes: Axes, written: int, contenders: dict[str, list[Row]])
         style = "-" if contender.startswith("compiled") else "--"
         label = f"{contender} ({rows[0].microseconds:.0f} µs at {rows[0].capacity:,})"
         axes.plot([row.capacity for row in rows], ratios, style, marker=".", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="capacity of the full buffer", ylabel="time / time at smallest")
-    cycle = f"extend({written}) + sample + update" if written else "sample + update"
-    axes.set_title(f"one cycle, {cycle}: time relative to the smallest capacity, lower is better")
-    # multiples as numbers, not as powers of ten
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(xscale="log", xlabel="capacity of the full buffer", ylabel="time / time at smallest (lower is better)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"extend({written}) + sample + update" if written else "sample + update")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
