@@ -14,7 +14,7 @@ data, as in training; on its own (--only) it is about twice as fast.
 of its priorities from new TD errors; median over the cycles. "sample only" stands for uniform replay, which has nothing
 to update. What comes out is in each library's own arrays: NumPy for cpprb and tianshou, JAX for flashbax (which leaves
 the importance-sampling weights to its user), torch for the others. TD errors are handed over in the same kind of array.
-A median does not show the sort of rank-based replay, once in capacity / 20 updates.
+Rank-based replay sorts once in capacity / 20 updates; a median leaves this sort out.
 
 --measure training: CPU time of one step of the environment in a DQN on CartPole, with one update per ten steps; median
 over chunks of steps.
@@ -142,7 +142,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list["Row"]:
-    """All rows; prints what was left out."""
+    """Run the measurements that were asked for, print which contenders were skipped, and return all rows."""
     import torch
 
     from recipes.benchmarks import capacity, replay, training

@@ -23,7 +23,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     simdlen, capability = config.getoption("--simdlen"), os.environ.get("ATEN_CPU_CAPABILITY")
     if CACHE is None and (simdlen is not None or capability is not None):
-        # what was compiled for other vectors can crash here: the cache does not tell them apart
+        # the compile cache ignores the vector width, and code compiled for another width can crash
         cache = f"torchinductor_{os.getuid()}_{capability}_{simdlen}"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), cache)
     if simdlen is not None:

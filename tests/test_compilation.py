@@ -1,4 +1,4 @@
-"""compile_step: what it compiles, and what it says where it cannot."""
+"""Tests of compile_step: the updates it compiles, and its errors."""
 
 import pytest
 import torch

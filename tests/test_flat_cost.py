@@ -69,7 +69,7 @@ def test_a_step_with_writes_touches_nothing_of_the_size_of_the_capacity(name):
 
 
 def test_a_copy_of_the_size_of_the_capacity_is_found():
-    """The test above would notice a write that copies the tensor it changes."""
+    """Negative control: the check finds a write that copies the tensor it changes."""
     stored = torch.zeros(CAPACITY)
 
     def write(index):

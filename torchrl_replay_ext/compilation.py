@@ -87,7 +87,7 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Refuse ``backward()`` where ``torch.autograd.grad`` is traced; in place of a part of the compiler's own code.
+    """Refuse ``backward()``; replaces the part of the compiler that would trace it together with ``autograd.grad``.
 
     A graph without checks would overwrite ``.grad`` where eager code adds to it.
     """

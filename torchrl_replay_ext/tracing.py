@@ -118,7 +118,7 @@ class EagerFallback:
 
     Args:
         compute: called with ``results`` and ``inputs`` of :meth:`replace`; returns tensors of the same shapes. It
-            changes nothing that the graph reads.
+            may change running statistics, but no tensor of ``state``.
         state: the tensors that ``compute`` reads and that graphs change in place.
     """
 

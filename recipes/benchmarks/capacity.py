@@ -144,7 +144,7 @@ def measure_capacities(names: Sequence[str], capacities: Sequence[int], cycles: 
         cycles: timed ones.
 
     Returns:
-        The rows, and notes on what was left out.
+        The rows, and a note on each contender that was skipped.
     """
     cases: list[Case] = []
     notes: dict[str, None] = {}

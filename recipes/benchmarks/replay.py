@@ -320,7 +320,7 @@ def measure_replay(
     """Times the cycles.
 
     Returns:
-        The rows, and notes on what was left out.
+        The rows, and a note on each contender that was skipped.
     """
     data = transitions(capacity)
     notes, entrants, rows = [], [], []

@@ -176,7 +176,7 @@ def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], l
         env_steps: timed steps of each loop.
 
     Returns:
-        The rows, and notes on what was left out.
+        The rows, and a note on each contender that was skipped.
     """
     loops: dict[str, TrainingLoop] = {}
     notes: list[str] = []
