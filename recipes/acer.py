@@ -54,7 +54,7 @@ from recipes.environment import make_env
 from recipes.networks import make_network
 from recipes.optimizers import make_optimizer
 from recipes.replay import make_replay, require_frames, require_memory
-from recipes.run import ConfigError, typed
+from recipes.run import ConfigError, parse_config
 from recipes.schemas.acer import ACERConfig, Config
 from recipes.training import Agent, prepare, run
 from recipes.update import CompiledUpdate, eager_update
@@ -269,7 +269,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     acer = cfg.acer
     device = prepare(cfg, run_dir)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, StateDictCheckpointAdapter
 
-from recipes.files import replacing
+from recipes.files import atomic_write
 from recipes.run import CHECKPOINT, ConfigError
 
 
@@ -24,7 +24,7 @@ def save_checkpoint(run_dir: Path, **components: Any) -> None:
     Raises:
         OSError: the disk is full, for example; the last checkpoint is as it was.
     """
-    with replacing(run_dir / CHECKPOINT) as path:
+    with atomic_write(run_dir / CHECKPOINT) as path:
         _bind(components).save(path)
 
 

@@ -10,7 +10,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
 
-from recipes.recording import Recording
+from recipes.replayable_env import ReplayableEnv
 
 # Episodes whose returns are kept.
 _RECENT = 100
@@ -102,7 +102,7 @@ class VectorCollector:
     ):
         if frames_per_batch % len(envs):
             raise ValueError(f"frames_per_batch={frames_per_batch}: must be a multiple of the {len(envs)} environments")
-        self._envs = [Recording(make(), seed + number) for number, make in enumerate(envs)]
+        self._envs = [ReplayableEnv(make(), seed + number) for number, make in enumerate(envs)]
         self._behaviour = behaviour
         self._flags = flags
         self._steps = frames_per_batch // len(envs)

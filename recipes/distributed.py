@@ -34,7 +34,7 @@ from recipes.dqn import make_loss
 from recipes.environment import make_discrete_env
 from recipes.remote import RemoteCollector, RemoteReplay, runtime
 from recipes.replay import require_memory, stored_keys
-from recipes.run import ConfigError, typed
+from recipes.run import ConfigError, parse_config
 from recipes.schemas.distributed import Config
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner
@@ -46,12 +46,12 @@ def train(config: DictConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     with runtime(cfg.address, cfg.num_collectors + 1):
-        return learn_from_afar(cfg, config, run_dir)
+        return train_with_ray(cfg, config, run_dir)
 
 
-def learn_from_afar(cfg: Config, config: DictConfig, run_dir: Path) -> int:
+def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     """The same, with Ray running."""
     dqn = cfg.dqn
     device = prepare(cfg, run_dir)

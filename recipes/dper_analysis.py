@@ -45,7 +45,7 @@ from recipes import td3
 from recipes.checkpoint import load_checkpoint
 from recipes.environment import make_continuous_env
 from recipes.replay import make_replay
-from recipes.run import CHECKPOINT, CONFIG, DONE, ConfigError, typed
+from recipes.run import CHECKPOINT, CONFIG, DONE, ConfigError, parse_config
 from recipes.schemas.dper_analysis import Config
 from recipes.training import seed_everything
 from torchrl_replay_ext import DecoupledSampler
@@ -72,7 +72,7 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     config = OmegaConf.load(run_dir / CONFIG)
     if "td3" not in config:
         raise ConfigError(f"run={run_dir}: its {CONFIG} is not one of recipes.td3")
-    cfg = typed(config, td3.Config)  # pyright: ignore[reportArgumentType]
+    cfg = parse_config(config, td3.Config)  # pyright: ignore[reportArgumentType]
     env = make_continuous_env(cfg.env)
     sizes = flatdim(env.observation_space), flatdim(env.action_space)
     env.close()
@@ -168,7 +168,7 @@ def analyse(config: DictConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     if cfg.run is None:
         raise ConfigError("run=null: pass the directory of a run of recipes.td3")
     torch.set_num_threads(cfg.num_threads)

@@ -45,7 +45,7 @@ from recipes.environment import make_discrete_env
 from recipes.networks import make_network
 from recipes.optimizers import make_optimizer
 from recipes.replay import make_replay, require_frames, require_memory
-from recipes.run import typed
+from recipes.run import parse_config
 from recipes.schemas.dqn import Config, DQNConfig
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner, target_pairs
@@ -117,7 +117,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     dqn = cfg.dqn
     device = prepare(cfg, run_dir)
 

@@ -7,7 +7,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from recipes.config import EventConfig
 from torchrl_replay_ext import EventSpec, EventTables, Threshold
-from torchrl_replay_ext.events import Retention
+from torchrl_replay_ext.core.event_tables import Retention
 
 # Where a collector stores the flags that an environment has in its `info`.
 FLAGS = ("next", "events")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of the file `path` when the block ends; it is on the disk by then.
 
     After an error `path` is as it was. A killed process leaves a directory behind, which the next call removes.

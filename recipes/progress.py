@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
-from recipes.files import replacing
+from recipes.files import atomic_write
 from recipes.run import ConfigError, reason
 
 PROGRESS = "progress.csv"
@@ -131,7 +131,7 @@ def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
     if not rows:
         path.unlink()
         return
-    with replacing(path) as partial, partial.open("w", newline="") as file:
+    with atomic_write(path) as partial, partial.open("w", newline="") as file:
         file.write(_lines(rows, header=True))
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from recipes.plot import LABELS, Run, bootstrap_interval, draw_curves, interquartile_mean
-from recipes.run import ConfigError, typed
+from recipes.run import ConfigError, parse_config
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
 TABLE, FIGURE = "table.md", "figure.png"
@@ -62,7 +62,7 @@ def read_study(out: Path) -> Study:
     for name in (STUDY, RUNS, CURVES):
         if not (out / name).is_file():
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study makes it")
-    config = typed(OmegaConf.load(out / STUDY), StudyConfig)  # pyright: ignore
+    config = parse_config(OmegaConf.load(out / STUDY), StudyConfig)  # pyright: ignore
     rows = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(out / RUNS):
         rows[row["env"]][row["variant"]][int(row["seed"])] = row

@@ -71,7 +71,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 config = resumed_config(config, run_dir, list(HydraConfig.get().overrides.task))
             if not os.access(run_dir, os.W_OK | os.X_OK):
                 raise ConfigError(f"{run_dir}: files cannot be written there; choose another directory")
-            checked = typed(config, schema)
+            checked = parse_config(config, schema)
             if hasattr(checked, "logger"):
                 try:
                     checked.logger.require_package()
@@ -175,7 +175,7 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
     return resumed
 
 
-def typed(config: DictConfig, schema: type[Schema]) -> Schema:
+def parse_config(config: DictConfig, schema: type[Schema]) -> Schema:
     """The configuration as a `schema` dataclass.
 
     Raises:

@@ -37,7 +37,7 @@ from torchrl.objectives import SACLoss, SoftUpdate
 from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.environment import make_continuous_env
 from recipes.replay import actor_batches, make_replay, require_memory
-from recipes.run import typed
+from recipes.run import parse_config
 from recipes.schemas.sac import Config, SACConfig
 from recipes.training import Agent, prepare, run
 from recipes.update import Learner
@@ -112,7 +112,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     sac = cfg.sac
     device = prepare(cfg, run_dir)
 

@@ -42,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from recipes.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
-from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, typed
+from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config
 from recipes.schemas.study import Config, StudyConfig
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
@@ -173,7 +173,7 @@ def key_of(row: dict[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in KEYS)
 
 
-def take_up(out: Path) -> set[tuple[str, ...]]:
+def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
     """The runs that have a row. What a killed study left half-written, a row or a curve without its row, is removed."""
     for path in (out / RUNS, out / CURVES):
         if path.is_file():
@@ -216,7 +216,7 @@ def run_study(config: DictConfig, out: Path) -> int:
     Returns:
         The exit code: 0, 1 if runs failed, 130 if it was interrupted.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     study = cfg.study
     recorded = OmegaConf.structured(study)
     if (out / STUDY).is_file():
@@ -225,7 +225,7 @@ def run_study(config: DictConfig, out: Path) -> int:
         if {**before, "seeds": None} != {**recorded, "seeds": None}:
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
-    done = take_up(out)
+    done = load_completed_runs(out)
     jobs = jobs_of(study, cfg.seeds)
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())

@@ -38,7 +38,7 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.environment import make_continuous_env
 from recipes.replay import actor_batches, make_replay, require_memory
-from recipes.run import typed
+from recipes.run import parse_config
 from recipes.schemas.td3 import THETA, Config, TD3Config
 from recipes.training import Agent, prepare, run
 from recipes.update import Delayed, Learner
@@ -119,7 +119,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    cfg = typed(config, Config)
+    cfg = parse_config(config, Config)
     td3 = cfg.td3
     device = prepare(cfg, run_dir)
 

@@ -24,7 +24,7 @@ from recipes.checkpoint import load_checkpoint, save_checkpoint
 from recipes.collect import VectorCollector
 from recipes.config import RunConfig
 from recipes.evaluation import evaluate
-from recipes.files import replacing
+from recipes.files import atomic_write
 from recipes.plot import plot_runs
 from recipes.progress import Means, Progress, warn
 from recipes.replay import PRIORITIZED, end_last_episodes, stored_keys
@@ -160,7 +160,7 @@ def run(
     camera = Camera(cfg.env, run_dir) if cfg.video else None
     try:
         progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
-        with replacing(run_dir / CONFIG) as path:
+        with atomic_write(run_dir / CONFIG) as path:
             OmegaConf.save(OmegaConf.merge(config, {"resume": None}), path)
     except OSError as error:
         raise ConfigError(f"{run_dir}: {reason(error)}") from error
@@ -175,7 +175,7 @@ def run(
             return False
         return True
 
-    def film() -> None:
+    def record_video() -> None:
         if camera is None:
             return
         step, seed = counters["env_steps"], [cfg.seed, counters["evaluations"]]
@@ -186,7 +186,7 @@ def run(
             return
         progress.show(frames, step)
 
-    def assess() -> None:
+    def evaluate_and_log() -> None:
         counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
         returns = evaluate(
             agent.policy,
@@ -213,7 +213,7 @@ def run(
                 # relative to uniform draws
                 histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         progress.write(row, histograms)
-        film()
+        record_video()
         bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
         counters["last_return"] = mean_return
         best = counters["best_return"]
@@ -253,7 +253,7 @@ def run(
 
                 # Evaluate.
                 if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
-                    assess()
+                    evaluate_and_log()
                 bar.update(counters["env_steps"] - previous_steps)
 
                 if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:

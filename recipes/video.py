@@ -12,7 +12,7 @@ from PIL import Image
 from recipes.config import EnvConfig
 from recipes.environment import make_env
 from recipes.evaluation import evaluate
-from recipes.files import replacing
+from recipes.files import atomic_write
 from recipes.run import ConfigError
 
 VIDEOS = "videos"  # in a run's directory
@@ -74,7 +74,7 @@ class Camera:
         if width > WIDTH:
             images = [image.resize((WIDTH, round(height * WIDTH / width))) for image in images]
         self._directory.mkdir(exist_ok=True)
-        with replacing(self._directory / f"step_{step}.gif") as path:
+        with atomic_write(self._directory / f"step_{step}.gif") as path:
             images[0].save(path, save_all=True, append_images=images[1:], duration=self._duration, loop=0)
         return np.stack([np.asarray(image) for image in images])
 

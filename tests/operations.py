@@ -34,7 +34,7 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.buffers import CompilableWriter
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 HISTORY = {"a": (3, "a"), "b": (2, "b")}
 SLICE = 3

@@ -42,9 +42,9 @@ from torchrl_replay_ext import (
     TrajectoryRetraceSampler,
     compile_step,
 )
+from torchrl_replay_ext.compilation import uniform
+from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tracing import uniform
-from torchrl_replay_ext.tree import MaxTree
 
 pytestmark = pytest.mark.filterwarnings(
     # torch's own, while it compiles

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torchrl_replay_ext.episodes import EpisodeIndex, FreeList
+from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.free_list import FreeList
 
 
 @dataclass

@@ -23,7 +23,7 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.frames import FramePool
+from torchrl_replay_ext.core.frame_pool import FramePool
 
 KEYS = ("observation", ("next", "observation"), "action", ("next", "reward"), ("next", "done"))
 

@@ -1,10 +1,10 @@
 """Experience replay for TorchRL: samplers that plug into its ``TensorDictReplayBuffer``."""
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.buffers import CompilableReplayBuffer, CompilableTensorStorage
-from torchrl_replay_ext.compilation import compile_step
-from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
-from torchrl_replay_ext.frame_storage import FrameStackStorage
+from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
+from torchrl_replay_ext.core.event_spec import EventSpec, Threshold
+from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceEstimator
 from torchrl_replay_ext.optim import AdamStep, clip_gradients
@@ -16,7 +16,9 @@ from torchrl_replay_ext.samplers import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.steps import compile_step
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+from torchrl_replay_ext.storages.frame_stack import FrameStackStorage
 from torchrl_replay_ext.writers import EventTableWriter
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import as_number
-from torchrl_replay_ext.tracing import scalar
+from torchrl_replay_ext.compilation import scalar
 
 
 @dataclass(frozen=True)

@@ -1,132 +1,165 @@
-"""A whole learning step as one compiled graph."""
+"""What differs where values cannot be looked at: in a graph that is being compiled, or captured by CUDA."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from types import FunctionType
-from typing import Any, TypeVar
-from unittest.mock import patch
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch._dynamo.exc import Unsupported, unimplemented
-from torch._dynamo.variables import TensorVariable
+from torch import Tensor
 
-Step = TypeVar("Step", bound=Callable[..., Any])
-
-# In messages of torch's compiler about gradients and optimizers that it does not trace.
-_MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
+_EXACT_BITS = 53
+# Modules whose objects hold state.
+_STATE = ("torchrl_replay_ext.annealing", "torchrl_replay_ext.core.", "torchrl_replay_ext.distributions.")
 
 
-def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
-    """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
+def is_traced() -> bool:
+    """Whether this code becomes part of a graph, so that it must not wait for the value of a tensor."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
-    Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
-    then copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
 
-    At each call, torch checks that nothing changed that the graph was made for. These checks take as long as a replay
-    cycle, and are left out here: whatever ``step`` reads, the arguments' shapes included, must stay what it was at the
-    first call, except for the values of tensors. Objects that eager code creates at its first call must exist before:
-    the storage (write to the buffer once), the value estimator of a TorchRL loss (``loss.make_value_estimator(...)``).
+def scalar(value: Tensor) -> Any:
+    """A 0-dim tensor as a number, which is faster on the CPU; where it is traced it must stay a tensor."""
+    return value if is_traced() else value.item()
 
-    The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
-    :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. ``loss.backward()`` and the optimizers
-    of ``torch.optim`` are not traced.
 
-    Args:
-        step: a function, not a method.
-        cudagraphs: replay the graph as a CUDA graph. Default: False.
+def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Uniform numbers in [0, 1) of 53 random bits, float64.
 
-    Returns:
-        The compiled step. It has a graph of its own, even if other steps were made from the same code. It is compiled
-        at its first call.
+    In a compiled graph they come from the global generator, whatever ``generator`` is: it cannot be traced. There,
+    ``torch.rand`` would give float32 numbers, too coarse to find every leaf of a large tree.
 
-    Raises:
-        TypeError: if ``step`` is not a function.
-        RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
-            ``torch.optim``. Other errors of torch's compiler are passed on as they are.
+    A ``generator`` of another device gives the seed instead, see :func:`generator_on`.
+    """
+    if torch.compiler.is_compiling():
+        return torch.randint(0, 2**_EXACT_BITS, size, device=device).to(torch.float64) * 2.0**-_EXACT_BITS
+    if generator is not None and generator.device.type != device.type:
+        # a generator made now cannot be used while CUDA captures a graph
+        generator = None if is_traced() else generator_on(device, generator)
+    return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
+
+
+def generator_on(device: torch.device, source: torch.Generator) -> torch.Generator:
+    """A new generator on ``device``, seeded by the next number of ``source``, which may be on another device.
+
+    ``source`` alone decides what is drawn: seed it, or restore its state, to repeat the draws.
 
     Examples:
-        >>> counter = torch.zeros(1)
-        >>> step = compile_step(lambda: counter.add_(1))
-        >>> _ = step(), step()
-        >>> counter
-        tensor([2.])
+        >>> source = torch.Generator().manual_seed(0)
+        >>> first = generator_on(torch.device("cpu"), source).initial_seed()
+        >>> first == generator_on(torch.device("cpu"), source.manual_seed(0)).initial_seed()
+        True
     """
-    if not isinstance(step, FunctionType):
-        raise TypeError(f"compile_step: a function is needed, not {type(step).__name__}; wrap it in one.")
-    # graphs belong to code objects, and without checks the graph of another step from the same code would be run
-    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
-    own.__kwdefaults__ = step.__kwdefaults__
-    options: dict[str, Any] = {
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        "size_asserts": False,
-        "alignment_asserts": False,
-        # a read that is moved behind a write to the same tensor makes the graph copy the whole tensor
-        "reorder_for_locality": False,
-    }
-    if cudagraphs:
-        options["triton.cudagraphs"] = True
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, options=options)
-    is_compiled = False
-
-    @wraps(step)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_compiled
-        if is_compiled:
-            return compiled(*args, **kwargs)
-        with _compiling():
-            result = compiled(*args, **kwargs)
-        is_compiled = True
-        return result
-
-    return call  # pyright: ignore[reportReturnType]
+    seed = torch.randint(2**63 - 1, (), generator=source, device=source.device)
+    return torch.Generator(device).manual_seed(int(seed))
 
 
-def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Refuse ``backward()``; replaces the part of the compiler that would trace it together with ``autograd.grad``.
+def stratify(u: Tensor) -> Tensor:
+    """Uniform numbers ``u`` [n] in [0, 1), one moved into each of n parts of equal length, in their order."""
+    num = u.shape[0]
+    # the last may be rounded up to 1
+    return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_EXACT_BITS)
 
-    A graph without checks would overwrite ``.grad`` where eager code adds to it.
+
+def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
+    """``torch.where`` for int64 by arithmetic: compiled for AVX2, torch.where on int64 can return wrong values."""
+    return no + (yes - no) * condition
+
+
+def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor:
+    """``source[index]`` for an index [n] within bounds.
+
+    Compiled code makes sure that it is at each access, which takes longer than the access. Here, it is forced to be.
     """
-    unimplemented(
-        gb_type="Unsupported Tensor.backward() call",
-        context="compile_step",
-        explanation="Steps given to compile_step cannot call Tensor.backward().",
-        hints=[],
-    )
+    if torch.compiler.is_compiling():
+        return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
+    return source.index_select(0, index)
 
 
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Trace ``torch.autograd.grad``, silence tensordict's warnings, and name the line that the compiler rejected."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
-        warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
-        try:
-            traced = torch._dynamo.config.patch(trace_autograd_ops=True)
-            # create: a torch that has no such method must not break every step
-            refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
-            with traced, refused:
-                yield
-        except Unsupported as error:
-            if any(mark in str(error) for mark in _MARKS):
-                raise RuntimeError(
-                    f"compile_step: {_culprit(error)} cannot be part of a graph: backward() and the optimizers of "
-                    "torch.optim are not traced. Compute gradients by torch.autograd.grad(loss, step.parameters) and "
-                    "pass them to step = torchrl_replay_ext.AdamStep(optimizer), which updates parameters and "
-                    "optimizer in place; or leave both out of the compiled step."
-                ) from error
-            raise
+def scatter_in_bounds(destination: Tensor, index: Tensor, values: Tensor, *, accumulate: bool = False) -> None:
+    """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
+
+    See :func:`gather_in_bounds`.
+    """
+    if torch.compiler.is_compiling():
+        index = index.clamp(0, destination.shape[0] - 1)
+        destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values, accumulate))
+    elif accumulate:
+        destination.index_add_(0, index, values)
+    else:
+        destination.index_copy_(0, index, values)
 
 
-def _culprit(error: Unsupported) -> str:
-    """The innermost line of the user's code that the compiler has rejected."""
-    inside_torch = os.path.dirname(torch.__file__)
-    frames = [frame for frame in getattr(error, "real_stack", ()) if not frame.filename.startswith(inside_torch)]
-    if not frames:
-        return "backward() or an optimizer"
-    frame = frames[-1]
-    return f"line {frame.lineno} of {os.path.basename(frame.filename)}, `{frame.line}`,"
+def mark_static(*parts: Any) -> None:
+    """Tell CUDA graphs that these tensors, and those in trees, episodes, lists and dicts among them, stay in place."""
+    for part in parts:
+        if isinstance(part, Tensor):
+            if part.is_cuda:
+                torch._dynamo.mark_static_address(part)
+        elif isinstance(part, list):
+            mark_static(*part)
+        elif isinstance(part, dict):
+            mark_static(*part.values())
+        elif type(part).__module__.startswith(_STATE):
+            mark_static(vars(part))
+
+
+class EagerFallback:
+    """A computation that a graph on the CPU hands to eager code in the rare case that it needs it.
+
+    Eager code may loop until it is done; a graph has a fixed number of operations.
+
+    Args:
+        compute: called with ``results`` and ``inputs`` of :meth:`replace`; returns tensors of the same shapes. It
+            may change running statistics, but no tensor of ``state``.
+        state: the tensors that ``compute`` reads and that graphs change in place.
+    """
+
+    def __init__(self, compute: Callable[[list[Tensor], list[Tensor]], list[Tensor]], state: list[Tensor]):
+        self.compute, self.state = compute, state
+        # a custom operation takes numbers, but no objects
+        self._number = next(_numbers)
+        _fallbacks[self._number] = self
+
+    def replace(self, condition: Tensor, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """``compute(results, inputs)`` if ``condition``, bool [], holds; otherwise ``results``."""
+
+        def computed():
+            return torch.ops.torchrl_replay_ext.eager_fallback(self._number, results, inputs, self.state)
+
+        def kept():
+            return [result.clone() for result in results]
+
+        return torch.cond(condition, computed, kept, ())  # pyright: ignore[reportReturnType]
+
+
+_numbers = itertools.count()
+_fallbacks: WeakValueDictionary[int, EagerFallback] = WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "torchrl_replay_ext::eager_fallback",
+    mutates_args=(),
+    schema="(int number, Tensor[] results, Tensor[] inputs, Tensor[] state) -> Tensor[]",
+)
+def _eager_fallback(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
+    fallback = _fallbacks[number]
+    pairs = zip(fallback.state, state, strict=True)
+    # plain torch.compile may keep the current values in copies until the graph ends
+    moved = [(own, own.clone(), now) for own, now in pairs if own.data_ptr() != now.data_ptr()]
+    for own, _, now in moved:
+        own.copy_(now)
+    try:
+        return fallback.compute(results, inputs)
+    finally:
+        for own, before, _ in moved:
+            own.copy_(before)
+
+
+@_eager_fallback.register_fake
+def _(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(result) for result in results]

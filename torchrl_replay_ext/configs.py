@@ -35,7 +35,8 @@ from torchrl.trainers.algorithms.configs.data import (
 )
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.events import EventSpec, EventTables, Threshold
+from torchrl_replay_ext.core.event_spec import EventSpec, Threshold
+from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.samplers import (
     EventTableSampler,
     ProportionalSampler,
@@ -345,7 +346,7 @@ class EventTableWriterConfig(WriterConfig):
 class CompilableWriterConfig(WriterConfig):
     """Hydra configuration for the default writer of :class:`~torchrl_replay_ext.CompilableReplayBuffer`."""
 
-    _target_: str = "torchrl_replay_ext.buffers.CompilableWriter"
+    _target_: str = "torchrl_replay_ext.buffers.compilable.CompilableWriter"
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torchrl.modules import IndependentNormal, TanhNormal
 
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.compilation import is_traced
 
 # Actions are kept away from the bounds, where tanh has no inverse.
 _BOUND = 1 - 1e-6

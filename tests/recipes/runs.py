@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from recipes import training
-from recipes.run import resumed_config, typed
+from recipes.run import parse_config, resumed_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ class Composer:
 
     def settings(self, *overrides):
         """The recipe's hyperparameters, checked, of the published configuration."""
-        return typed(self.composed(*overrides), self.schema).learning
+        return parse_config(self.composed(*overrides), self.schema).learning
 
     def resumed(self, run_dir, *overrides):
         overrides = [f"resume={run_dir}", *overrides]

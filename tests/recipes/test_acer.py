@@ -154,7 +154,7 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     assert counts.get("newest", 0) == rounds * on_policy
     # 4 standard deviations
     assert abs(counts["replayed"] - 3 * rounds) < 4 * math.sqrt(3 * rounds)
-    expected = acer.typed(recipe.configuration(*words), acer.Config).acer.num_updates()
+    expected = acer.parse_config(recipe.configuration(*words), acer.Config).acer.num_updates()
     assert expected == (3 + on_policy) * rounds
 
 

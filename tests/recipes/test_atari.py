@@ -16,7 +16,7 @@ from recipes.atari_scores import ATARI_10, OTHER_GAMES, SCORES
 from recipes.collect import EpsilonRandom, VectorCollector
 from recipes.networks import Convolutions, make_network
 from recipes.optimizers import RMSProp, RMSPropStep, make_optimizer
-from recipes.run import DONE, INTERRUPTED, ConfigError, typed
+from recipes.run import DONE, INTERRUPTED, ConfigError, parse_config
 from tests.recipes.runs import Composer, needs, rows
 from torchrl_replay_ext import FrameStackStorage
 
@@ -259,7 +259,7 @@ PAPER = {  # appendix D of the ReaPER paper, column Atari
 
 @pytest.mark.parametrize("game", ["pong", *ATARI_10])
 def test_presets_of_dqn_are_those_of_the_paper(game):
-    config = typed(recipes["dqn"].composed(f"env=atari/{game}"), dqn.Config)
+    config = parse_config(recipes["dqn"].composed(f"env=atari/{game}"), dqn.Config)
     assert {key: getattr(config.dqn, key) for key in PAPER} == PAPER
     assert config.dqn.optimizer["name"] == "rmsprop" and config.env.reward_threshold is None
     assert (config.env.name, config.env.random_score, config.env.human_score) == (game, *SCORES[game])
@@ -267,16 +267,16 @@ def test_presets_of_dqn_are_those_of_the_paper(game):
 
 
 def test_presets_of_acer_are_those_of_the_paper():
-    settings = typed(recipes["acer"].composed("env=atari/qbert", "num_envs=16"), acer.Config).acer
+    settings = parse_config(recipes["acer"].composed("env=atari/qbert", "num_envs=16"), acer.Config).acer
     assert (settings.slice_len, settings.c, settings.delta, settings.average) == (20, 10.0, 1.0, 0.99)
     assert (settings.gamma, settings.replay_ratio, settings.entropy_coeff) == (0.99, 4.0, 0.001)
     assert (settings.buffer_size, settings.hidden_sizes, settings.shared_layers) == (16 * 50_000, [512], True)
 
 
 def test_games_without_scores_are_not_normalized():
-    config = typed(recipes["dqn"].composed("env=atari/klax"), dqn.Config).env
+    config = parse_config(recipes["dqn"].composed("env=atari/klax"), dqn.Config).env
     assert config.id == "ALE/Klax-v5" and config.human_normalized(5.0) is None
-    pong = typed(recipes["dqn"].composed("env=atari/pong"), dqn.Config).env
+    pong = parse_config(recipes["dqn"].composed("env=atari/pong"), dqn.Config).env
     assert [pong.human_normalized(score) for score in SCORES["pong"]] == [0.0, 1.0]
 
 

@@ -19,8 +19,8 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn, training
 from recipes.collect import VectorCollector
-from recipes.recording import Recording
 from recipes.replay import end_last_episodes
+from recipes.replayable_env import ReplayableEnv
 from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
 from recipes.update import Learner
 from tests.params import slow_but
@@ -136,7 +136,7 @@ def test_presets_are_those_of_the_paper(column, env, threshold):
 
 
 def test_schedules():
-    settings = dqn.typed(configuration(), dqn.Config).dqn
+    settings = dqn.parse_config(configuration(), dqn.Config).dqn
     settings.exploration_fraction = 0.5
     assert [settings.epsilon(step) for step in (0, 31, 48, 96)] == pytest.approx([1.0, 1.0, 0.04, 0.04])
     assert settings.epsilon(36) == pytest.approx(1 - 0.75 * 0.96)
@@ -187,8 +187,8 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         assert dqn.train(configuration("num_envs=4"), tmp_path) == INTERRUPTED
-    play = Recording._play
-    monkeypatch.setattr(Recording, "_play", lambda env, state: play(env, state) and state is not lost[0])
+    play = ReplayableEnv._play
+    monkeypatch.setattr(ReplayableEnv, "_play", lambda env, state: play(env, state) and state is not lost[0])
     lost, ended = [None], []
     load = VectorCollector.load_state_dict
     end = training.end_last_episodes

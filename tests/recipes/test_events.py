@@ -22,7 +22,7 @@ from recipes.environment import make_discrete_env
 from recipes.events import land_between_flags, land_near_middle, make_tables
 from recipes.remote import FlagReader
 from recipes.replay import end_last_episodes, make_replay
-from recipes.run import DONE, ConfigError, typed
+from recipes.run import DONE, ConfigError, parse_config
 from tests.params import slow_but
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
 
@@ -169,7 +169,7 @@ def test_the_copies_that_end_episodes_report_no_event(retention):
 
 
 def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
-    cfg = typed(configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}"), dqn.Config)
+    cfg = parse_config(configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}"), dqn.Config)
     sampler = make_replay(cfg, torch.device("cpu"), td_error="absolute").sampler
     assert sampler.tables.names == ["default", "at_gap", "done", "near_initial"]
     assert sampler.eta == pytest.approx({"default": 0.6, "at_gap": 0.15, "done": 0.15, "near_initial": 0.1})
@@ -182,7 +182,7 @@ def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
 
 def test_priorities_by_reliability_know_the_environments():
     words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
-    cfg = typed(configuration(*words), dqn.Config)
+    cfg = parse_config(configuration(*words), dqn.Config)
     sampler = make_replay(cfg, torch.device("cpu"), td_error="squared").sampler
     assert sampler._source._num_streams == 4
 
@@ -298,7 +298,7 @@ SHARES = {  # table 1
 
 @pytest.mark.parametrize("env", SHARES)
 def test_presets_are_those_of_table_1(env):
-    cfg = typed(composed("dqn", f"env={env}", "sampler=sset_per"), dqn.Config)
+    cfg = parse_config(composed("dqn", f"env={env}", "sampler=sset_per"), dqn.Config)
     assert {name: event.eta for name, event in cfg.env.events.items()} == SHARES[env]
     assert {event.history for event in cfg.env.events.values()} == {200 if env == "threerooms" else 50}
     expected = (20_000, [256], 1e-3) if env == "threerooms" else (100_000, [256, 256], 5e-4)
@@ -354,7 +354,7 @@ TABLE_2 = {
 @pytest.mark.parametrize("env", TABLE_2)
 def test_mujoco_rewards_fill_the_tables_of_their_thresholds(env):
     thresholds, shares = TABLE_2[env]
-    events = typed(composed("sac", f"env={env}"), sac.Config).env.events
+    events = parse_config(composed("sac", f"env={env}"), sac.Config).env.events
     assert tuple(event.above for event in events.values()) == thresholds
     assert tuple(event.eta for event in events.values()) == shares
     assert {event.history for event in events.values()} == {200}

@@ -99,7 +99,7 @@ PAPER = {  # the event-table paper's table 2: target entropy, batch size, buffer
 
 @pytest.mark.parametrize("env", PAPER)
 def test_presets_are_those_of_the_paper(env):
-    settings = sac.typed(composed(f"env={env}"), sac.Config).sac
+    settings = sac.parse_config(composed(f"env={env}"), sac.Config).sac
     assert (settings.target_entropy, settings.batch_size, settings.buffer_size) == PAPER[env]
     assert settings.hidden_sizes == [256, 256]
     assert settings.actor_learning_rate == settings.critic_learning_rate == settings.alpha_learning_rate == 3e-4
@@ -108,13 +108,13 @@ def test_presets_are_those_of_the_paper(env):
 
 
 def test_presets_make_an_update_per_step_whatever_the_number_of_environments():
-    settings = sac.typed(composed("num_envs=8"), sac.Config).sac
+    settings = sac.parse_config(composed("num_envs=8"), sac.Config).sac
     assert (settings.train_interval, settings.gradient_steps) == (8, 8)
     assert settings.num_updates() == 7504 - 496  # whole rounds of 8 that begin before 7,500 steps, and end after 500
 
 
 def test_weights_are_for_the_critics_and_td_errors_are_absolute():
-    settings = sac.typed(configuration(), sac.Config).sac
+    settings = sac.parse_config(configuration(), sac.Config).sac
     torch.manual_seed(0)
     _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
     SoftUpdate(loss_module, tau=0.5)

@@ -71,19 +71,19 @@ def processes(monkeypatch):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_studies_are_of_what_there_is(name):
-    config = study.typed(configuration(name=name), study.Config)
+    config = study.parse_config(configuration(name=name), study.Config)
     recipe = importlib.import_module(f"recipes.{config.study.recipe}")
     for job in study.jobs_of(config.study, 1):
         words = [f"env={job.env}", *job.words]
         with initialize_config_dir(str(ROOT / "recipes/conf"), version_base="1.3"):
             composed = compose(job.recipe, [word for word in words if not word.startswith("hydra")])
-        assert study.typed(composed, recipe.Config).env.name
+        assert study.parse_config(composed, recipe.Config).env.name
         if config.study.least is None:
             assert composed.env.reward_threshold is not None
 
 
 def test_seeds_come_first():
-    config = study.typed(configuration("study.envs=[cartpole,acrobot]"), study.Config)
+    config = study.parse_config(configuration("study.envs=[cartpole,acrobot]"), study.Config)
     jobs = study.jobs_of(config.study, 2)
     assert [job.seed for job in jobs] == [0] * 8 + [1] * 8
     assert jobs[1].command == ["-m", "recipes.dqn", "env=cartpole", "compile=true", "sampler=per", "seed=0"]

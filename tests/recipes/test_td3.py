@@ -44,7 +44,7 @@ def configuration(*overrides):
 
 
 def settings(*overrides):
-    return td3.typed(composed(*overrides), td3.Config).td3
+    return td3.parse_config(composed(*overrides), td3.Config).td3
 
 
 def resumed(run_dir, *overrides):
@@ -274,7 +274,7 @@ def test_presets_are_those_of_the_authors(env):
 
 @pytest.mark.parametrize(("num_envs", "delay", "interval"), [(1, 2, 2), (8, 2, 8), (3, 2, 6), (1, 1, 1), (4, 3, 12)])
 def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interval):
-    config = td3.typed(composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}"), td3.Config)
+    config = td3.parse_config(composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}"), td3.Config)
     assert (config.td3.train_interval, config.td3.gradient_steps) == (interval, interval)
     assert config.updates_per_graph == delay
 

@@ -79,7 +79,7 @@ def test_videos_change_nothing_else(tmp_path, backend):
 )
 def test_other_worlds(tmp_path, words):
     config = composer.configuration(*words, "video=true", "env.reward_threshold=null")
-    camera = video.Camera(dqn.typed(config, dqn.Config).env, tmp_path)
+    camera = video.Camera(dqn.parse_config(config, dqn.Config).env, tmp_path)
     frames = camera.record(lambda seen: np.zeros(len(seen), dtype=np.int64), epsilon=1.0, seed=[1], step=7)
     assert frames.dtype == np.uint8 and frames.shape[2] <= video.WIDTH and frames.shape[3] == 3
     with Image.open(tmp_path / video.VIDEOS / "step_7.gif") as image:

@@ -496,7 +496,7 @@ def test_too_many_sets_of_pinned_tables_are_refused():
 
 
 def test_hashes_tell_rows_apart():
-    from torchrl_replay_ext.samplers.pairs import hash_rows
+    from torchrl_replay_ext.core.pair_counts import hash_rows
 
     grid = torch.cartesian_prod(torch.arange(40), torch.arange(40)).float()
     action = torch.arange(1600) % 3

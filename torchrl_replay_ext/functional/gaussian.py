@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.compilation import is_traced
 
 Covariance = Literal["diag", "full"]
 

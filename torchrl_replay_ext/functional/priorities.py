@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.compilation import is_traced
 
 # Up to here, numbers are looked at faster in Python than by tensor operations.
 FEW = 1024

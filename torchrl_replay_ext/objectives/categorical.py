@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.compilation import is_traced
 
 
 def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:

@@ -28,9 +28,16 @@ from torchrl_replay_ext.arguments import (
     require_finite,
     require_integer,
 )
+from torchrl_replay_ext.compilation import (
+    EagerFallback,
+    gather_in_bounds,
+    is_traced,
+    mark_static,
+    scalar,
+    scatter_in_bounds,
+)
+from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
 from torchrl_replay_ext.functional import extremes, last_occurrence, write_last
-from torchrl_replay_ext.tracing import EagerFallback, is_traced, mark_static, put, scalar, take
-from torchrl_replay_ext.tree import MaxTree, Resolved, SumTree
 
 # Batches that are remembered until their priorities come back.
 _OUTSTANDING = 32
@@ -192,10 +199,10 @@ class PrioritySampler(ShowsArguments, Sampler):
         """The largest d that can be stored with this alpha."""
 
     @abstractmethod
-    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Take in that d of ``slots`` [n] is now ``priority`` (float32 [n]).
 
-        Of duplicates the last one wins if not ``resolved``.
+        Of duplicates the last one wins if not ``mask``.
         """
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
@@ -546,8 +553,8 @@ class PrioritySampler(ShowsArguments, Sampler):
         if self._updated is None:
             return
         if bits is None:
-            bits = self._bits(take(self._priority, slots))
-        put(self._updated.leaves, slots, bits)
+            bits = self._bits(gather_in_bounds(self._priority, slots))
+        scatter_in_bounds(self._updated.leaves, slots, bits)
         self._updated.refresh(slots)
         largest = self._updated.max().reshape(1)
         d = largest.to(torch.int32).view(torch.float32).to(torch.float64)
@@ -713,7 +720,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         given, slots = slots, slots.clamp(0, self._num_slots - 1)
         # False for NaN too
         valid = (error >= 0) & (priority <= self._largest_d) & (given == slots)
-        written = take(self._stamp, slots)
+        written = gather_in_bounds(self._stamp, slots)
         fresh = written > 0
         if stamp is not None:
             fresh = fresh & (written == stamp.reshape(-1))
@@ -726,10 +733,10 @@ class PrioritySampler(ShowsArguments, Sampler):
         largest = torch.where(taken, error, 0.0).amax().to(torch.float64)
         if not self._within_buffer:
             self._max_priority.copy_(torch.maximum(self._max_priority, self._size_of(largest)))
-        priority, taken = take(priority, source), take(taken, source)
-        put(self._priority, slots, torch.where(taken, priority, take(self._priority, slots)))
+        priority, taken = gather_in_bounds(priority, source), gather_in_bounds(taken, source)
+        scatter_in_bounds(self._priority, slots, torch.where(taken, priority, gather_in_bounds(self._priority, slots)))
         self._count_updated(slots)
-        self._update(slots, priority, Resolved(taken, once))
+        self._update(slots, priority, UpdateMask(taken, once))
         self._step()
 
     def _step(self) -> None:
@@ -801,7 +808,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         if not traced:
             self._outstanding.append((slots, clock))
         if self._traceable:
-            info[STAMP_KEY] = take(self._stamp, slots)
+            info[STAMP_KEY] = gather_in_bounds(self._stamp, slots)
         shape = self._dims
         if len(shape) == 1:
             return slots, info
@@ -831,8 +838,8 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Recompute the masses of ``slots``, in turn (None: all), from the stored d, with the current alpha."""
         if slots is not None:
             once = torch.arange(len(slots), device=self._device) < self._size
-            mass = self._mass(take(self._priority, slots).abs())
-            tree.write(slots, mass, resolved=Resolved(take(self._stamp, slots) > 0, once))
+            mass = self._mass(gather_in_bounds(self._priority, slots).abs())
+            tree.write(slots, mass, mask=UpdateMask(gather_in_bounds(self._stamp, slots) > 0, once))
             return
         tree.leaves[: self._size] = self._mass(self._priority.abs()) * (self._stamp > 0)
         tree.rebuild_()

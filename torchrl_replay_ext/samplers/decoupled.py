@@ -32,11 +32,12 @@ from torchrl.data import (
 from torchrl.data.replay_buffers import ImmutableDatasetWriter, PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, is_key
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.event_spec import is_key
+from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.functional.gaussian import Covariance, _as_scale, divergence, require_noise_scale
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 from torchrl_replay_ext.samplers.base import ShowsArguments
-from torchrl_replay_ext.tracing import is_traced
 
 _GROUP = 16
 # Actor batches that are recognised if they come back as the critic's.

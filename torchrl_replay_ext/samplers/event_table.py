@@ -16,15 +16,16 @@ from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.events import DEFAULT, STORAGE_ATTRIBUTE, EventTables, is_key
+from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, uniform, where_int64
+from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES, ClassCounts
+from torchrl_replay_ext.core.event_spec import DEFAULT, is_key
+from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.pair_counts import PairCounts
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 from torchrl_replay_ext.samplers.base import PrioritySampler, _length, draws_sequences
-from torchrl_replay_ext.samplers.classes import MAX_EVENT_TABLES, ClassCounts
-from torchrl_replay_ext.samplers.pairs import PairCounts
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler, Truncated
-from torchrl_replay_ext.tracing import EagerFallback, is_traced, pick, take, uniform
-from torchrl_replay_ext.tree import Resolved, SumTree
 
 Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 _CORRECTIONS = (None, *get_args(Correction))
@@ -458,7 +459,7 @@ class EventTableSampler(PrioritySampler):
         if self._correction == "priority":
             eta = 1 - self._eta[0, 0]
             return SumTree.to_mass(1 + eta * (2.0 * self._inside(slots) - 1))
-        priority = take(self._priority, slots)
+        priority = gather_in_bounds(self._priority, slots)
         if self._kind == "rank":
             return self._rank_masses(positions, priority)
         if self._kind is None:
@@ -469,10 +470,10 @@ class EventTableSampler(PrioritySampler):
         """Whether any event table holds each of ``slots`` [n], bool [n]."""
         return self._tables.holds(slots).any(0)
 
-    def _set(self, positions: Tensor, slots: Tensor, resolved: Resolved | None = None) -> None:
+    def _set(self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None) -> None:
         """Bring the masses of ``slots`` [n] at ``positions`` [n] up to date."""
         mass = self._masses(positions, slots) * (positions != self._nowhere)
-        self._tree.write(positions, mass, resolved=resolved)
+        self._tree.write(positions, mass, mask=mask)
 
     def entered(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
@@ -620,24 +621,26 @@ class EventTableSampler(PrioritySampler):
         if self._kind is not None:
             super().update_priority(index, priority, storage=storage, stamp=stamp)
 
-    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         if self._source is not None:
-            self._source._update(slots, priority, resolved)
+            self._source._update(slots, priority, mask)
         positions, repeated = self._everywhere(slots)
-        if resolved is not None:
+        if mask is not None:
             count = positions.shape[0] // slots.shape[0]
-            resolved = Resolved(resolved.taken.repeat(count), resolved.once.repeat(count))
-        self._set(positions, repeated, resolved)
+            mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
+        self._set(positions, repeated, mask)
         self._changes.add_(slots.shape[0])
 
     def _reweight(self, slots: Tensor | None = None) -> None:
         if self._kind == "rank" and slots is None:
             self.sort()
         elif slots is not None:
-            taken = (take(self._stamp, slots) > 0) & (torch.arange(len(slots), device=self._device) < self._size)
+            taken = (gather_in_bounds(self._stamp, slots) > 0) & (
+                torch.arange(len(slots), device=self._device) < self._size
+            )
             positions, repeated = self._everywhere(slots)
             count = positions.shape[0] // slots.shape[0]
-            self._set(positions, repeated, Resolved(taken.repeat(count), taken.repeat(count)))
+            self._set(positions, repeated, UpdateMask(taken.repeat(count), taken.repeat(count)))
         elif self._tables.num_slots:
             self._set(*self._everywhere(self._stored_slots()))
 
@@ -771,10 +774,12 @@ class EventTableSampler(PrioritySampler):
             position, mass = self._accepted(table, low, total, batch_size)
             total = total * self._accepted_share()
         else:
-            position, mass = self._proposed(u[1:], take(low, table), take(total, table))
-        slots = take(self._tables.slot_at, position).to(torch.int64)
+            position, mass = self._proposed(u[1:], gather_in_bounds(low, table), gather_in_bounds(total, table))
+        slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
-        weight = self._weight(slots, probability, eta, mass, take(total, table), take(self._tables.counts, table))
+        weight = self._weight(
+            slots, probability, eta, mass, gather_in_bounds(total, table), gather_in_bounds(self._tables.counts, table)
+        )
         if is_traced():
             weight = torch.where(mass > 0, weight, 0.0)
         self._count_batch()
@@ -805,11 +810,11 @@ class EventTableSampler(PrioritySampler):
         for _ in range(_MAX_ROUNDS):
             of_proposal = table.repeat_interleave(tries, output_size=tries * batch_size)
             u, v = uniform(2, tries * batch_size, device=self._device, generator=self._rng)
-            position, mass = self._proposed(u, take(low, of_proposal), take(total, of_proposal))
-            factor = self._factor(take(self._tables.slot_at, position).to(torch.int64))
+            position, mass = self._proposed(u, gather_in_bounds(low, of_proposal), gather_in_bounds(total, of_proposal))
+            factor = self._factor(gather_in_bounds(self._tables.slot_at, position).to(torch.int64))
             running = (v < factor).cumsum(0)
             # accepted ahead of each table's proposals, and among them
-            ends = take(running, (tries * (first_row + rows_of_table) - 1).clamp_min(0))
+            ends = gather_in_bounds(running, (tries * (first_row + rows_of_table) - 1).clamp_min(0))
             ends = ends * (first_row + rows_of_table > 0)
             ahead = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
             found = ends - ahead
@@ -823,12 +828,12 @@ class EventTableSampler(PrioritySampler):
         mean = sums / (tries * rows_of_table).clamp_min(1)
         latest = torch.stack([mean, torch.ones_like(mean)])
         self._acceptance.copy_(torch.where(rows_of_table > 0, 0.9 * self._acceptance + 0.1 * latest, self._acceptance))
-        in_table = rows - take(first_row, table)
-        wanted = in_table % take(found, table).clamp_min(1)
-        place = torch.searchsorted(running, take(ahead, table) + wanted + 1)
+        in_table = rows - gather_in_bounds(first_row, table)
+        wanted = in_table % gather_in_bounds(found, table).clamp_min(1)
+        place = torch.searchsorted(running, gather_in_bounds(ahead, table) + wanted + 1)
         # where none is accepted, proposals are taken as they are
-        place = pick(take(found, table) > 0, place, tries * rows)
-        drawn = [take(position, place), take(mass * factor, place)]
+        place = where_int64(gather_in_bounds(found, table) > 0, place, tries * rows)
+        drawn = [gather_in_bounds(position, place), gather_in_bounds(mass * factor, place)]
         if is_traced() and self._device.type == "cpu":
             assert self._fallback is not None
             drawn = self._fallback.replace((missing > 0) & (total.sum() > 0), drawn, [table, low, total])

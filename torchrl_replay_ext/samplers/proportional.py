@@ -8,9 +8,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tracing import is_traced
-from torchrl_replay_ext.tree import Resolved, SumTree
 
 
 @PrioritizedSampler.register
@@ -101,8 +101,8 @@ class ProportionalSampler(PrioritySampler):
     def _limit(self, alpha: float) -> float:
         return self._largest(self._tree, alpha)
 
-    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
-        self._tree.write(slots, self._mass(priority), lazy=True, resolved=resolved)
+    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        self._tree.write(slots, self._mass(priority), lazy=True, mask=mask)
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)

@@ -11,10 +11,18 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import TDError, WeightNorm, as_number, require_bool, require_choice
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    scalar,
+    scatter_in_bounds,
+    stratify,
+    uniform,
+    where_int64,
+)
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.tracing import is_traced, pick, put, scalar, stratify, take, uniform
-from torchrl_replay_ext.tree import Resolved, SumTree
 
 # Above this number of transitions the sort looks at 7 bits of the mantissa only, which is several times faster.
 _EXACT_SORT = 50_000
@@ -200,18 +208,18 @@ class RankBasedSampler(PrioritySampler):
         self._tree.write(left, torch.zeros_like(left))
         self._place[slots] = self._nowhere
 
-    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Move what is updated into the gap where it belongs; if that and the next ones are taken, it stays."""
         count = slots.shape[0]
-        moves = is_last_occurrence(slots) if resolved is None else resolved.taken & resolved.once
+        moves = is_last_occurrence(slots) if mask is None else mask.valid & mask.is_last
         key = -torch.where(priority >= self._exact_above, priority, _rounded(priority))
         low = torch.searchsorted(self._keys, key)
         high = torch.searchsorted(self._keys, key, right=True)
         # equal ones are spread over the gaps between them
         gap = self._margin + low + slots * _HASH % (high - low + 1)
         ahead, behind = self._outside(priority, slots)
-        gap = pick(high == 0, ahead, gap)
-        gap = pick(low == self._num_sorted, behind, gap)
+        gap = where_int64(high == 0, ahead, gap)
+        gap = where_int64(low == self._num_sorted, behind, gap)
         gaps = (gap + self._probes).clamp(0, self._num_gaps - 1)
         free = self._tree.get((self._size + 2 * gaps).reshape(-1)).view(gaps.shape) == 0
         first = free.to(torch.int64).argmax(0, keepdim=True)
@@ -225,14 +233,17 @@ class RankBasedSampler(PrioritySampler):
     def _move(self, slots: Tensor, place: Tensor, moves: Tensor) -> None:
         """Put ``slots`` [n] at ``place`` [n] where ``moves`` [n] says so, once per slot and place at most."""
         nowhere = torch.full_like(place, self._nowhere)
-        left, taken = pick(moves, take(self._place, slots), nowhere), pick(moves, place, nowhere)
+        left, taken = (
+            where_int64(moves, gather_in_bounds(self._place, slots), nowhere),
+            where_int64(moves, place, nowhere),
+        )
         self._tree.write(torch.cat([left, taken]), torch.cat([torch.zeros_like(slots), moves.to(torch.int64)]))
-        put(self._slot_at, taken, slots)
-        put(self._place, pick(moves, slots, torch.full_like(slots, self._size)), taken)
+        scatter_in_bounds(self._slot_at, taken, slots)
+        scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The gaps before all of the last sort, and behind all, for those that belong there."""
-        last = take(self._keys, (self._num_sorted - 1).clamp_min(0).reshape(1))
+        last = gather_in_bounds(self._keys, (self._num_sorted - 1).clamp_min(0).reshape(1))
         largest, smallest = (torch.where(key.isfinite() & (key < 0), -key, 1.0) for key in (self._keys[:1], last))
         ahead = self._margin / (1 + priority / largest)
         behind = self._margin / 2 * (1 + 1 / (1 + priority / smallest))
@@ -303,17 +314,19 @@ class RankBasedSampler(PrioritySampler):
             bounds = begin, width = self._bounds(num, batch_size)
             scaled = u * batch_size
             segment = scaled.to(torch.int64).clamp_max(batch_size - 1)
-            rank = take(begin, segment) + ((scaled - segment) * take(width, segment)).to(torch.int64)
+            rank = gather_in_bounds(begin, segment) + ((scaled - segment) * gather_in_bounds(width, segment)).to(
+                torch.int64
+            )
             smallest = self._density(begin, bounds).amin()
         rank = rank.clamp_min(0)
         place, in_use = self._tree.find(rank)
-        slots = take(self._slot_at, place)
+        slots = gather_in_bounds(self._slot_at, place)
         density = self._density(rank, bounds) * (in_use > 0)
         return slots, density, None if self._weight_norm == "batch" else scalar(smallest.reshape(()))
 
     def _mass_of(self, num: Tensor) -> Tensor:
         """Σ_{r≤num} r^-alpha, float64 [1]."""
-        return take(self._cumulative, (num - 1).clamp_min(0).reshape(1))
+        return gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
 
     def _bounds(self, num: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
@@ -335,7 +348,7 @@ class RankBasedSampler(PrioritySampler):
         # the segments that hold a rank are successive: one of any width, and those that fall on its last rank
         first = torch.searchsorted(begin + width, rank, right=True)
         behind = torch.searchsorted(begin, rank, right=True)
-        first_width = take(width, first.clamp_max(len(width) - 1))
+        first_width = gather_in_bounds(width, first.clamp_max(len(width) - 1))
         return 1 / first_width.to(torch.float64) + (behind - first - 1)
 
     def _unnormalized(self, slots: Tensor) -> Tensor:

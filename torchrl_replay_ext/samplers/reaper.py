@@ -12,11 +12,11 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer
-from torchrl_replay_ext.episodes import EpisodeIndex
+from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, uniform, where_int64
+from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
-from torchrl_replay_ext.tracing import EagerFallback, is_traced, pick, take, uniform
-from torchrl_replay_ext.tree import Resolved, SumTree
+from torchrl_replay_ext.samplers.episode_reader import EpisodeReader, is_rewrite
 
 # A pass over all N slots costs about as much as N / 32 proposals.
 _PASS = 32
@@ -253,7 +253,7 @@ class ReaPERSampler(PrioritySampler):
             finished = terminated.index_select(0, slots).to(torch.bool)
         if not is_traced():
             streams = self._episodes.streams
-            if is_marked_again(slots, self._stamp, streams, storage):
+            if is_rewrite(slots, self._stamp, streams, storage):
                 # the transition stays where it is in its episode
                 self._stamp_slots(slots)
                 self._episodes.update(slots, SumTree.to_mass(self._max_priority).expand(slots.shape[0]), None)
@@ -282,9 +282,9 @@ class ReaPERSampler(PrioritySampler):
     def _forget(self) -> None:
         self._episodes.forget()
 
-    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
-        self._tree.write(slots, self._mass(priority), resolved=resolved)
-        self._episodes.update(slots, SumTree.to_mass(priority), self._clock, resolved)
+    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        self._tree.write(slots, self._mass(priority), mask=mask)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._clock, mask)
 
     def _reweight(self, slots: Tensor | None = None) -> None:
         self._reweight_tree(self._tree, slots)
@@ -350,7 +350,7 @@ class ReaPERSampler(PrioritySampler):
         wanted = torch.arange(batch_size, device=self._device)
         if self._device.type == "cpu":
             place = torch.searchsorted(running, wanted + 1)
-            drawn = [take(slots, place), take(factor * mass, place)]
+            drawn = [gather_in_bounds(slots, place), gather_in_bounds(factor * mass, place)]
             short = (num < batch_size) & (self._tree.total() > 0)
             assert self._fallback is not None
             slots, density = self._fallback.replace(short, drawn, [])
@@ -360,8 +360,8 @@ class ReaPERSampler(PrioritySampler):
         share = factor.cumsum(0)
         target = uniform(batch_size, device=self._device) * share[-1]
         unconditional = torch.searchsorted(share, target, right=True).clamp_max(len(share) - 1)
-        place = pick(num > 0, place, unconditional)
-        return take(slots, place), take(factor * mass, place)
+        place = where_int64(num > 0, place, unconditional)
+        return gather_in_bounds(slots, place), gather_in_bounds(factor * mass, place)
 
     def _smallest(self) -> Tensor | None:
         """The smallest Ψ > 0 in the buffer, if weights are normalised by it."""

@@ -16,6 +16,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext.arguments import require_bool, require_integer
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, where_int64
+from torchrl_replay_ext.core.slices import SliceIndex
+from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.samplers.base import (
     STAMP_KEY,
     PrioritySampler,
@@ -23,10 +26,7 @@ from torchrl_replay_ext.samplers.base import (
     draws_sequences,
     is_same_memory,
 )
-from torchrl_replay_ext.samplers.written import EpisodeReader, is_marked_again
-from torchrl_replay_ext.slices import SliceIndex
-from torchrl_replay_ext.tracing import is_traced, pick, take
-from torchrl_replay_ext.tree import Resolved
+from torchrl_replay_ext.samplers.episode_reader import EpisodeReader, is_rewrite
 
 MASK_KEY = ("collector", "mask")
 # Batches that are remembered until their TD errors come back.
@@ -105,7 +105,7 @@ class SliceStarts(PrioritySampler):
         streams = self.slices.streams
         ended, trajectory, initial = self._reader.read(storage, slots, self._num_slots, needs_ids=streams.assigned)
         if not is_traced():
-            if is_marked_again(slots, self._stamp, streams, storage):
+            if is_rewrite(slots, self._stamp, streams, storage):
                 # the transition stays where it is in its episode
                 self._stamp_slots(slots)
                 return
@@ -148,7 +148,7 @@ class SliceStarts(PrioritySampler):
     def _limit(self, alpha: float) -> float:
         return math.inf
 
-    def _update(self, slots: Tensor, priority: Tensor, resolved: Resolved | None) -> None:
+    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         pass
 
     def _reweight(self, slots: Tensor | None = None) -> None:
@@ -397,7 +397,9 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             column = data.get(key, None)
             if column is None:
                 return None
-            return take(column.flatten(0, storage.ndim - 1) if storage.ndim > 1 else column, slots).to(torch.bool)
+            return gather_in_bounds(column.flatten(0, storage.ndim - 1) if storage.ndim > 1 else column, slots).to(
+                torch.bool
+            )
 
         done = flag(self._done_key)
         assert done is not None
@@ -412,7 +414,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         }
         if self._prioritized:
             # no write has the number of a padded row
-            stamp = pick(mask, take(self._anchors._stamp, slots), torch.full_like(slots, -1))
+            stamp = where_int64(mask, gather_in_bounds(self._anchors._stamp, slots), torch.full_like(slots, -1))
             if self._anchors._traceable:
                 info[STAMP_KEY] = stamp
             if not is_traced():

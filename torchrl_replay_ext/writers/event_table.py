@@ -14,10 +14,11 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext.buffers import CompilableWriter
-from torchrl_replay_ext.events import STORAGE_ATTRIBUTE, EventTables, is_key
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.event_spec import is_key
+from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.samplers.base import row_major
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 _TRAJECTORY = ("collector", "traj_ids")
 _NEVER = np.iinfo(np.int64).max
@@ -91,7 +92,7 @@ class EventTableWriter(CompilableWriter):
     truncated, or where ``init_key`` marks the beginning of the next. What enters does not depend on how the data is cut
     into calls of ``extend``.
 
-    Streams: in flat storage, the entry ``stream_key`` tells them apart, which TorchRL's collectors write (a trajectory
+    Lanes: in flat storage, the entry ``stream_key`` tells them apart, which TorchRL's collectors write (a trajectory
     id: each episode is a stream of its own then); data without that entry is one stream. In a storage of ``ndim`` >= 2
     each column is one, and the entry, if present, tells its episodes apart. Trajectory ids that restart, with a new
     collector for example, must not continue an episode that was left open: end it, or mark beginnings by ``init_key``

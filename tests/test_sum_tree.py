@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scipy import stats
 
-from torchrl_replay_ext.tree import MaxTree, SumTree
+from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
 
 UNIT = SumTree.UNIT
 

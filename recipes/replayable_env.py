@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 
-class Recording:
+class ReplayableEnv:
     """An environment, and what brings another one like it to where it is: played again, not copied.
 
     That is the state of its generators where its episode began, and the actions since. Other than by its generators,

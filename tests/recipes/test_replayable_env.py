@@ -9,8 +9,8 @@ from recipes.atari import make_atari
 from recipes.atari_presets import AtariConfig
 from recipes.config import EnvConfig
 from recipes.environment import make_env
-from recipes.recording import Recording
-from recipes.run import typed
+from recipes.replayable_env import ReplayableEnv
+from recipes.run import parse_config
 from tests.recipes.runs import ROOT, needs
 
 PRESETS = {
@@ -38,11 +38,11 @@ def play(recording, steps, rng):
 
 def check(make, steps, following):
     for count in steps:
-        source, rng = Recording(make(), seed=3), np.random.default_rng(0)
+        source, rng = ReplayableEnv(make(), seed=3), np.random.default_rng(0)
         play(source, count, rng)
         state, generator = source.state_dict(), rng.bit_generator.state
         expected = play(source, following, rng)
-        twin = Recording(make(), seed=8)
+        twin = ReplayableEnv(make(), seed=8)
         play(twin, 5, np.random.default_rng(1))
         assert twin.load_state_dict(state)
         rng.bit_generator.state = generator
@@ -65,7 +65,7 @@ def check(make, steps, following):
 )
 def test_presets_come_back(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    config = typed(OmegaConf.load(ROOT / "recipes" / "conf" / "env" / f"{name}.yaml"), EnvConfig)
+    config = parse_config(OmegaConf.load(ROOT / "recipes" / "conf" / "env" / f"{name}.yaml"), EnvConfig)
     long = name not in QUICK
     check(lambda: make_env(config), (0, 7, 333) if long else (150,), 700 if long else 150)
 
@@ -123,10 +123,10 @@ class Hasty(Drifting):
 @pytest.mark.parametrize("kind", [Drifting, Hasty])
 def test_what_is_not_deterministic_begins_anew(kind):
     Drifting.number = 0
-    source = Recording(kind(), seed=0)
+    source = ReplayableEnv(kind(), seed=0)
     play(source, 3, np.random.default_rng(0))
     state = source.state_dict()
-    twin = Recording(kind(), seed=0)
+    twin = ReplayableEnv(kind(), seed=0)
     assert not twin.load_state_dict(state)
     assert twin.state_dict()["actions"].numel() == 0
     assert twin.state_dict()["random"] == state["random"]

@@ -9,7 +9,7 @@ from tensordict import NestedKey, is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext.streams import Streams
+from torchrl_replay_ext.core.lanes import Lanes
 
 
 class EpisodeReader:
@@ -81,7 +81,7 @@ class EpisodeReader:
             raise ValueError(f"{self._owner}: slots must be written in turn; use a round-robin writer, the default.")
 
 
-def is_marked_again(slots: Tensor, stamp: Tensor, streams: Streams, storage: Storage | None) -> bool:
+def is_rewrite(slots: Tensor, stamp: Tensor, streams: Lanes, storage: Storage | None) -> bool:
     """Whether ``slots`` [n] are marked by ``rb.mark_update``, or written out of turn, not by the writer in turn."""
     if not bool((stamp.index_select(0, slots) > 0).all()):
         return False

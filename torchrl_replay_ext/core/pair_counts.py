@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.tracing import take
+from torchrl_replay_ext.compilation import gather_in_bounds
 
 # Odd constants of splitmix64, as signed integers.
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -91,7 +91,7 @@ class PairCounts:
 
     def of(self, slots: Tensor) -> Tensor:
         """Counts of the pairs of ``slots`` [n]: of all, in each event table, in any; int64 [tables + 1, n]."""
-        buckets = take(self._bucket, slots)
+        buckets = gather_in_bounds(self._bucket, slots)
         rows = torch.arange(self._tables + 1, device=slots.device).unsqueeze(1) * self._counts.shape[1]
-        flat = take(self._counts.view(-1), (rows + buckets).view(-1))
+        flat = gather_in_bounds(self._counts.view(-1), (rows + buckets).view(-1))
         return flat.view(-1, slots.shape[0]).to(torch.int64)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.streams import shifted
-from torchrl_replay_ext.tracing import is_traced, pick, put, take
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, scatter_in_bounds, where_int64
+from torchrl_replay_ext.core.lanes import shifted
 
 # The frame of zeros.
 _BLANK = 0
@@ -112,13 +112,13 @@ class FramePool:
         links = self._link(before, after, trajectory)
         ids = self._allocate(slots, links)
         self._store(ids, links.new, before, after)
-        put(self._ids, slots, ids.to(torch.int32))
+        scatter_in_bounds(self._ids, slots, ids.to(torch.int32))
         self._remember(slots, trajectory, links.newest)
 
     def read(self, slots: Tensor) -> Tensor:
         """The k + 1 frames of each of ``slots`` [n]: [n, k + 1, ...], the newest last."""
-        ids = take(self._ids, slots)
-        frames = take(self.frames, ids.reshape(-1))
+        ids = gather_in_bounds(self._ids, slots)
+        frames = gather_in_bounds(self.frames, ids.reshape(-1))
         return frames.view(*ids.shape, *frames.shape[1:])
 
     def _link(self, before: Tensor, after: Tensor, trajectory: Tensor) -> _Links:
@@ -130,7 +130,7 @@ class FramePool:
         goes_on = shifted(sorted_ids, 0) == sorted_ids
         goes_on = goes_on & (rows > 0)
         none = torch.full_like(rows, -1)
-        previous = torch.empty_like(rows).index_copy_(0, order, pick(goes_on, shifted(order, 0), none))
+        previous = torch.empty_like(rows).index_copy_(0, order, where_int64(goes_on, shifted(order, 0), none))
         is_last = ~torch.cat([goes_on[1:], torch.zeros_like(goes_on[:1])])
         newest = torch.empty_like(is_last).index_copy_(0, order, is_last)
         follows_row = previous >= 0
@@ -138,11 +138,11 @@ class FramePool:
         # or the transition stored before
         match = (trajectory.unsqueeze(1) == self._tail_trajectory) & (self._tail_slot >= 0)
         stored = match.any(1) & ~follows_row
-        stored_ids = take(self._ids, (self._tail_slot.clamp_min(0) * match).sum(1)).to(torch.int64)[:, 1:]
+        stored_ids = gather_in_bounds(self._ids, (self._tail_slot.clamp_min(0) * match).sum(1)).to(torch.int64)[:, 1:]
         # ... if the frames are the same
         if is_traced():
             follows_row = follows_row & _same(before, after[previous])
-            frames = take(self.frames, stored_ids.reshape(-1)).view(before.shape)
+            frames = gather_in_bounds(self.frames, stored_ids.reshape(-1)).view(before.shape)
             stored = stored & _same(before, frames)
         else:
             follows_row &= _same(before, after[previous])
@@ -163,13 +163,13 @@ class FramePool:
             chosen = alone.nonzero().squeeze(1)
             new[chosen, :-1], blank[chosen] = _different(before[chosen])
         own = -new.reshape(-1).cumsum(0).view_as(new)
-        ids = pick(blank, _BLANK, own[:, :-1])
-        ids = pick(stored.unsqueeze(1), stored_ids, ids)
+        ids = where_int64(blank, _BLANK, own[:, :-1])
+        ids = where_int64(stored.unsqueeze(1), stored_ids, ids)
         ids = torch.cat([ids, own[:, -1:]], 1)
         # the newest frame of each row is known; passed on by one row at a time, those before become known too
         follows = follows_row.unsqueeze(1)
         for _ in range(depth):
-            ids = torch.cat([pick(follows, ids[previous][:, 1:], ids[:, :-1]), ids[:, -1:]], 1)
+            ids = torch.cat([where_int64(follows, ids[previous][:, 1:], ids[:, :-1]), ids[:, -1:]], 1)
         return _Links(ids, new, newest)
 
     def _allocate(self, slots: Tensor, links: _Links) -> Tensor:
@@ -177,14 +177,16 @@ class FramePool:
         wanted = links.new.sum().reshape(1)
         ids = links.ids.reshape(-1)
         known = ids > _BLANK
-        dropped = take(self._ids, slots).reshape(-1).to(torch.int64)
+        dropped = gather_in_bounds(self._ids, slots).reshape(-1).to(torch.int64)
         held = dropped > _BLANK
         self._refer(ids.clamp_min(_BLANK), known.to(torch.int32))
         self._refer(dropped, -held.to(torch.int32))
         # of a frame that several rows have dropped, one
         order = torch.arange(dropped.shape[0], device=slots.device)
-        put(self._mark, dropped, order.to(torch.int32))
-        freed = held & (take(self._references, dropped) == 0) & (take(self._mark, dropped) == order)
+        scatter_in_bounds(self._mark, dropped, order.to(torch.int32))
+        freed = (
+            held & (gather_in_bounds(self._references, dropped) == 0) & (gather_in_bounds(self._mark, dropped) == order)
+        )
         if not is_traced() and bool(wanted > self._num_free + freed.sum()):
             self._refer(dropped, held.to(torch.int32))
             self._refer(ids.clamp_min(_BLANK), -known.to(torch.int32))
@@ -194,27 +196,29 @@ class FramePool:
                 f"num_streams={len(self._tail_slot)} go on at once, pass that number, too."
             )
         place = (self._head + self._num_free + freed.to(torch.int64).cumsum(0) - 1) % self.capacity
-        put(self._free, pick(freed, place, self.capacity + torch.zeros_like(place)), dropped.to(torch.int32))
+        scatter_in_bounds(
+            self._free, where_int64(freed, place, self.capacity + torch.zeros_like(place)), dropped.to(torch.int32)
+        )
         self._num_free.add_(freed.sum())
 
         served = torch.minimum(wanted, self._num_free)
-        given = take(self._free, (self._head + order) % self.capacity) * (order < served)
+        given = gather_in_bounds(self._free, (self._head + order) % self.capacity) * (order < served)
         self.lost.add_(wanted - served)
         self._head.add_(served).remainder_(self.capacity)
         self._num_free.sub_(served)
         asking = ids < _BLANK
-        ids = pick(asking, take(given, (-1 - ids).clamp_min(0)).to(torch.int64), ids)
+        ids = where_int64(asking, gather_in_bounds(given, (-1 - ids).clamp_min(0)).to(torch.int64), ids)
         self._refer(ids, (asking & (ids > _BLANK)).to(torch.int32))
         return ids.view_as(links.ids)
 
     def _refer(self, ids: Tensor, change: Tensor) -> None:
-        put(self._references, ids, change, accumulate=True)
+        scatter_in_bounds(self._references, ids, change, accumulate=True)
 
     def _store(self, ids: Tensor, new: Tensor, before: Tensor, after: Tensor) -> None:
         if is_traced():
-            place = pick(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))
+            place = where_int64(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))
             stack = torch.cat([before, after[:, -1:]], 1)
-            put(self.frames, place.reshape(-1), stack.flatten(0, 1).to(self.frames.dtype))
+            scatter_in_bounds(self.frames, place.reshape(-1), stack.flatten(0, 1).to(self.frames.dtype))
             return
         self.frames.index_copy_(0, ids[:, -1], after[:, -1])
         row, position = new[:, :-1].nonzero(as_tuple=True)
@@ -230,7 +234,7 @@ class FramePool:
         slot = torch.cat([self._tail_slot, slots])[last]
         ids = torch.cat([self._tail_trajectory, trajectory])[last]
         time = time[last]
-        self._tail_slot.copy_(pick(time > 0, slot, torch.full_like(slot, -1)))
+        self._tail_slot.copy_(where_int64(time > 0, slot, torch.full_like(slot, -1)))
         self._tail_trajectory.copy_(ids)
         self._tail_time.copy_(time)
         self._time.add_(count)

@@ -7,9 +7,9 @@ import copy
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.streams import Streams, at_last, shifted
-from torchrl_replay_ext.tracing import pick, put, take
-from torchrl_replay_ext.tree import SumTree
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, where_int64
+from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
+from torchrl_replay_ext.core.sum_tree import SumTree
 
 
 class SliceIndex:
@@ -17,7 +17,7 @@ class SliceIndex:
 
     A ring overwrites the oldest first, so the successor of a stored transition is stored too: what begins at any slot
     and follows the successors is a run of one episode in time order, which ends where the episode does, or where it has
-    got to. Layouts are those of :class:`~torchrl_replay_ext.streams.Streams`. All shapes are static and nothing waits
+    got to. Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. All shapes are static and nothing waits
     for the device.
 
     Args:
@@ -39,7 +39,7 @@ class SliceIndex:
         assigned: bool = False,
         device: torch.device | str | None = None,
     ):
-        self.streams = Streams(steps, lanes, assigned=assigned, device=device)
+        self.streams = Lanes(steps, lanes, assigned=assigned, device=device)
         self.size = self._none = size = self.streams.size
         self.length, self._padded = length, padded
         self.device = torch.device(device or "cpu")
@@ -79,40 +79,42 @@ class SliceIndex:
             slots, self._run > 0, clock, ended=ended, trajectory=trajectory, initial=initial
         )
         slots, ended = slots[order], ended[order]
-        recent = pick((self._recent - oldest) % self.size < count, self._none, self._recent)
+        recent = where_int64((self._recent - oldest) % self.size < count, self._none, self._recent)
         run = self._run if stolen is None else self._run * ~stolen
 
         rows = torch.arange(count, device=slots.device)
-        rank = rows - pick(first, rows, torch.zeros_like(rows)).cummax(0).values
+        rank = rows - where_int64(first, rows, torch.zeros_like(rows)).cummax(0).values
         # steps of the row's episode up to it: since it began among these rows, or earlier
-        age = rows - pick(new, rows, torch.full_like(rows, -1)).cummax(0).values
-        age = 1 + pick(age <= rank, age, run[lane] + rank)
-        previous = pick(new, self._none, pick(first, recent[lane, -1], shifted(slots, 0)))
-        put(self._next, slots, slots.to(self._next.dtype))
-        followed = pick(previous == self._none, self._none, slots)
-        put(self._next, previous, followed.to(self._next.dtype))
+        age = rows - where_int64(new, rows, torch.full_like(rows, -1)).cummax(0).values
+        age = 1 + where_int64(age <= rank, age, run[lane] + rank)
+        previous = where_int64(new, self._none, where_int64(first, recent[lane, -1], shifted(slots, 0)))
+        scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
+        followed = where_int64(previous == self._none, self._none, slots)
+        scatter_in_bounds(self._next, previous, followed.to(self._next.dtype))
 
         if self._padded:
             self.starts.write(slots, torch.ones_like(slots))
         else:
             back = self.length - 1
-            start = pick(
+            start = where_int64(
                 rank >= back, slots[(rows - back).clamp_min(0)], recent[lane, (rank + 1).clamp_max(self.length - 1)]
             )
             enough = (age >= self.length) & (start != self._none)
             mass = torch.cat([torch.zeros_like(slots), enough.to(torch.int64)])
-            self.starts.write(torch.cat([slots, pick(enough, start, self._none + torch.zeros_like(start))]), mass)
+            self.starts.write(
+                torch.cat([slots, where_int64(enough, start, self._none + torch.zeros_like(start))]), mass
+            )
 
         written = torch.zeros_like(run).index_add_(0, lane, torch.ones_like(lane)).unsqueeze(1)
         place = torch.arange(self.length, device=slots.device).expand_as(recent)
         row = written.cumsum(0) - self.length + place
         kept = recent.gather(1, (place + written).clamp_max(self.length - 1))
-        self._recent.copy_(pick(self.length - place <= written, slots[row.clamp(0, count - 1)], kept))
+        self._recent.copy_(where_int64(self.length - place <= written, slots[row.clamp(0, count - 1)], kept))
         self._run.copy_(at_last(lane, age.clamp_max(self.length) * ~ended, run))
 
     def drop(self, slots: Tensor) -> None:
         """Forget what ``slots`` [n] held, the oldest; what goes on does not go on after them."""
-        put(self._next, slots, slots.to(self._next.dtype))
+        scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
         self.starts.write(slots, torch.zeros_like(slots))
         self._recent.fill_(self._none)
         if not self.streams.assigned:
@@ -127,7 +129,7 @@ class SliceIndex:
         """The slots of slices from ``starts`` [n] on, int64 [n, length]; the last of an episode is repeated."""
         slots = [starts]
         for _ in range(self.length - 1):
-            slots.append(take(self._next, slots[-1]))
+            slots.append(gather_in_bounds(self._next, slots[-1]))
         return torch.stack([slot.to(torch.int64) for slot in slots], 1)
 
     def newest(self) -> tuple[Tensor, Tensor]:
@@ -143,7 +145,7 @@ class SliceIndex:
     def is_followed(self, slots: Tensor) -> Tensor:
         """Whether each of ``slots`` [n, k] is followed by the one behind it, bool [n, k - 1]."""
         before, behind = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
-        return ((take(self._next, before) == behind) & (before != behind)).view(slots.shape[0], -1)
+        return ((gather_in_bounds(self._next, before) == behind) & (before != behind)).view(slots.shape[0], -1)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state from which the rest is recomputed, by name."""
@@ -154,7 +156,7 @@ class SliceIndex:
         begins = stored.clone()
         slots = torch.arange(self.size, device=self.device)
         for _ in range(0 if self._padded else self.length - 1):
-            following = take(self._next, slots).to(torch.int64)
+            following = gather_in_bounds(self._next, slots).to(torch.int64)
             begins &= following != slots
             slots = following
         self.starts.leaves[: self.size] = begins.to(torch.int64)

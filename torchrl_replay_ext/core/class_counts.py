@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.tracing import take
+from torchrl_replay_ext.compilation import gather_in_bounds
 
 # Counts are kept for every set of event tables.
 MAX_EVENT_TABLES = 16
@@ -112,9 +112,9 @@ class ClassCounts:
         Returns:
             Float64 [n].
         """
-        label = take(self._class, slots)
+        label = gather_in_bounds(self._class, slots)
         rows = torch.arange(len(self._counts), device=slots.device).unsqueeze(1) * self._counts.shape[1]
-        counts = take(self._counts.view(-1), (rows + label).view(-1)).view(-1, slots.shape[0])
+        counts = gather_in_bounds(self._counts.view(-1), (rows + label).view(-1)).view(-1, slots.shape[0])
         drawn = (counts[:-1] * share.unsqueeze(1)).sum(0)
         # a class is complete as far back as the table with the longest memory among those it entered
         entered = (label & self._bits.unsqueeze(1)) > 0

@@ -10,31 +10,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    scalar,
+    scatter_in_bounds,
+    stratify,
+    uniform,
+    where_int64,
+)
 from torchrl_replay_ext.functional.priorities import FEW, write_last
-from torchrl_replay_ext.tracing import is_traced, pick, put, scalar, stratify, take, uniform
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Lazy writes until minima are brought up to date.
 _MAX_STALE = 64
 # Inside graphs: entries that make one of the next level, and the largest number of entries on the last one.
-_NARROW = 4
-_APEX = 16
+_COMPILED_FANOUT = 4
+_ROOT = 16
 
 
-class Resolved(NamedTuple):
+class UpdateMask(NamedTuple):
     """What becomes of each row of an update that cannot be looked at.
 
     Args:
-        taken: bool [n], False where the row changes nothing; rows of one leaf agree, and so do their values.
-        once: bool [n], True for one row of each leaf.
+        valid: bool [n], False where the row changes nothing; rows of one leaf agree, and so do their values.
+        is_last: bool [n], True for one row of each leaf: of duplicates, the one that wins.
     """
 
-    taken: Tensor
-    once: Tensor
+    valid: Tensor
+    is_last: Tensor
 
 
 def _rounded_up(number: int) -> int:
-    return -(-number // _NARROW) * _NARROW
+    return -(-number // _COMPILED_FANOUT) * _COMPILED_FANOUT
 
 
 def _less_one(mass: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ def _less_one(mass: Tensor) -> Tensor:
     return (mass - 1) & _INT64_MAX
 
 
-class Pyramid:
+class ReductionTree:
     """Sums, minima or maxima of int64 leaves: of rows of ``fanout`` of them, of blocks of rows, up to a dense top.
 
     Outside graphs, where every operation has its price, rows are reduced as a whole. Inside graphs only the arithmetic
@@ -83,7 +91,7 @@ class Pyramid:
             nonlocal used
             if self._flat is None:
                 return torch.full(shape, self._nothing, dtype=torch.int64, device=self._device)
-            steps.append((used, min(shape[-1] if len(shape) > 1 else _NARROW, _NARROW)))
+            steps.append((used, min(shape[-1] if len(shape) > 1 else _COMPILED_FANOUT, _COMPILED_FANOUT)))
             used += math.prod(shape)
             return self._flat[used - math.prod(shape) : used].view(shape)
 
@@ -95,7 +103,7 @@ class Pyramid:
             widths = self._widths() if self._flat is not None else []
             self._partial.append([part(height, width) for width in widths])
             self.levels.append(part(*shape))
-        self._apex = [part(length) for length in self._lengths()] if self._flat is not None else []
+        self._root_levels = [part(length) for length in self._lengths()] if self._flat is not None else []
         ends = [first for first, _ in steps[1:]] + [used]
         # where each level begins, its length, and how many of its entries make one of the next
         self._steps = tuple((first, end - first, n) for (first, n), end in zip(steps, ends, strict=False))
@@ -108,16 +116,16 @@ class Pyramid:
     def _widths(self) -> list[int]:
         """Results kept per row, from the finest upwards: 16 and 4 for 64."""
         widths, width = [], self._fanout
-        while width > _NARROW:
-            width //= _NARROW
+        while width > _COMPILED_FANOUT:
+            width //= _COMPILED_FANOUT
             widths.append(width)
         return widths
 
     def _lengths(self) -> list[int]:
         """Lengths of the levels above the top."""
         lengths, length = [], self._shapes[-1][0]
-        while length > _APEX:
-            length = _rounded_up(length // _NARROW)
+        while length > _ROOT:
+            length = _rounded_up(length // _COMPILED_FANOUT)
             lengths.append(length)
         return lengths
 
@@ -132,7 +140,7 @@ class Pyramid:
         state = vars(self).copy()
         if self._flat is not None:
             # they are parts of it
-            del state["levels"], state["_partial"], state["_apex"]
+            del state["levels"], state["_partial"], state["_root_levels"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,13 +158,13 @@ class Pyramid:
         assert self._flat is not None
         return self._flat
 
-    def apex(self) -> Tensor:
+    def root(self) -> Tensor:
         """The last level inside graphs, int64 [.]."""
         return self.flat()[self._layout()[-1][0] :]
 
     def tensors(self) -> list[Tensor]:
         """All levels."""
-        return [*self.levels, *(tensor for row in self._partial for tensor in row), *self._apex]
+        return [*self.levels, *(tensor for row in self._partial for tensor in row), *self._root_levels]
 
     def _reduced(self, rows: Tensor) -> Tensor:
         if self.kind == "sum":
@@ -172,18 +180,18 @@ class Pyramid:
         rows = self._of_leaves(rows)
         for level, partial in zip(self.levels, self._partial, strict=True):
             for results in partial:
-                rows = self._reduced(rows.view(-1, results.shape[1], _NARROW))
+                rows = self._reduced(rows.view(-1, results.shape[1], _COMPILED_FANOUT))
                 results.index_copy_(0, row, rows)
             level.view(-1).index_copy_(0, node, self._reduced(rows))
             if level is not self.top:
                 row = node = node >> self._shift
                 rows = level.index_select(0, row)
-        self._refresh_apex()
+        self._refresh_root()
 
-    def _refresh_apex(self) -> None:
+    def _refresh_root(self) -> None:
         below = self.top
-        for level in self._apex:
-            level[: below.numel() // _NARROW] = self._reduced(below.view(-1, _NARROW))
+        for level in self._root_levels:
+            level[: below.numel() // _COMPILED_FANOUT] = self._reduced(below.view(-1, _COMPILED_FANOUT))
             below = level
 
     def walk(self, leaves: Tensor) -> list[tuple[Tensor, int, int, int]]:
@@ -194,14 +202,14 @@ class Pyramid:
             of the next.
         """
         own = [(self.flat(), *step) for step in self._layout()]
-        return [(leaves, 0, leaves.shape[0], min(self._fanout, _NARROW)), *own]
+        return [(leaves, 0, leaves.shape[0], min(self._fanout, _COMPILED_FANOUT)), *own]
 
     @property
     def last_in_rows(self) -> int:
         """The number of the level in :meth:`walk` behind which rows are counted as nodes, wherever they are stored."""
         return len(self._partial[0])
 
-    def refresh_narrow(self, leaves: Tensor, place: Tensor, node: Tensor) -> None:
+    def refresh_compiled(self, leaves: Tensor, place: Tensor, node: Tensor) -> None:
         """Recompute what stands above the leaves at ``place`` among all that are stored, in the row ``node``."""
         pair: Callable[[Tensor, Tensor], Tensor] = {
             "sum": torch.add,
@@ -211,7 +219,7 @@ class Pyramid:
         steps = self.walk(leaves)
         for number, (level, begin, _, children) in enumerate(steps[:-1]):
             first = begin + (place & -children)
-            entries = [take(level, first + k) for k in range(children)]
+            entries = [gather_in_bounds(level, first + k) for k in range(children)]
             if number == 0:
                 entries = [self._of_leaves(entry) for entry in entries]
             value = entries[0]
@@ -219,7 +227,7 @@ class Pyramid:
                 value = pair(value, entry)
             place = node if number == self.last_in_rows else place >> (children.bit_length() - 1)
             level, begin, *_ = steps[number + 1]
-            put(level, begin + place, value)
+            scatter_in_bounds(level, begin + place, value)
 
     def rebuild(self, leaves: Tensor, rows_in_order: Tensor) -> None:
         """Recompute everything from ``leaves`` [stored, fanout], and from the rows as they are counted."""
@@ -227,12 +235,12 @@ class Pyramid:
         for level, partial in zip(self.levels, self._partial, strict=True):
             below = self._of_leaves(leaves) if level is self.levels[0] else leaves
             for results in partial:
-                results.copy_(self._reduced(below.view(-1, results.shape[1], _NARROW)))
+                results.copy_(self._reduced(below.view(-1, results.shape[1], _COMPILED_FANOUT)))
                 below = results
             level.view(-1)[: value.numel()] = value
             if level is not self.top:
                 value, leaves = self._reduced(level), level
-        self._refresh_apex()
+        self._refresh_root()
 
     def clear(self) -> None:
         """All leaves are 0."""
@@ -266,8 +274,8 @@ class SumTree:
     only checks wait for the device; an update writes the leaves first and then recomputes every ancestor from its
     children, so duplicates are safe: the last one wins. ``max_priority`` is the largest priority a leaf may hold.
 
-    Outside graphs a draw walks the tree a row at a time, inside them by 4 entries; see :class:`Pyramid`. Before the
-    tree becomes part of a graph, :meth:`prepare` must be called.
+    Outside graphs a draw walks the tree a row at a time, inside them by 4 entries; see :class:`ReductionTree`. Before
+    the tree becomes part of a graph, :meth:`prepare` must be called.
 
     Args:
         capacity: number of leaves, >= 1.
@@ -319,8 +327,8 @@ class SumTree:
         # one-dimensional: a graph that writes to a view of a tensor copies the whole tensor
         self.leaves = torch.zeros(stored * fanout, dtype=torch.int64, device=device)
         layout = {"stored": stored, "fanout": fanout, "top": top, "device": device}
-        self._sums = Pyramid(blocks, kind="sum", **layout)
-        self._minima = Pyramid(blocks, kind="min", **layout) if track_min else None
+        self._sums = ReductionTree(blocks, kind="sum", **layout)
+        self._minima = ReductionTree(blocks, kind="min", **layout) if track_min else None
         # the smallest positive mass if known, and the blocks whose minimum is out of date
         self._min: int | None = None
         self._stale: list[Tensor] = []
@@ -338,7 +346,7 @@ class SumTree:
         """The leaves by stored row, int64 [rows, fanout]: a view for code outside graphs."""
         return self.leaves.view(-1, self.fanout)
 
-    def _pyramids(self) -> list[Pyramid]:
+    def _pyramids(self) -> list[ReductionTree]:
         return [self._sums] if self._minima is None else [self._sums, self._minima]
 
     def prepare(self) -> None:
@@ -375,17 +383,17 @@ class SumTree:
     def get(self, index: Tensor) -> Tensor:
         """Masses at ``index`` [n], int64 [n]."""
         place = index if self.page_table is None else self._address(index)[2]
-        return take(self.leaves, place)
+        return gather_in_bounds(self.leaves, place)
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
-        return (self._sums.apex() if is_traced() else self._sums.top).sum()
+        return (self._sums.root() if is_traced() else self._sums.top).sum()
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; needs ``track_min`` and a positive total."""
         assert self._minima is not None
         if self.prepared:
-            return scalar(self._minima.apex().amin() + 1)
+            return scalar(self._minima.root().amin() + 1)
         if self._min is None:
             self._refresh_minima()
             self._min = int(self._minima.top.amin()) + 1
@@ -425,8 +433,8 @@ class SumTree:
             raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
-    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, resolved: Resolved | None = None) -> None:
-        """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins if not ``resolved``.
+    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, mask: UpdateMask | None = None) -> None:
+        """Unchecked update in int64 masses; of duplicates in ``index`` [n] the last one wins if not ``mask``.
 
         With ``lazy``, minima are brought up to date only when they are needed, which they seldom are: as long as no
         leaf of the smallest mass is written, the smallest mass can only become that of a leaf that is.
@@ -435,13 +443,13 @@ class SumTree:
         leaves = self.leaves
         lazy = lazy and not self.prepared and self._min is not None and index.shape[0] <= FEW
         before = leaves.index_select(0, place).tolist() if lazy else []
-        if resolved is None:
+        if mask is None:
             write_last(leaves, place, mass)
         else:
-            put(leaves, place, pick(resolved.taken, mass, take(leaves, place)))
+            scatter_in_bounds(leaves, place, where_int64(mask.valid, mass, gather_in_bounds(leaves, place)))
         if is_traced():
             for pyramid in self._pyramids():
-                pyramid.refresh_narrow(leaves, place, block)
+                pyramid.refresh_compiled(leaves, place, block)
             return
         rows = self.rows.index_select(0, row)
         self._sums.refresh(rows, row, block)
@@ -457,35 +465,35 @@ class SumTree:
             self._minima.refresh(rows, row, block)
             self._min = None
 
-    def _find_narrow(self, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_compiled(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`find`, 4 children at a time."""
-        *steps, (apex, begin, length, _) = self._sums.walk(self.leaves)
-        node, rest = _child(lambda k: apex[begin + k], length, target)
+        *steps, (root, begin, length, _) = self._sums.walk(self.leaves)
+        node, rest = _child(lambda k: root[begin + k], length, target)
         block = node
         for number in reversed(range(len(steps))):
             level, begin, _, children = steps[number]
             if number == self._sums.last_in_rows:
                 block, node = node, self._row(node)
             first = begin + node * children
-            child, rest = _child(lambda k, level=level, first=first: take(level, first + k), children, rest)
+            child, rest = _child(lambda k, level=level, first=first: gather_in_bounds(level, first + k), children, rest)
             node = node * children + child
-        mass = take(self.leaves, node)
+        mass = gather_in_bounds(self.leaves, node)
         # Masses are below 2^62. To add 0 makes whatever is done with the leaf wait until its mass was read: otherwise
         # the compiler may postpone that, and then an update has to copy the whole tree for its sake.
         return (block << self._shift) + (node & (self.fanout - 1)) + (mass >> 62), mass
 
-    def _prefix_narrow(self, index: Tensor) -> Tensor:
+    def _prefix_compiled(self, index: Tensor) -> Tensor:
         """:meth:`prefix`, 4 children at a time."""
-        *steps, (apex, apex_begin, length, _) = self._sums.walk(self.leaves)
+        *steps, (root, root_begin, length, _) = self._sums.walk(self.leaves)
         block, _, place = self._address(index)
         result = torch.zeros_like(index)
         for number, (level, begin, _, children) in enumerate(steps):
             first = place & -children
             for k in range(children - 1):
-                result = result + take(level, begin + first + k) * (first + k < place)
+                result = result + gather_in_bounds(level, begin + first + k) * (first + k < place)
             place = block if number == self._sums.last_in_rows else place >> (children.bit_length() - 1)
         for k in range(length - 1):
-            result = result + apex[apex_begin + k] * (k < place)
+            result = result + root[root_begin + k] * (k < place)
         return result
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -497,7 +505,7 @@ class SumTree:
         Returns:
             The leaves and their masses, int64 [n] each.
         """
-        return self._find_narrow(target) if is_traced() else self._find(target, self._run())
+        return self._find_compiled(target) if is_traced() else self._find(target, self._run())
 
     def _run(self) -> Tensor:
         """Running sums of the top, inclusive; ``self._running`` holds the exclusive ones after it."""
@@ -542,7 +550,7 @@ class SumTree:
         if is_traced():
             total = self.total()
             # the product may have been rounded up to the total
-            return self._find_narrow(torch.minimum((u * total).to(torch.int64), total - 1))
+            return self._find_compiled(torch.minimum((u * total).to(torch.int64), total - 1))
         running = self._run()
         total = running[-1].item()
         if total == 0:
@@ -555,7 +563,7 @@ class SumTree:
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves [0, i) for each i of ``index`` [n], 0 <= i <= capacity. int64 [n]."""
         if is_traced():
-            return self._prefix_narrow(index)
+            return self._prefix_compiled(index)
         if 2 * index.shape[0] > self.leaves.shape[0]:
             return self._prefix_of_many(index)
         blocks = self._sums.levels[:-1]
@@ -630,7 +638,7 @@ class MaxTree:
         rows = -(-capacity // fanout)
         # the values, to be written in place; one-dimensional as in SumTree
         self.leaves = torch.zeros(rows * fanout, dtype=torch.int64, device=device)
-        self._maxima = Pyramid(rows, stored=rows, fanout=fanout, top=top, kind="max", device=device)
+        self._maxima = ReductionTree(rows, stored=rows, fanout=fanout, top=top, kind="max", device=device)
         self._prepared = False
 
     def prepare(self) -> None:
@@ -652,13 +660,13 @@ class MaxTree:
         """Recompute the ancestors of the leaves ``index`` [n]."""
         block = index >> self._shift
         if is_traced():
-            self._maxima.refresh_narrow(self.leaves, index, block)
+            self._maxima.refresh_compiled(self.leaves, index, block)
         else:
             self._maxima.refresh(self._rows.index_select(0, block), block, block)
 
     def max(self) -> Tensor:
         """The largest leaf, int64 []."""
-        return (self._maxima.apex() if is_traced() else self._maxima.top).amax()
+        return (self._maxima.root() if is_traced() else self._maxima.top).amax()
 
     def rebuild_(self) -> None:
         """Recompute all maxima from the leaves."""

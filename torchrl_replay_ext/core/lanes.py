@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import is_traced, where_int64
 from torchrl_replay_ext.functional.priorities import write_last
-from torchrl_replay_ext.tracing import is_traced, pick
 
 # Trajectories that are remembered as cut off by another: for each lane, and if there is a single one.
 _REMEMBERED = 8
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     stolen: Tensor | None
 
 
-class Streams:
+class Lanes:
     """The lanes of a ring buffer, one for each stream of experience, and where episodes begin in them.
 
     Lanes are fixed by the storage: slot t·lanes + e is step t of lane e, and one environment written to flat storage is
@@ -75,13 +75,13 @@ class Streams:
         self._written = full(lanes, 0)
         # ... and, since then: whether trajectory ids restarted, whether its end may have gone unseen
         self._old = full(lanes, 0, torch.bool)
-        self._doubtful = full(lanes, 0, torch.bool)
+        self._end_may_be_missed = full(lanes, 0, torch.bool)
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
         self._cursor = full(1, 0)
         # the last trajectories that another one cut off in each lane, the latest last
         remembered = _REMEMBERED if lanes > 1 else _REMEMBERED_ALONE
-        self._cut_off = torch.full((lanes, remembered), -1, dtype=torch.int64, device=device)
+        self._recently_preempted = torch.full((lanes, remembered), -1, dtype=torch.int64, device=device)
         # trajectories that broke off, or were too many, where that could not be an error
         self.broken_off = full(1, 0)
         self._warned = False
@@ -105,7 +105,7 @@ class Streams:
 
         Any trajectory may have ended there.
         """
-        self._doubtful.fill_(True)
+        self._end_may_be_missed.fill_(True)
         self._cursor.fill_((self.step_of(slots[-1]) + 1) % self.steps)
 
     def follow(
@@ -155,7 +155,7 @@ class Streams:
             if self.lanes > 1 and not self.assigned:
                 marked = None if initial is None else initial[order]
                 self._require_own_lane(lane, first & open_lane[lane], trajectory, marked)
-            new |= trajectory != pick(first, self._trajectory[lane], shifted(trajectory, 0))
+            new |= trajectory != where_int64(first, self._trajectory[lane], shifted(trajectory, 0))
             self._trajectory.copy_(at_last(lane, trajectory, self._trajectory))
         if initial is not None:
             new |= initial[order]
@@ -165,7 +165,7 @@ class Streams:
 
     def lose_track(self, open_lane: Tensor) -> None:
         """Trajectories in open lanes may go on, or have ended unseen."""
-        self._doubtful.copy_(open_lane)
+        self._end_may_be_missed.copy_(open_lane)
 
     def _require_one_stream(
         self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
@@ -186,20 +186,20 @@ class Streams:
         restarted = begins & (trajectory <= self._max_trajectory)
         unexpected = cuts & ~restarted & ~marked
         if not is_traced():
-            returned = begins & ~marked & (trajectory.unsqueeze(1) == self._cut_off).any(1)
+            returned = begins & ~marked & (trajectory.unsqueeze(1) == self._recently_preempted).any(1)
             if bool((returned | cuts).any()):
-                latest = self._latest_cut_off(trajectory, previous, begins, cuts, marked)
+                latest = self._latest_preempted(trajectory, previous, begins, cuts, marked)
                 if bool(unexpected.any()):
                     self._warn_of_cut()
-                self._cut_off.copy_(latest)
+                self._recently_preempted.copy_(latest)
             elif bool(restarted.any()):
-                self._cut_off.fill_(-1)
+                self._recently_preempted.fill_(-1)
         else:
-            self._cut_off.copy_(pick(restarted.any(), -1, self._cut_off))
+            self._recently_preempted.copy_(where_int64(restarted.any(), -1, self._recently_preempted))
         self.broken_off.add_(unexpected.sum())
         self._count_trajectories(trajectory, restarted)
 
-    def _latest_cut_off(
+    def _latest_preempted(
         self, trajectory: Tensor, previous: Tensor, begins: Tensor, cuts: Tensor, marked: Tensor
     ) -> Tensor:
         """With one lane: the trajectories that others have cut off after a write, the latest last; int64 [1, .].
@@ -215,7 +215,7 @@ class Streams:
             ValueError: if a trajectory that was cut off comes back.
         """
         columns = (values[begins].tolist() for values in (trajectory, previous, cuts, marked))
-        gone = dict.fromkeys(each for each in self._cut_off[0].tolist() if each >= 0)
+        gone = dict.fromkeys(each for each in self._recently_preempted[0].tolist() if each >= 0)
         largest = int(self._max_trajectory)
         for new, old, is_cut, is_marked in zip(*columns, strict=True):
             if new in gone and not is_marked:
@@ -250,7 +250,7 @@ class Streams:
         cut = continues & (trajectory != self._trajectory[lane])
         if initial is not None:
             cut &= ~initial
-        returned = cut & (self._cut_off[lane] == trajectory.unsqueeze(1)).any(1)
+        returned = cut & (self._recently_preempted[lane] == trajectory.unsqueeze(1)).any(1)
         if is_traced():
             self.broken_off.add_(returned.sum())
         elif bool(returned.any()):
@@ -264,13 +264,13 @@ class Streams:
 
     def _remember(self, cut: Tensor) -> None:
         """Note that the last trajectories in lanes where ``cut`` [lanes] is 1 were cut off by others."""
-        longer = torch.cat([self._cut_off[:, 1:], self._trajectory.unsqueeze(1)], 1)
-        self._cut_off.copy_(pick(cut.unsqueeze(1), longer, self._cut_off))
+        longer = torch.cat([self._recently_preempted[:, 1:], self._trajectory.unsqueeze(1)], 1)
+        self._recently_preempted.copy_(where_int64(cut.unsqueeze(1), longer, self._recently_preempted))
 
     def _count_trajectories(self, trajectory: Tensor, restarted: Tensor) -> None:
         self._zero_seen |= (trajectory == 0).any()
         largest = trajectory.max().reshape(1)
-        self._max_trajectory.copy_(pick(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
+        self._max_trajectory.copy_(where_int64(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
     def _raise_too_many(self, new: Tensor | int, how: str | None = None) -> None:
         how = how or f"begins while each of {self.lanes} streams holds one that still goes on"
@@ -310,7 +310,7 @@ class Streams:
         apart = (sorted_ids[1:] != sorted_ids[:-1]) | (of_env[1:] == of_env[:-1])
         all_go_on = (~open_lane | (~self._old & (self._trajectory.unsqueeze(1) == first).any(1))).all()
         one_by_one = ~by_step & continues(ids, done) & apart.all() & all_go_on
-        return pick(one_by_one, rows.view(lanes, -1).T.reshape(-1), rows)
+        return where_int64(one_by_one, rows.view(lanes, -1).T.reshape(-1), rows)
 
     def _assign(
         self, trajectory: Tensor, ended: Tensor, initial: Tensor | None, open_lane: Tensor
@@ -343,7 +343,7 @@ class Streams:
         # ids begin at 0 again: what was going on before does not go on
         begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
         restarted = begins_again.any()
-        match &= (first < pick(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
+        match &= (first < where_int64(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
         request = used & ~match.any(1)
         closes = used & ended[last]
         # the others request a lane at their first row; a group that ends releases its lane at its last row. Counted
@@ -359,35 +359,39 @@ class Streams:
         cuts_off = group_id <= self._max_trajectory
         if initial is not None:
             cuts_off |= initial[clipped]
-        available = open_lane & ~match.any(0) & (self._old | self._doubtful | (request & cuts_off).any())
+        available = open_lane & ~match.any(0) & (self._old | self._end_may_be_missed | (request & cuts_off).any())
         # one that was cut off for lack of a lane, and goes on: there are not enough
-        returned = request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._cut_off.view(-1)).any(1)
+        returned = (
+            request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
+        )
         if is_traced():
             self.broken_off.add_(torch.maximum((missing - available.sum()).clamp_min(0), returned.sum()))
         elif bool((missing > available.sum()) | returned.any()):
             self._raise_too_many(group_id[returned if bool(returned.any()) else request][-1])
-        age = pick(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
+        age = (
+            where_int64(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
+        )
         stolen = available & (age < missing)
         # where ids have restarted, those from before mean nothing any more
-        self._cut_off.copy_(pick(restarted, -1, self._cut_off))
+        self._recently_preempted.copy_(where_int64(restarted, -1, self._recently_preempted))
         # one whose end may have gone unseen may also go on
-        self._remember((stolen & ~self._old & ~self._doubtful & ~restarted).to(torch.int64))
+        self._remember((stolen & ~self._old & ~self._end_may_be_missed & ~restarted).to(torch.int64))
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()
         # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
         # releases it, which may itself have taken it from another; the chain is followed by doubling
         release = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        release.index_copy_(0, pick(closes, released[last] - 1, torch.full_like(last, count)), rows)
+        release.index_copy_(0, where_int64(closes, released[last] - 1, torch.full_like(last, count)), rows)
         inherits = request & (number >= num_free)
-        parent = pick(inherits, release[(number - num_free).clamp(0, count)], rows)
-        lane = pick(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
+        parent = where_int64(inherits, release[(number - num_free).clamp(0, count)], rows)
+        lane = where_int64(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
         for _ in range(count.bit_length()):
             parent = parent[parent]
         self._count_trajectories(trajectory, restarted)
         lane = lane[parent][group]
         self._old.index_fill_(0, lane, False)
-        self._doubtful.index_fill_(0, lane, False)
+        self._end_may_be_missed.index_fill_(0, lane, False)
         untouched = torch.ones_like(self._old).index_fill_(0, lane, False)
         return lane, stolen, restarted & untouched
 
@@ -397,8 +401,8 @@ class Streams:
             "lane_trajectory": self._trajectory,
             "lane_written": self._written,
             "lane_old": self._old,
-            "lane_doubtful": self._doubtful,
-            "lane_cut_off": self._cut_off,
+            "lane_doubtful": self._end_may_be_missed,
+            "lane_cut_off": self._recently_preempted,
             "max_trajectory": self._max_trajectory,
             "zero_seen": self._zero_seen,
             "cursor": self._cursor,

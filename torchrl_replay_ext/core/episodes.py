@@ -5,68 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, where_int64
+from torchrl_replay_ext.core.free_list import FreeList
+from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
+from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
-from torchrl_replay_ext.streams import Streams, at_last, shifted
-from torchrl_replay_ext.tracing import pick, put, take
-from torchrl_replay_ext.tree import MaxTree, Resolved, SumTree
 
 # Positions per page: a row of the tree.
 _PAGE = 64
-
-
-class FreeList:
-    """A queue of free ids 0..size-1, in tensors of static shape.
-
-    Args:
-        size: number of ids.
-        device: where the tensors live.
-    """
-
-    def __init__(self, size: int, *, device: torch.device | str | None = None):
-        self.size = size
-        # one place more, for writes that are masked out
-        self.queue = torch.arange(size + 1, device=device).to(torch.int32 if size < 2**31 else torch.int64)
-        self.head = torch.zeros((), dtype=torch.int64, device=device)
-        self.tail = torch.full((), size, device=device)
-
-    def pop(self, mask: Tensor) -> Tensor:
-        """An id for each True of ``mask`` [n], int64; where False, that of the last True before (any id if none)."""
-        rank = mask.cumsum(0)
-        ids = self.queue.index_select(0, (self.head + rank - 1) % self.size).to(torch.int64)
-        self.head.add_(rank[-1])
-        return ids
-
-    def push(self, ids: Tensor, mask: Tensor) -> None:
-        """Give back ``ids`` [n] where ``mask`` is True."""
-        rank = mask.cumsum(0)
-        place = pick(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
-        self.queue.index_copy_(0, place, ids.to(self.queue.dtype))
-        self.tail.add_(rank[-1])
-
-    def clear_(self) -> None:
-        """All ids are free again."""
-        self.queue.copy_(torch.arange(self.size + 1, device=self.queue.device))
-        self.head.zero_()
-        self.tail.fill_(self.size)
-
-    def refill_(self, free: Tensor) -> None:
-        """The ids that are True in ``free`` [size] are free, and no others."""
-        ids = free.nonzero().squeeze(1)
-        self.queue[: len(ids)] = ids.to(self.queue.dtype)
-        self.head.zero_()
-        self.tail.fill_(len(ids))
-
-    def free(self) -> Tensor:
-        """The ids that are free, bool [size]; AssertionError if one is free twice."""
-        waiting = (self.head + torch.arange(int(self.tail - self.head), device=self.queue.device)) % self.size
-        times = self.queue[waiting].to(torch.int64).bincount(minlength=self.size)
-        if int(times.max()) > 1:
-            raise AssertionError("FreeList: an id is free twice")
-        return times > 0
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The state, under names that start with ``name``."""
-        return {f"{name}_queue": self.queue, f"{name}_head": self.head, f"{name}_tail": self.tail}
 
 
 class EpisodeIndex:
@@ -94,7 +40,7 @@ class EpisodeIndex:
 
     def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
         self.steps, self.lanes, self.assigned = steps, lanes, assigned
-        self.streams = Streams(steps, lanes, assigned=assigned, device=device)
+        self.streams = Lanes(steps, lanes, assigned=assigned, device=device)
         self.size = size = self.streams.size
         self.device = torch.device(device or "cpu")
         page_table = None
@@ -190,19 +136,19 @@ class EpisodeIndex:
 
         self._evict(slots, lane)
         if stolen is not None:
-            self._abandon(pick(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
-            self._lane_episode.copy_(pick(stolen, self._none, self._lane_episode))
+            self._abandon(where_int64(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
+            self._lane_episode.copy_(where_int64(stolen, self._none, self._lane_episode))
 
         going_on = self._lane_episode[lane]
         begun = new.cumsum(0)
-        begun_before_lane = pick(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
-        record = pick(begun == begun_before_lane, going_on, self._records.pop(new))
+        begun_before_lane = where_int64(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
+        record = where_int64(begun == begun_before_lane, going_on, self._records.pop(new))
         # an episode that stops without an end stays ongoing for good
-        before = pick(first, going_on, shifted(record, self._none))
-        abandoned = pick(new & ~shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
+        before = where_int64(first, going_on, shifted(record, self._none))
+        abandoned = where_int64(new & ~shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
 
         position = self._place(slots, lane, first, rows)
-        begins = pick(new, record, torch.full_like(record, self._none))
+        begins = where_int64(new, record, torch.full_like(record, self._none))
         for field, value in ((self._totals.leaves, 0), (self._count, 0), (self._touched, 0)):
             field.index_fill_(0, begins, value)
         self._finished.index_fill_(0, begins, False)
@@ -214,13 +160,13 @@ class EpisodeIndex:
         self._count.index_add_(0, record, torch.ones_like(record, dtype=self._count.dtype))
         self.episode.index_copy_(0, slots, record.to(self.episode.dtype))
 
-        ends = pick(ended, record, torch.full_like(record, self._none))
+        ends = where_int64(ended, record, torch.full_like(record, self._none))
         self._finished.index_copy_(0, ends, finished)
         self._open.index_fill_(0, ends, False)
         self._touched.index_copy_(0, ends, clock.expand(count))
         self._abandon(abandoned)
         self._open.index_fill_(0, torch.full_like(lane[:1], self._none), False)
-        self._lane_episode.copy_(at_last(lane, pick(ended, self._none, record), self._lane_episode))
+        self._lane_episode.copy_(at_last(lane, where_int64(ended, self._none, record), self._lane_episode))
         self._totals.refresh(record)
 
     def _evict(self, slots: Tensor, lane: Tensor) -> None:
@@ -244,7 +190,7 @@ class EpisodeIndex:
             assert table is not None
             self._pages.push(table[block], over)
             nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-            table.index_fill_(0, pick(over, block, nowhere), self._no_page)
+            table.index_fill_(0, where_int64(over, block, nowhere), self._no_page)
             self._position.index_fill_(0, slots, self._nowhere)
         self._free(record)
         self._totals.refresh(record)
@@ -270,7 +216,7 @@ class EpisodeIndex:
         """Positions for new transitions, sorted by lane."""
         if not self.assigned:
             return self.positions(slots)
-        rank = rows - pick(first, rows, torch.zeros_like(rows)).cummax(0).values
+        rank = rows - where_int64(first, rows, torch.zeros_like(rows)).cummax(0).values
         offset = (self._lane_next[lane] + rank) % self.span
         position = lane * self.span + offset
         block = position >> self._page_shift
@@ -279,7 +225,9 @@ class EpisodeIndex:
         assert table is not None
         pages = self._pages.pop(starts)
         nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-        table.index_copy_(0, pick(starts, block, nowhere), pick(starts, pages, torch.full_like(pages, self._no_page)))
+        table.index_copy_(
+            0, where_int64(starts, block, nowhere), where_int64(starts, pages, torch.full_like(pages, self._no_page))
+        )
         self._lane_next.copy_(at_last(lane, offset + 1, self._lane_next))
         self._position.index_copy_(0, slots, position.to(self._position.dtype))
         return position
@@ -287,42 +235,44 @@ class EpisodeIndex:
     def positions(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n] in their lanes' order, int64."""
         if self.assigned:
-            return take(self._position, slots).to(torch.int64)
+            return gather_in_bounds(self._position, slots).to(torch.int64)
         if self.lanes == 1:
             return slots
         return slots % self.lanes * self.steps + slots // self.lanes
 
-    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None, resolved: Resolved | None = None) -> None:
+    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None, mask: UpdateMask | None = None) -> None:
         """Set the masses of ``slots`` [n].
 
         Args:
             slots: int64 [n]; each holds a transition where it is taken.
-            mass: int64 [n]; of duplicates the last one wins if not ``resolved``.
+            mass: int64 [n]; of duplicates the last one wins if not ``mask``.
             clock: number of the last write; the transitions of these episodes stop being new. None: they do not.
-            resolved: what becomes of each row, if that cannot be looked at.
+            mask: what becomes of each row, if that cannot be looked at.
         """
         position = self.positions(slots)
-        record = take(self.episode, slots).to(torch.int64)
+        record = gather_in_bounds(self.episode, slots).to(torch.int64)
         before = self._tree.get(position)
-        if resolved is not None:
-            taken, once = resolved
-            mass = pick(taken, mass, before)
-            record = pick(taken, record, torch.full_like(record, self._none))
+        if mask is not None:
+            taken, once = mask
+            mass = where_int64(taken, mass, before)
+            record = where_int64(taken, record, torch.full_like(record, self._none))
             change = (mass - before) * once
         else:
             change = mass - before
             if not all_different(slots):
                 change *= is_last_occurrence(slots)
-        self._tree.write(position, mass, resolved=resolved)
-        put(self._totals.leaves, record, change, accumulate=True)
+        self._tree.write(position, mass, mask=mask)
+        scatter_in_bounds(self._totals.leaves, record, change, accumulate=True)
         self._totals.refresh(record)
         if self.lanes == 1:
             self._lane_total.add_(change.sum())
         else:
             # what is not stored lies behind the last lane
-            put(self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True)
+            scatter_in_bounds(
+                self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True
+            )
         if clock is not None:
-            put(self._touched, record, clock.expand(record.shape[0]))
+            scatter_in_bounds(self._touched, record, clock.expand(record.shape[0]))
 
     def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
         """R of ``slots`` [n] that hold something, in (0, 1]; 1 for what is new.
@@ -336,18 +286,18 @@ class EpisodeIndex:
         Returns:
             [n].
         """
-        record = take(self.episode, slots)
+        record = gather_in_bounds(self.episode, slots)
         position = self.positions(slots)
-        start = take(self._start, record)
+        start = gather_in_bounds(self._start, record)
         behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # an episode that runs over the end of its lane's ring
         around = self._lane_total
         if self.lanes > 1:
-            around = take(around, (position // self.span).clamp_max(self.lanes - 1))
+            around = gather_in_bounds(around, (position // self.span).clamp_max(self.lanes - 1))
         part = upto.sub_(behind).add_((position < start) * around)
-        totals = take(self._totals.leaves, record)
-        whole = torch.where(take(self._finished, record), totals, self._totals.max())
-        is_new = take(stamp, slots) > take(self._touched, record)
+        totals = gather_in_bounds(self._totals.leaves, record)
+        whole = torch.where(gather_in_bounds(self._finished, record), totals, self._totals.max())
+        is_new = gather_in_bounds(stamp, slots) > gather_in_bounds(self._touched, record)
         # slots that hold nothing belong to the last record, behind whose start they need not lie
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)

@@ -11,10 +11,10 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collecti
 from tensordict.utils import is_nested_key
 from torch import Tensor
 
-from torchrl_replay_ext.buffers import CompilableTensorStorage
-from torchrl_replay_ext.frames import FramePool
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.functional.priorities import is_last_occurrence
-from torchrl_replay_ext.tracing import is_traced
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 _OWNER = "FrameStackStorage"
 # Rows that are compared at once outside graphs.

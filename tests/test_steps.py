@@ -1,0 +1,172 @@
+"""Tests of compile_step: the updates it compiles, and its errors."""
+
+import pytest
+import torch
+import torch._inductor.config
+from tensordict import TensorDict
+from torch import nn
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss, SoftUpdate
+
+from torchrl_replay_ext import (
+    AdamStep,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    clip_gradients,
+    compile_step,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def wrong_steps():
+    network = nn.Linear(3, 2)
+    parameters, x = list(network.parameters()), torch.randn(4, 3)
+    optimizer = torch.optim.Adam(parameters)
+
+    def backward():
+        loss = network(x).square().mean()
+        loss.backward()
+
+    def helper():
+        loss = network(x).square().mean()
+        loss.backward()
+
+    def hidden_backward():
+        helper()
+
+    def zero_grad():
+        optimizer.zero_grad()
+
+    def step():
+        gradients = torch.autograd.grad(network(x).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    return parameters, {
+        "loss.backward()": backward,
+        "helper()": hidden_backward,
+        "optimizer.zero_grad()": zero_grad,
+        "optimizer.step()": step,
+    }
+
+
+@pytest.mark.parametrize("call", ["loss.backward()", "helper()", "optimizer.zero_grad()", "optimizer.step()"])
+def test_what_cannot_be_compiled_is_named_with_the_way_out(call):
+    parameters, steps = wrong_steps()
+    before = [parameter.detach().clone() for parameter in parameters]
+    compiled = compile_step(steps[call])
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            compiled()
+        message = str(caught.value)
+        assert f"of test_compilation.py, `{call.replace('helper', 'loss.backward')}`" in message
+        assert "torchrl_replay_ext.AdamStep(optimizer)" in message and "torch.autograd.grad" in message
+        assert "\n" not in message and len(message) < 500
+        assert isinstance(caught.value.__cause__, torch._dynamo.exc.Unsupported)
+    for parameter, old in zip(parameters, before, strict=True):
+        assert parameter.grad is None and torch.equal(parameter, old)
+
+
+def test_other_errors_of_the_compiler_stay_as_they_are():
+    def step():
+        torch._dynamo.graph_break()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        compile_step(step)()
+
+
+def test_errors_of_the_step_stay_visible():
+    def step():
+        raise KeyError("no such entry")
+
+    with pytest.raises(Exception, match="no such entry"):
+        compile_step(step)()
+
+
+def transitions(count):
+    done = torch.rand(count, 1) < 0.1
+    after = {
+        "observation": torch.randn(count, 4),
+        "reward": torch.randn(count, 1),
+        "done": done,
+        "terminated": done.clone(),
+    }
+    data = {"observation": torch.randn(count, 4), "action": torch.randint(0, 2, (count,)), "next": after}
+    return TensorDict(data, [count])
+
+
+class DQN:
+    """Everything that an update changes, with an update in the usual eager form and one for a graph."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        self.rb = CompilableReplayBuffer(
+            storage=CompilableTensorStorage(64), sampler=ProportionalSampler(64), batch_size=8
+        )
+        self.rb.extend(transitions(40))
+        network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+        self.loss = DQNLoss(actor, delay_value=True, double_dqn=True, action_space="categorical")
+        self.loss.make_value_estimator(gamma=0.9)
+        self.target = SoftUpdate(self.loss, eps=0.9)
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=1e-2)
+
+    def eager(self, data):
+        self.rb.extend(data)
+        batch = self.rb.sample()
+        loss = self.loss(batch)["loss"]
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(list(self.loss.parameters()), 0.5)
+        self.optimizer.step()
+        self.target.step()
+        self.rb.update_tensordict_priority(batch)
+        return loss.detach()
+
+    def in_graph(self):
+        step = AdamStep(self.optimizer)
+
+        def update(data):
+            self.rb.extend(data)
+            batch = self.rb.sample()
+            loss = self.loss(batch)["loss"]
+            step(clip_gradients(torch.autograd.grad(loss, step.parameters), 0.5))
+            self.target.step()
+            self.rb.update_tensordict_priority(batch)
+            return loss.detach()
+
+        return compile_step(update)
+
+    def learned(self):
+        networks = {key: value.clone() for key, value in self.loss.state_dict().items() if "param" in key}
+        return networks, self.optimizer.state_dict()["state"], self.rb.sampler.probabilities(self.rb.storage)
+
+
+@pytest.mark.slow
+def test_a_whole_dqn_update_in_a_graph_is_the_eager_one():
+    eager, compiled = DQN(), DQN()
+    start, _, _ = eager.learned()
+    with torch._inductor.config.patch(fallback_random=True):
+        update = compiled.in_graph()
+        for number in range(8):
+            data = transitions(3)
+            losses = []
+            for step in (eager.eager, update):
+                torch.manual_seed(number)
+                losses.append(step(data.clone()))
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(compiled.learned(), eager.learned(), rtol=1e-3, atol=1e-5)
+    now, _, _ = compiled.learned()
+    assert any("target" in key for key in now)
+    assert all(not torch.equal(value, start[key]) for key, value in now.items())
+    compiled.rb.sampler.check_valid()

@@ -1,0 +1,196 @@
+"""A replay buffer whose every step can be part of one compiled graph."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import expand_as_right
+from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler, Sequence
+
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.samplers.base import STAMP_KEY
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
+
+_NO_SEQUENCES = (
+    "CompilableReplayBuffer(sample_unit=Sequence(...)): TorchRL's Sequence cannot be part of a graph. Call sample() "
+    "and update_tensordict_priority() outside the compiled function and pass the sample to it, or use "
+    "TrajectoryRetraceSampler, which draws sequences in a graph."
+)
+
+
+class CompilableReplayBuffer(TensorDictReplayBuffer):
+    """A :class:`~torchrl.data.TensorDictReplayBuffer` that can be part of one compiled graph.
+
+    ``extend``, ``sample`` and ``update_tensordict_priority`` run under ``torch.compile(fullgraph=True)``, and are
+    compiled once for the whole life of the buffer: from a nearly empty one until long after the ring has wrapped, with
+    annealed exponents. In CUDA graphs (``mode="reduce-overhead"``, or tensordict's ``CudaGraphModule``) nothing waits
+    for the device. Outside graphs it behaves like its base class. It takes the same arguments; ``storage`` must be a
+    :class:`CompilableTensorStorage`.
+
+    * The first write must run outside the graph: it sets up storage and sampler.
+    * A graph draws from torch's global generator (``torch.manual_seed``) and does not use a generator that was given to
+      the buffer, since generators cannot be traced.
+    * A graph takes no locks. Do not let other threads write, sample or update while it runs; ``prefetch`` has no effect
+      in it.
+    * What eager mode refuses cannot be an error in a graph: TD errors that are negative, not finite or too large change
+      nothing and are counted in ``sampler.stats()`` as ``rejected_updates``; draws from an empty buffer are slot 0 with
+      weight 0.
+    * Samples of our prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each row.
+      ``update_tensordict_priority`` drops the rows whose slot was overwritten since, however late it comes.
+    * ``sample_unit=Sequence(...)`` works outside graphs only.
+
+    Raises:
+        TypeError: if the storage is of another class.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_replay_ext import ProportionalSampler
+        >>> rb = CompilableReplayBuffer(
+        ...     storage=CompilableTensorStorage(1000), sampler=ProportionalSampler(1000), batch_size=4
+        ... )
+        >>> index = rb.extend(TensorDict({"obs": torch.randn(10, 3)}, [10]))
+        >>> @torch.compile(fullgraph=True)
+        ... def step():
+        ...     batch = rb.sample()
+        ...     batch["td_error"] = batch["obs"].square().sum(-1)
+        ...     rb.update_tensordict_priority(batch)
+        ...     return batch
+        >>> step()["obs"].shape
+        torch.Size([4, 3])
+    """
+
+    # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which has no TD error yet
+    _adding = False
+
+    def __init__(self, **arguments: Any):
+        if arguments.get("writer") is None:
+            arguments["writer"] = CompilableWriter
+        super().__init__(**arguments)
+
+    def _init(self) -> None:
+        super()._init()
+        if not isinstance(self._storage, CompilableTensorStorage):
+            raise TypeError(
+                f"CompilableReplayBuffer(storage={type(self._storage).__name__}): pass storage="
+                "CompilableTensorStorage(capacity); for other storages use torchrl's TensorDictReplayBuffer."
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave; a graph may then be the first to write or sample."""
+        super().load_state_dict(state_dict)
+        if self._storage.initialized:
+            # the sampler takes shape and device from the storage, as at a write
+            columns = (self._storage.ndim,) if self._storage.ndim > 1 else ()
+            self._sampler.mark_update(torch.empty(0, *columns, dtype=torch.int64), storage=self._storage)
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
+        if not is_traced():
+            return super().sample(batch_size, return_info, include_info)
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
+        if isinstance(self._sample_unit, Sequence):
+            raise NotImplementedError(_NO_SEQUENCES)
+        data, info = self._sample(batch_size)
+        for key, value in info.items():
+            value = torch.stack(value, -1) if isinstance(value, tuple) else value
+            data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
+        return (data, info) if return_info else data
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict]:
+        storage: Any = self._storage
+        simple = storage.ndim == 1 and is_tensor_collection(storage._storage) and self._sample_unit is None
+        if not is_traced() or not simple or (self._transform is not None and len(self._transform)):
+            return super()._sample(batch_size)
+        index, info = self._sampler.sample(storage, batch_size)
+        info["index"] = index
+        return self._collate_fn(storage.take(index)), info
+
+    def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
+        """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
+        if not is_traced():
+            super().update_priority(index, priority)
+            return
+        index = torch.stack(index, -1) if isinstance(index, tuple) else index
+        priority = torch.as_tensor(priority)
+        if self.dim_extend > 0 and priority.ndim > 1:
+            priority = self._transpose(priority).flatten()
+        self._sampler.update_priority(index, priority, storage=self._storage)
+
+    def add(self, data: TensorDictBase) -> int:
+        """Write a single row; without a TD error it gets the default priority of a new one."""
+        self._adding = True
+        try:
+            return super().add(data)
+        finally:
+            self._adding = False
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of a sample from its TD errors (the entry ``priority_key``).
+
+        Rows whose slot was overwritten since they were drawn are dropped. With ``sample_unit=Sequence(...)``, only the
+        anchors of the windows are updated, each with the largest TD error of the valid rows of its windows.
+
+        Args:
+            data: a sample, whole or in part, with its TD errors [B] or [B, ...]. What they must be, squared or
+                absolute, depends on the sampler.
+
+        Raises:
+            KeyError: if there is no entry ``priority_key``. Nothing is changed then.
+            NotImplementedError: in a graph, if the buffer draws sequences.
+        """
+        sampler: Any = self._sampler
+        if not isinstance(sampler, PrioritizedSampler):
+            return
+        if data.get(self.priority_key, None) is None and getattr(sampler, "takes_priorities", True):
+            if self._adding:
+                return
+            raise KeyError(
+                f"CompilableReplayBuffer.update_tensordict_priority: the sample has no entry {self.priority_key!r} "
+                f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
+                "written them, or pass the name that the loss uses as priority_key= to the buffer."
+            )
+        traced = is_traced()
+        anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
+        if anchored:
+            if traced:
+                raise NotImplementedError(_NO_SEQUENCES)
+            needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
+            data = data.select(*needed, strict=False).reshape(-1)
+        stamp = data.get(STAMP_KEY, None) if getattr(sampler, "takes_stamps", False) and data.ndim == 1 else None
+        if stamp is None:
+            super().update_tensordict_priority(data)
+            return
+        index, priority = data["index"], self._get_priority_vector(data)
+        if anchored:
+            index, stamp, priority = _largest_of_anchors(data["anchor_index"], stamp, priority, data["validity_mask"])
+        with nullcontext() if traced else self._replay_lock, nullcontext() if traced else self._write_lock:
+            sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
+
+
+def _largest_of_anchors(
+    anchor: Tensor, stamp: Tensor, priority: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct pairs of anchor and write stamp of rows [n], and the largest priority of each pair's valid rows.
+
+    Args:
+        anchor: index of the row's anchor, int64 [n] or [n, ndim].
+        stamp: number of the write of the anchor, int64 [n].
+        priority: float [n].
+        valid: bool [n].
+
+    Returns:
+        Index [m] or [m, ndim], stamps [m], priorities [m].
+    """
+    pairs = torch.cat([anchor.reshape(len(stamp), -1), stamp.unsqueeze(1)], 1)[valid]
+    distinct, place = torch.unique(pairs, dim=0, return_inverse=True)
+    largest = torch.zeros_like(distinct[:, 0], dtype=priority.dtype)
+    largest.scatter_reduce_(0, place, priority[valid], reduce="amax", include_self=False)
+    return distinct[:, :-1].reshape(-1, *anchor.shape[1:]), distinct[:, -1], largest

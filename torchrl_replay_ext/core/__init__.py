@@ -1,0 +1,1 @@
+"""State and algorithms on tensors: no storage, no sampler, no TorchRL."""

@@ -1,0 +1,1 @@
+"""Distributions over the slots of a buffer."""

@@ -1,0 +1,132 @@
+"""A whole learning step as one compiled graph."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.exc import Unsupported, unimplemented
+from torch._dynamo.variables import TensorVariable
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+# In messages of torch's compiler about gradients and optimizers that it does not trace.
+_MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
+
+
+def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
+    """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
+
+    Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
+    then copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
+
+    At each call, torch checks that nothing changed that the graph was made for. These checks take as long as a replay
+    cycle, and are left out here: whatever ``step`` reads, the arguments' shapes included, must stay what it was at the
+    first call, except for the values of tensors. Objects that eager code creates at its first call must exist before:
+    the storage (write to the buffer once), the value estimator of a TorchRL loss (``loss.make_value_estimator(...)``).
+
+    The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
+    :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. ``loss.backward()`` and the optimizers
+    of ``torch.optim`` are not traced.
+
+    Args:
+        step: a function, not a method.
+        cudagraphs: replay the graph as a CUDA graph. Default: False.
+
+    Returns:
+        The compiled step. It has a graph of its own, even if other steps were made from the same code. It is compiled
+        at its first call.
+
+    Raises:
+        TypeError: if ``step`` is not a function.
+        RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
+            ``torch.optim``. Other errors of torch's compiler are passed on as they are.
+
+    Examples:
+        >>> counter = torch.zeros(1)
+        >>> step = compile_step(lambda: counter.add_(1))
+        >>> _ = step(), step()
+        >>> counter
+        tensor([2.])
+    """
+    if not isinstance(step, FunctionType):
+        raise TypeError(f"compile_step: a function is needed, not {type(step).__name__}; wrap it in one.")
+    # graphs belong to code objects, and without checks the graph of another step from the same code would be run
+    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
+    own.__kwdefaults__ = step.__kwdefaults__
+    options: dict[str, Any] = {
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        "size_asserts": False,
+        "alignment_asserts": False,
+        # a read that is moved behind a write to the same tensor makes the graph copy the whole tensor
+        "reorder_for_locality": False,
+    }
+    if cudagraphs:
+        options["triton.cudagraphs"] = True
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, options=options)
+    is_compiled = False
+
+    @wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_compiled
+        if is_compiled:
+            return compiled(*args, **kwargs)
+        with _compiling():
+            result = compiled(*args, **kwargs)
+        is_compiled = True
+        return result
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
+    """Refuse ``backward()``; replaces the part of the compiler that would trace it together with ``autograd.grad``.
+
+    A graph without checks would overwrite ``.grad`` where eager code adds to it.
+    """
+    unimplemented(
+        gb_type="Unsupported Tensor.backward() call",
+        context="compile_step",
+        explanation="Steps given to compile_step cannot call Tensor.backward().",
+        hints=[],
+    )
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Trace ``torch.autograd.grad``, silence tensordict's warnings, and name the line that the compiler rejected."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
+        warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
+        try:
+            traced = torch._dynamo.config.patch(trace_autograd_ops=True)
+            # create: a torch that has no such method must not break every step
+            refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
+            with traced, refused:
+                yield
+        except Unsupported as error:
+            if any(mark in str(error) for mark in _MARKS):
+                raise RuntimeError(
+                    f"compile_step: {_culprit(error)} cannot be part of a graph: backward() and the optimizers of "
+                    "torch.optim are not traced. Compute gradients by torch.autograd.grad(loss, step.parameters) and "
+                    "pass them to step = torchrl_replay_ext.AdamStep(optimizer), which updates parameters and "
+                    "optimizer in place; or leave both out of the compiled step."
+                ) from error
+            raise
+
+
+def _culprit(error: Unsupported) -> str:
+    """The innermost line of the user's code that the compiler has rejected."""
+    inside_torch = os.path.dirname(torch.__file__)
+    frames = [frame for frame in getattr(error, "real_stack", ()) if not frame.filename.startswith(inside_torch)]
+    if not frames:
+        return "backward() or an optimizer"
+    frame = frames[-1]
+    return f"line {frame.lineno} of {os.path.basename(frame.filename)}, `{frame.line}`,"

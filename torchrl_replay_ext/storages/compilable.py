@@ -1,0 +1,152 @@
+"""A tensor storage that graphs read and write."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torchrl.data import LazyTensorStorage
+
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, mark_static, scalar, uniform
+
+
+class CompilableTensorStorage(LazyTensorStorage):
+    """A :class:`~torchrl.data.LazyTensorStorage` whose length and cursor are tensors, changed in place.
+
+    A graph that reads from it or writes to it therefore serves the whole life of the buffer. Outside graphs it behaves
+    like its base class, but that a :class:`~torchrl.data.replay_buffers.RandomSampler` makes its draws of uniform
+    numbers in [0, 1), as inside, where the length is not known. There, ``len`` gives the capacity.
+
+    Args:
+        max_size: capacity, the number of transitions.
+        device: where the data lives; the sampler's state follows it. ``"auto"``: that of the first data.
+        ndim: number of dimensions to index, as in TorchRL.
+        consolidated: make the storage one contiguous block, as in TorchRL.
+
+    Examples:
+        >>> storage = CompilableTensorStorage(1000)
+        >>> len(storage)
+        0
+    """
+
+    def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
+        self._len_value = torch.zeros((), dtype=torch.int64)
+        super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
+
+    @property
+    def _len(self) -> int:
+        return int(self._len_value)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        self._len_value.fill_(value)
+
+    def __len__(self) -> int:
+        return self.max_size if is_traced() else self._len
+
+    # read by TorchRL's checkpointers and hindsight relabelling
+    @property
+    def _last_cursor(self) -> int | None:
+        return self._last_cursor_index  # pyright: ignore[reportReturnType]: an int outside graphs
+
+    @_last_cursor.setter
+    def _last_cursor(self, value: Any) -> None:
+        pass
+
+    def _set_last_cursor(self, cursor: Any) -> None:
+        own = self._last_cursor_index_value
+        if isinstance(cursor, Tensor):
+            own.copy_(cursor.reshape(-1)[-1])
+        else:
+            super()._set_last_cursor(cursor)
+
+    def _get_new_len(self, data: Any, cursor: Any) -> None:
+        if not is_traced():
+            super()._get_new_len(data, cursor)
+            return
+        shape = data.shape if is_tensor_collection(data) else tree_leaves(data)[0].shape
+        self._len_value.add_(shape[: self.ndim].numel()).clamp_(max=self.max_size)
+
+    def _init(self, data: Any) -> None:
+        if is_traced():
+            raise RuntimeError(
+                "CompilableTensorStorage: the first write must run outside the compiled function: it makes the storage."
+            )
+        super()._init(data)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring the counters to where the data is, and tell CUDA graphs that all of it stays there."""
+        if not self.initialized:
+            return
+        # TorchRL sets the length where it first needs the shape: in a graph, to the capacity
+        _ = self._total_shape
+        device = _columns(self._storage)[0].device
+        for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
+            setattr(self, name, getattr(self, name).to(device))
+        mark_static(vars(self), _columns(self._storage))
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write ``data`` at ``cursor``; in a graph, TensorDicts with the entries of the first write."""
+        if not is_traced():
+            super().set(cursor, data, set_cursor=set_cursor)
+            return
+        if not self.initialized:
+            self._init(data)
+        stored: Any = self._storage
+        keys = set(stored.keys(True, True))
+        if set(data.keys(True, True)) != keys:
+            raise KeyError(
+                f"CompilableTensorStorage: the data has the entries {sorted(map(str, data.keys(True, True)))}, the "
+                f"storage {sorted(map(str, keys))}; in a graph they must be the same."
+            )
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._get_new_len(data, cursor)
+        for key in stored.keys(True, True):
+            column = stored.get(key)
+            column[cursor] = data.get(key).to(column.device)
+        self._bump_mutation_revision()
+
+    def take(self, index: Tensor) -> TensorDictBase:
+        """:meth:`get` for an index [n] within bounds, in a storage of one dimension that holds TensorDicts."""
+        stored: Any = self._storage
+        return stored._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
+
+    def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
+        """:meth:`take` of some entries."""
+        stored: Any = self._storage
+        return stored.select(*keys)._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._settle()
+
+    def loads(self, path: Any) -> None:
+        """Restore what ``dumps`` saved."""
+        super().loads(path)
+        self._settle()
+
+    def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
+        shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape)
+        steps = scalar(self._len_value) // math.prod(shape[1:])
+        return_index = []
+        for length in (steps, *shape[1:]):
+            u = uniform(batch_size, device=self._len_value.device, generator=self._rng)
+            return_index.append((u * length).to(torch.int64))
+        return return_index[0] if self.ndim == 1 else tuple(return_index)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        length = state.pop("len__context", None)
+        super().__setstate__(state)
+        if length is not None:
+            self._len_value = torch.tensor(length, dtype=torch.int64, device=self._last_cursor_index_value.device)
+
+
+def _columns(data: Any) -> list[Any]:
+    return list(data.values(True, True)) if is_tensor_collection(data) else tree_leaves(data)

@@ -1,0 +1,189 @@
+"""A round-robin writer whose cursor is a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import expand_as_right
+from torch import Tensor
+from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
+
+from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+
+
+class CompilableWriter(TensorDictRoundRobinWriter):
+    """TorchRL's round-robin writer with a cursor that is a tensor, changed in place.
+
+    It is the default writer of :class:`CompilableReplayBuffer`.
+    """
+
+    # True while the storage holds only rows of rejected writes; such rows do not fix the set of entries
+    _only_refused = False
+
+    def __init__(self, *, track_generations: bool = False):
+        self._cursor_value = torch.zeros((), dtype=torch.int64)
+        self._write_count_value = torch.zeros((), dtype=torch.int64)
+        super().__init__(compilable=True, track_generations=track_generations)
+
+    @property
+    def _cursor(self) -> Any:
+        return scalar(self._cursor_value)
+
+    @_cursor.setter
+    def _cursor(self, value: int | Tensor) -> None:
+        self._cursor_value.copy_(torch.as_tensor(value))
+
+    @property
+    def _write_count(self) -> Any:
+        return scalar(self._write_count_value)
+
+    @_write_count.setter
+    def _write_count(self, value: int | Tensor) -> None:
+        self._write_count_value.copy_(torch.as_tensor(value))
+
+    def add(self, data: Any) -> Any:
+        """Write a single row over the oldest one, and tell the samplers."""
+        if is_tensor_collection(data):
+            self._check(data, 0)
+        return self._undone_if_refused(super().add, data)
+
+    def _check(self, data: TensorDictBase, ndim: int) -> None:
+        """Refuse rows that cannot be stored beside what is stored, before anything is changed.
+
+        The entries are settled by the first write that was accepted. An entry that comes later would be zero in all
+        earlier rows, and every row without it could no longer be written.
+
+        Args:
+            data: the rows.
+            ndim: number of its batch dimensions.
+
+        Raises:
+            KeyError: if an entry is missing, or is not among those that are stored.
+            TypeError: if an entry has another dtype.
+            ValueError: if an entry has another shape.
+        """
+        storage: Any = self._storage
+        stored: Any = getattr(storage, "_storage", None)
+        if not is_tensor_collection(stored):
+            return
+        name = type(self).__name__
+        columns = dict(data.items(True, True))
+        columns.pop("index", None)
+        for key, known in stored.items(True, True):
+            if key == "index":
+                continue
+            column = columns.pop(key, None)
+            if column is None:
+                raise KeyError(
+                    f"{name}: the data has no entry {key!r}, which is stored; the environment, policy or transform "
+                    "that wrote it before must write it into every row. For rows of other entries use a new storage."
+                )
+            if known.shape[stored.ndim :] != column.shape[ndim:]:
+                raise ValueError(
+                    f"{name}: the entry {key!r} has shape {tuple(column.shape)}; what is stored needs "
+                    f"{(*data.shape[:ndim], *known.shape[stored.ndim :])}."
+                )
+            if known.dtype != column.dtype:
+                raise TypeError(
+                    f"{name}: the entry {key!r} has dtype {column.dtype}; what is stored has {known.dtype}. Convert it "
+                    f"where it is written: data[{key!r}] = data[{key!r}].to({known.dtype})."
+                )
+        if columns and len(storage) and not self._only_refused:
+            is_stacked = getattr(storage, "is_stacked", lambda key: False)
+            surplus = [key for key in columns if not is_stacked(key)]
+            if surplus:
+                raise KeyError(
+                    f"{name}: the data has the entries {surplus}, which the rows stored before do not have. Write them "
+                    "from the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
+                )
+
+    def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
+        """``write(data)``; where the storage has refused it before it wrote anything, the cursor stays where it was."""
+        storage: Any = self._storage
+        before = storage._last_cursor_index, int(self._cursor_value), int(self._write_count_value)
+        try:
+            return write(data)
+        except BaseException:
+            if storage._last_cursor_index == before[0] and int(self._write_count_value) - before[2] < storage.max_size:
+                self._cursor, self._write_count = before[1:]
+            raise
+
+    def extend(self, data: TensorDictBase) -> Tensor:
+        """Write ``data`` [n, ...] over the oldest rows, and tell the samplers.
+
+        Raises:
+            KeyError: if the entries are not those of the rows stored before. Nothing is written then, as in the next
+                cases.
+            TypeError: if an entry has another dtype than what is stored.
+            ValueError: if an entry has another shape than what is stored.
+        """
+        storage: Any = self._storage
+        if is_tensor_collection(data) and 0 in data.shape:
+            return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64)
+        if not is_traced():
+            if is_tensor_collection(data):
+                self._check(data, storage.ndim)
+            index = self._undone_if_refused(super().extend, data)
+            length = getattr(storage, "_len_value", None)
+            device = length.device if isinstance(length, Tensor) else self._cursor_value.device
+            if device != self._cursor_value.device:
+                self._cursor_value = self._cursor_value.to(device)
+                self._write_count_value = self._write_count_value.to(device)
+                mark_static(vars(self))
+            return index
+        if self._track_generations or not isinstance(storage, CompilableTensorStorage):
+            raise TypeError("CompilableWriter: a graph needs a CompilableTensorStorage, and no track_generations.")
+        rows, count = storage._max_size_along_dim0(batched_data=data), len(data)
+        index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
+        data.set("index", expand_as_right(index.to(data.device or index.device), data))
+        self._cursor_value.add_(count).remainder_(rows)
+        self._write_count_value.add_(count)
+        # rows that later ones would overwrite are not written at all: the order of writes is undefined in a graph
+        kept = data[-rows:] if count > rows else data
+        storage.set(index[-rows:], kept)
+        index = self._replicate_index(index)
+        self._mark_update_entities(index)
+        return index
+
+    def write_at(self, index: int | Tensor, data: Any) -> Any:
+        """Write at given slots, and tell the samplers."""
+        if is_tensor_collection(data):
+            self._check(data, data.ndim)
+        return super().write_at(index, data)
+
+    def _mark_update_entities(self, index: Tensor) -> None:
+        storage: Any = self._storage
+        if is_traced():
+            for entity in storage._attached_entities_list:
+                entity.mark_update(index)
+            return
+        try:
+            for entity in storage._attached_entities_list:
+                entity.mark_update(index)
+        except BaseException:
+            self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+            raise
+        self._only_refused = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._only_refused = False
+
+    def loads(self, path: Any) -> None:
+        """Restore what ``dumps`` saved."""
+        super().loads(path)
+        self._only_refused = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # as tensors, which are shared with spawned processes
+        state = vars(self).copy()
+        state["_rng"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
