@@ -74,6 +74,10 @@ OBSERVED = 10.0
 class Normalizer(nn.Module):
     """Observations less their running mean, in units of their running standard deviation; or as they are."""
 
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+
     def __init__(self, size: int, *, active: bool):
         super().__init__()
         self.active = active
@@ -113,8 +117,9 @@ class FixedScale(nn.Module):
         return loc, torch.full_like(loc, self.sigma)
 
 
-def _small(layer: nn.Linear) -> nn.Linear:
+def _small(layer: nn.Module) -> nn.Linear:
     """A last layer of a policy that at first hardly depends on the state."""
+    assert isinstance(layer, nn.Linear)
     with torch.no_grad():
         layer.weight.mul_(0.01)
         layer.bias.zero_()
@@ -131,9 +136,11 @@ def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions:
     policy_head, q_head = (nn.Linear(width, num_actions, device=device) for _ in range(2))
     features = TensorDictModule(trunk(), in_keys=["observation"], out_keys=["hidden"])
     actor = ProbabilisticTensorDictSequential(
-        features,
-        TensorDictModule(_small(policy_head), in_keys=["hidden"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical),
+        [
+            features,
+            TensorDictModule(_small(policy_head), in_keys=["hidden"], out_keys=["logits"]),
+            ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical),
+        ]
     )
     if acer.shared_layers:
         critic = TensorDictModule(q_head, in_keys=["hidden"], out_keys=["action_value"])
@@ -148,7 +155,7 @@ def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions:
         c=acer.c,
         delta=acer.delta,
         trust_region=acer.trust_region,
-        statistics=acer.statistics,
+        statistics=acer.statistics,  # pyright: ignore[reportArgumentType]: ACERConfig has checked it
         entropy_coeff=acer.entropy_coeff,
         critic_coeff=acer.critic_coeff,
         returns=acer.returns,
@@ -172,10 +179,12 @@ def make_continuous_loss(
     else:
         trunk, mean, num_features = None, mlp(num_observed, num_actions), num_observed
         value = mlp(num_observed, 1)
-    _small(mean[-1])  # pyright: ignore[reportArgumentType]
+    _small(mean[-1])
     actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(FixedScale(mean, acer.sigma), in_keys=["observation"], out_keys=["loc", "scale"]),
-        ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=IndependentNormal),
+        [
+            TensorDictModule(FixedScale(mean, acer.sigma), in_keys=["observation"], out_keys=["loc", "scale"]),
+            ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=IndependentNormal),
+        ]
     )
     critic = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
     return ACERContinuousLoss(
@@ -240,11 +249,13 @@ class NewestSlices:
     """The newest steps of each environment, in place of a buffer's draws."""
 
     def __init__(self, replay: CompilableReplayBuffer):
-        self._replay = replay
+        sampler = replay.sampler
+        assert isinstance(sampler, TrajectoryRetraceSampler)
+        self._replay, self._sampler = replay, sampler
 
     def sample(self) -> TensorDictBase:
         """One slice of each environment."""
-        return self._replay.sampler.newest(self._replay)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._sampler.newest(self._replay)
 
     def update_tensordict_priority(self, batch: TensorDictBase) -> None:
         """They were not drawn."""
@@ -277,7 +288,9 @@ def train(config: DictConfig, run_dir: Path) -> int:
     evaluation_envs = [make_env(cfg.env) for _ in range(acer.evaluation_episodes)]
     require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
-    observed, num_actions = evaluation_envs[0].observation_space.shape or (), flatdim(action_space)
+    observed = evaluation_envs[0].observation_space.shape
+    assert observed is not None
+    num_actions = flatdim(action_space)
     if acer.normalize_observations and len(observed) != 1:
         raise ConfigError("acer.normalize_observations=true: only vectors are normalized; images are divided by 255")
 
@@ -296,12 +309,13 @@ def train(config: DictConfig, run_dir: Path) -> int:
     statistics = ("logits",) if discrete else ("loc", "scale")
 
     def slices(anchors: Sampler) -> TrajectoryRetraceSampler:
+        first = "uniform" if isinstance(anchors, RandomSampler) else anchors
         return TrajectoryRetraceSampler(
             acer.buffer_size,
             slice_len=acer.slice_len,
             num_streams=cfg.num_envs,
             behaviour_keys=statistics,
-            anchors="uniform" if isinstance(anchors, RandomSampler) else anchors,
+            anchors=first,  # pyright: ignore[reportArgumentType]: the error of others names those that it takes
         )
 
     replay = make_replay(cfg, device, td_error="squared", wrap=slices)

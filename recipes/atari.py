@@ -74,7 +74,7 @@ class Lives(gymnasium.Wrapper):
                 if terminated or truncated:
                     observation, info = self.env.reset(options=options)
         self._lives = self._ale.lives()
-        return observation, info  # pyright: ignore[reportPossiblyUnbound]
+        return observation, info
 
 
 def make_atari(env_id: str, atari: AtariConfig, options: dict[str, Any], *, training: bool) -> gymnasium.Env:

@@ -72,7 +72,7 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     config = OmegaConf.load(run_dir / CONFIG)
     if "td3" not in config:
         raise ConfigError(f"run={run_dir}: its {CONFIG} is not one of recipes.td3")
-    cfg = parse_config(config, td3.Config)  # pyright: ignore[reportArgumentType]
+    cfg = parse_config(config, td3.Config)
     env = make_continuous_env(cfg.env)
     sizes = flatdim(env.observation_space), flatdim(env.action_space)
     env.close()

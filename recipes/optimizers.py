@@ -49,7 +49,7 @@ class RMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step along the gradients of the parameters."""
-        RMSPropStep(self)([parameter.grad for parameter in self.parameters])  # pyright: ignore[reportArgumentType]
+        RMSPropStep(self)([parameter.grad for parameter in self.parameters])  # pyright: ignore[reportArgumentType]: each has one
 
 
 class RMSPropStep:

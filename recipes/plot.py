@@ -98,14 +98,16 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     )
 
 
+# Maps values [n, ...] to a number, or to one for each column.
+Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
+
+
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
     """Mean of the middle half over axis 0; with fewer than 4 runs, the mean."""
     return trim_mean(values, 0.25, axis=0)
 
 
-def bootstrap_interval(
-    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = interquartile_mean
-) -> tuple[np.ndarray, np.ndarray]:
+def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_mean) -> tuple[np.ndarray, np.ndarray]:
     """95 % percentile bootstrap interval of a statistic over runs [n, ...], which are resampled whole."""
     rng = np.random.default_rng(0)
     found = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]

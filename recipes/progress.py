@@ -43,7 +43,11 @@ class Progress:
         self._backend = backend
         self._waiting: list[dict[str, float]] = []
         try:
-            self.logger = get_logger(backend or "", logger_name=str(run_dir), experiment_name=backend or "")  # pyright: ignore
+            self.logger = get_logger(
+                backend or "",  # pyright: ignore[reportArgumentType]: NotImplementedError for names it does not know
+                logger_name=str(run_dir),
+                experiment_name=backend or "",
+            )
         except (ImportError, NotImplementedError) as error:
             raise ConfigError(f"logger={backend}: {error}; install the package or use logger=csv") from error
         if self.path is not None and self.path.is_file():
@@ -65,7 +69,8 @@ class Progress:
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
             for name, values in (histograms or {}).items():
                 bins: Any = "auto" if self._backend == "tensorboard" else 64
-                self.logger.log_histogram(name, values.cpu().numpy(), step=int(row["env_steps"]), bins=bins)
+                data: Any = values.cpu().numpy()
+                self.logger.log_histogram(name, data, step=int(row["env_steps"]), bins=bins)
 
     def show(self, frames: np.ndarray, step: int) -> None:
         """Hands a video [frames, height, width, 3] to the backend, which needs moviepy; else nothing is done."""

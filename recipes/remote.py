@@ -36,7 +36,8 @@ from recipes.replay import (
 )
 from recipes.run import ConfigError, LostProcess
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
-from torchrl_replay_ext.samplers.base import STAMP_KEY
+from torchrl_replay_ext._torchrl import ray_actor
+from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 
 # How batches travel: Ray takes 2.3 ms of CPU time to pack and unpack a batch of tensors, and 0.1 ms for arrays.
 Arrays = dict[NestedKey, np.ndarray]
@@ -63,7 +64,7 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed, which collects and keeps the buffer here: pip install 'ray>=2.9'")
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
 
     if ray.is_initialized():
         yield
@@ -101,19 +102,18 @@ def noticing_lost_actors(buffer: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
+        import ray.exceptions  # pyright: ignore[reportMissingImports]: likewise
 
         # The second is what comes of sending weights to it.
-        if not isinstance(error, RayActorError) and "/gloo/" not in str(error):
+        if not isinstance(error, ray.exceptions.RayActorError) and "/gloo/" not in str(error):
             raise
         lost = "a collector"
         try:
             # Collectors cannot be asked: after an error in one, TorchRL ends all of them.
             ray.get(buffer.__ray_ready__.remote(), timeout=10)
-        except GetTimeoutError:
+        except ray.exceptions.GetTimeoutError:
             pass
-        except RayActorError:
+        except ray.exceptions.RayActorError:
             lost = "the replay buffer"
         raise LostProcess(f"the process of {lost} has ended (killed, or out of memory?)") from error
 
@@ -199,7 +199,7 @@ class RemoteReplay:
         )
         self.buffer.set_rng(torch.Generator().manual_seed(config.seed))
         self._remote: Any = self.buffer.client()
-        self.actor: Any = self._remote._actor
+        self.actor = ray_actor(self._remote)
         self._device, self._prefetch = device, prefetch
         self._calls = ThreadPoolExecutor(1)
         self._batches: deque[Future[Arrays]] = deque()

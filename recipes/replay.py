@@ -34,12 +34,9 @@ from torchrl_replay_ext import (
     ReaPERSampler,
 )
 
-SAMPLERS: dict[str, Callable[..., Sampler]] = {
-    "uniform": RandomSampler,
-    "per": ProportionalSampler,
-    "rank": RankBasedSampler,
-    "reaper": ReaPERSampler,
-}
+# in the order of PLAIN
+_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler)
+SAMPLERS: dict[str, Callable[..., Sampler]] = dict(zip(PLAIN, _CLASSES, strict=True))
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
 # What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.

@@ -1,7 +1,7 @@
 """The table and the figure of a study (recipes.study), from its runs.csv, curves.csv and study.yaml alone."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from recipes.plot import LABELS, Run, bootstrap_interval, draw_curves, interquartile_mean
+from recipes.plot import LABELS, Run, Statistic, bootstrap_interval, draw_curves, interquartile_mean
 from recipes.run import ConfigError, parse_config
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
@@ -29,8 +29,8 @@ class Study:
     """
 
     config: StudyConfig
-    rows: dict[str, dict[str, dict[int, dict[str, str]]]]
-    runs: dict[str, dict[str, dict[int, Run]]]
+    rows: Mapping[str, Mapping[str, Mapping[int, dict[str, str]]]]
+    runs: Mapping[str, Mapping[str, Mapping[int, Run]]]
 
     def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
         """A number of the row of each run, [seeds]."""
@@ -62,15 +62,15 @@ def read_study(out: Path) -> Study:
     for name in (STUDY, RUNS, CURVES):
         if not (out / name).is_file():
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study makes it")
-    config = parse_config(OmegaConf.load(out / STUDY), StudyConfig)  # pyright: ignore
-    rows = defaultdict(lambda: defaultdict(dict))
+    config = parse_config(OmegaConf.load(out / STUDY), StudyConfig)
+    rows: defaultdict[str, defaultdict[str, dict[int, dict[str, str]]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(out / RUNS):
         rows[row["env"]][row["variant"]][int(row["seed"])] = row
     # by step: what was written twice, around an interruption, is there once
     curves: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for row in read_rows(out / CURVES):
         curves[key_of(row)][int(row["env_steps"])] = float(row[config.column])
-    runs = defaultdict(lambda: defaultdict(dict))
+    runs: defaultdict[str, defaultdict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for env, variants in rows.items():
         for variant, seeds in variants.items():
             for seed, row in seeds.items():
@@ -93,7 +93,7 @@ def study_directory(name: str) -> Path:
     return next((place for place in places if (place / RUNS).is_file()), places[1])
 
 
-def with_interval(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], form: str) -> str:
+def with_interval(values: np.ndarray, statistic: Statistic, form: str) -> str:
     """A statistic of values [seeds, ...] over the seeds, with its 95 % bootstrap interval."""
     low, high = bootstrap_interval(values, statistic)
     return f"{form} [{form}, {form}]".format(statistic(values), low, high)
@@ -165,7 +165,7 @@ def draw(study: Study, out: Path) -> None:
     above, below = figure.subplots(2, len(envs), squeeze=False)
     for axes, dots, env in zip(above, below, envs, strict=True):
         groups = {variant: study.runs[env][variant] for variant in config.variants if study.runs[env][variant]}
-        axes.set_prop_cycle(color=cycle.colors)
+        axes.set_prop_cycle(color=[cycle(place) for place in range(cycle.N)])
         draw_curves(axes, {variant: list(runs.values()) for variant, runs in groups.items()}, config.column)
         if beside_curves:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar, cast
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from recipes.help import help_text
@@ -175,19 +175,21 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
     return resumed
 
 
-def parse_config(config: DictConfig, schema: type[Schema]) -> Schema:
+def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schema:
     """The configuration as a `schema` dataclass.
 
     Raises:
         ConfigError: an unknown key, a missing one, a value of the wrong type or out of range.
     """
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))  # pyright: ignore
+        parsed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
     except ConfigKeyError as error:
         hint = did_you_mean(str(error.key), field_names(error.object_type))
         raise ConfigError(one_line(error) + hint) from error
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from error
+    assert isinstance(parsed, schema)
+    return parsed
 
 
 @contextmanager

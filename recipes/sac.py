@@ -70,7 +70,7 @@ def make_loss(
     critics = [ValueOperator(mlp(num_observed + num_actions, 1), in_keys=["observation", "action"]) for _ in range(2)]
     loss_module = SACLoss(
         actor,
-        critics,  # pyright: ignore[reportArgumentType]
+        critics,  # pyright: ignore[reportArgumentType]: annotated as one network, documented as a list too
         loss_function="l2",
         alpha_init=sac.initial_alpha,
         target_entropy=sac.target_entropy,
@@ -101,7 +101,7 @@ def losses(
         "loss_actor": loss_actor,
         "loss_qvalue": loss_qvalue,
         "loss_alpha": loss_module.alpha_loss(log_prob).mean(),
-        "alpha": loss_module.log_alpha.exp(),  # pyright: ignore[reportCallIssue]
+        "alpha": loss_module.log_alpha.exp(),  # pyright: ignore[reportCallIssue]: a parameter or a buffer
         "entropy": -log_prob.mean(),
     }
 
@@ -132,11 +132,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         "critic": torch.optim.Adam(
             loss_module.qvalue_network_params.flatten_keys().values(), lr=sac.critic_learning_rate, fused=True
         ),
-        "alpha": torch.optim.Adam(
-            [loss_module.log_alpha],  # pyright: ignore[reportArgumentType]
-            lr=sac.alpha_learning_rate,
-            fused=True,
-        ),
+        "alpha": torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=sac.alpha_learning_rate, fused=True),
     }
 
     # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics'.

@@ -139,8 +139,8 @@ def run(method: str, seed: int) -> list[float]:
     curve = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for step in range(INTERVAL, STEPS + 1, INTERVAL):
-            buffer.extend(stream[step - INTERVAL : step].clone())
+        for step, rows in zip(range(INTERVAL, STEPS + 1, INTERVAL), stream.split(INTERVAL), strict=True):
+            buffer.extend(rows.clone())
             if step >= START:
                 batch = buffer.sample()
                 errors = learn(q, batch)

@@ -222,7 +222,7 @@ def run_study(config: DictConfig, out: Path) -> int:
     if (out / STUDY).is_file():
         before = OmegaConf.load(out / STUDY)
         # more seeds are more of the same
-        if {**before, "seeds": None} != {**recorded, "seeds": None}:
+        if not isinstance(before, DictConfig) or {**before, "seeds": None} != {**recorded, "seeds": None}:
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
     done = load_completed_runs(out)

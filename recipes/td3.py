@@ -84,8 +84,8 @@ def make_loss(
     critics = [ValueOperator(mlp(num_observed + num_actions, 1), in_keys=["observation", "action"]) for _ in range(2)]
     loss_module = TD3Loss(
         actor,
-        critics,  # pyright: ignore[reportArgumentType]
-        bounds=(-1.0, 1.0),  # pyright: ignore[reportArgumentType]
+        critics,  # pyright: ignore[reportArgumentType]: annotated as one network, documented as a list too
+        bounds=(-1.0, 1.0),  # pyright: ignore[reportArgumentType]: annotated as a tuple of one
         policy_noise=td3.policy_noise,
         noise_clip=td3.noise_clip,
         loss_function="l2",

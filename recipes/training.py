@@ -206,7 +206,7 @@ def run(
             "wall_time": time.time() - started,
         }
         histograms: dict[str, Tensor] = {}
-        if isinstance(replay.sampler, PRIORITIZED):
+        if isinstance(replay, TensorDictReplayBuffer) and isinstance(replay.sampler, PRIORITIZED):
             row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
             if cfg.logger.backend is not None:
                 share = replay.sampler.probabilities(replay.storage)

@@ -69,7 +69,7 @@ class Camera:
             OSError: the file cannot be written; there is none then.
         """
         evaluate(policy, [self._env], epsilon=epsilon, seed=seed)
-        images = [Image.fromarray(frame) for frame in self._env.render()[:: self._stride]]  # pyright: ignore
+        images = [Image.fromarray(np.asarray(frame)) for frame in self._env.render()[:: self._stride]]
         width, height = images[0].size
         if width > WIDTH:
             images = [image.resize((WIDTH, round(height * WIDTH / width))) for image in images]

@@ -70,6 +70,8 @@ class Case:
         ndims: dimensions of storages that serve it.
         pinned: there are event tables with retention="pinned".
         frames: the storage keeps each frame once.
+        ranked: draws are by rank, so that any TD error will do.
+        reliable: priorities have an exponent omega.
     """
 
     parts: Callable[[int, int, random.Random], dict[str, Any]]
@@ -77,11 +79,14 @@ class Case:
     ndims: tuple[int, ...] = (1, 2)
     pinned: bool = False
     frames: bool = False
+    ranked: bool = False
+    reliable: bool = False
 
 
 def proportional(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
-    return {"sampler": ProportionalSampler(capacity, stratified=rng.random() < 0.5, **choices)}
+    sampler = ProportionalSampler(capacity, stratified=rng.random() < 0.5, **choices)
+    return {"sampler": sampler, "choices": choices}
 
 
 def rank(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def rank(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
 def reaper(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
     choices["truncated"] = rng.choice(["finished", "ongoing"])
-    return {"sampler": ReaPERSampler(capacity, num_streams=streams, **choices)}
+    return {"sampler": ReaPERSampler(capacity, num_streams=streams, **choices), "choices": choices}
 
 
 def events(kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
@@ -120,11 +125,15 @@ def events(kind: str | None, retention: str, capacity: int, streams: int, rng: r
     return {"sampler": sampler, "writer": EventTableWriter(tables)}
 
 
+def linear_policy() -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+
+
 def decoupled(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
-    policy = TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
-    inner = proportional(capacity, streams, rng)["sampler"]
+    parts = proportional(capacity, streams, rng)
     granularity = rng.choice(["batch", "transition"])
-    return {"sampler": DecoupledSampler(inner, policy, num_candidates=2, granularity=granularity)}
+    decoupled = DecoupledSampler(parts["sampler"], linear_policy(), num_candidates=2, granularity=granularity)
+    return parts | {"sampler": decoupled}
 
 
 def slices(anchors: Callable[..., Any] | None, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
@@ -140,20 +149,20 @@ def slices(anchors: Callable[..., Any] | None, capacity: int, streams: int, rng:
 # a new sampler needs one more line here
 CASES = {
     "proportional": Case(proportional, NaivePER),
-    "rank": Case(rank),
-    "reaper": Case(reaper, NaiveReaPER),
+    "rank": Case(rank, ranked=True),
+    "reaper": Case(reaper, NaiveReaPER, reliable=True),
     "tables": Case(partial(events, None, "ring")),
     "tables, pinned": Case(partial(events, None, "pinned"), ndims=(1,), pinned=True),
     "tables, proportional": Case(partial(events, "proportional", "ring")),
     "tables, proportional, pinned": Case(partial(events, "proportional", "pinned"), ndims=(1,), pinned=True),
-    "tables, rank": Case(partial(events, "rank", "ring")),
-    "tables, reaper": Case(partial(events, "reaper", "ring")),
+    "tables, rank": Case(partial(events, "rank", "ring"), ranked=True),
+    "tables, reaper": Case(partial(events, "reaper", "ring"), reliable=True),
     "decoupled": Case(decoupled, NaivePER),
     "slices": Case(partial(slices, None)),
     "slices, proportional": Case(partial(slices, proportional)),
-    "slices, reaper": Case(partial(slices, reaper)),
+    "slices, reaper": Case(partial(slices, reaper), reliable=True),
     "frames": Case(proportional, NaivePER, ndims=(1,), frames=True),
-    "frames, slices": Case(partial(slices, rank), ndims=(1,), frames=True),
+    "frames, slices": Case(partial(slices, rank), ndims=(1,), frames=True, ranked=True),
 }
 
 
@@ -167,9 +176,11 @@ class Driven:
     Args:
         name: of the case.
         seed: of the setting and of all that follows.
+        buffer: further arguments of the buffer.
     """
 
-    def __init__(self, name: str, seed: int):
+    def __init__(self, name: str, seed: int, **buffer: Any):
+        self.arguments = buffer
         self.case, rng = CASES[name], random.Random(seed)
         self.rng = rng
         num_envs, ndim = rng.choice([1, 1, 2, 3]), rng.choice(self.case.ndims)
@@ -194,11 +205,13 @@ class Driven:
         self.observed: dict[int, torch.Tensor] = {}
         self.length = 0
         self.late: list[tuple[TensorDict, list[int]]] = []
+        # whether no write came since it was loaded
+        self.restored = False
         self.tables = None
         if self.sampler_has_tables:
-            sizes = dict(zip(self.tables_of().names, self.tables_of()._max_capacity, strict=True))
-            if not self.case.pinned:
-                del sizes["default"]
+            tables = self.tables_of()
+            names = [name for name in tables.names if self.case.pinned or name != "default"]
+            sizes = {name: tables[name].capacity for name in names}
             specs = [(name, history, table) for name, (history, table) in HISTORY.items()]
             self.tables = NaiveTables(specs, sizes, None if self.case.pinned else self.setting.capacity)
             self.number_of: list[int] = []
@@ -210,14 +223,17 @@ class Driven:
         setting = self.setting
         rng, capacity = random.Random(setting.seed), setting.capacity
         parts = self.case.parts(capacity, setting.num_envs if setting.ndim == 1 else 1, rng)
-        size = sum(parts["writer"].tables._max_capacity) if self.case.pinned else capacity
+        tables = parts["writer"].tables if self.case.pinned else None
+        size = capacity if tables is None else sum(tables[name].capacity for name in tables)
         compilable = setting.compilable
         if self.case.frames:
             storage: Any = FrameStackStorage(size, frame_capacity=4 * size + 8)
         else:
             storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(size, ndim=setting.ndim)
         make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
-        buffer = make(storage=storage, **parts)
+        # those that a reference shares
+        self.choices = parts.pop("choices", {})
+        buffer = make(storage=storage, **parts, **self.arguments)
         buffer.set_rng(torch.Generator().manual_seed(setting.seed))
         return buffer
 
@@ -225,11 +241,7 @@ class Driven:
         """The naive sampler of this setting."""
         if self.case.reference is None:
             return None
-        sampler = self.sampler
-        given = {"td_error": sampler._td_error, "weight_norm": sampler._weight_norm}
-        if self.case.reference is NaiveReaPER:
-            given["truncated"] = sampler._truncated
-        return self.case.reference(**given)
+        return self.case.reference(**self.choices)
 
     @property
     def sampler(self) -> Any:
@@ -237,9 +249,10 @@ class Driven:
         sampler = self.buffer.sampler
         return getattr(sampler, "critic_sampler", sampler)
 
-    def parts_with_state(self) -> list[Any]:
-        sampler = self.sampler
-        return sampler._samplers() if isinstance(sampler, TrajectoryRetraceSampler) else [sampler]
+    @property
+    def priorities(self) -> Any:
+        """What has the exponents; "uniform" for slices without."""
+        return getattr(self.sampler, "anchors", self.sampler)
 
     @property
     def sampler_has_tables(self) -> bool:
@@ -324,6 +337,7 @@ class Driven:
             count = max(count, 2)
         steps, data = self.chunk(count)
         self.buffer.extend(data.clone())
+        self.restored = False
         self.tell(steps, data)
 
     def extend_beyond_capacity(self) -> None:
@@ -336,6 +350,7 @@ class Driven:
             return self.extend()
         steps, data = self.chunk(1)
         self.buffer.add(data[0].clone())
+        self.restored = False
         self.tell(steps, data)
 
     def set_item(self) -> None:
@@ -343,7 +358,7 @@ class Driven:
         if self.case.pinned or self.setting.ndim == 2 or self.case.frames or not self.content:
             return
         slot = self.rng.choice(sorted(self.content))
-        row = self.buffer.storage._storage[slot].clone()
+        row = self.buffer.storage[slot].clone()
         row["action"] = torch.rand(1)
         self.buffer[slot] = row
         assert torch.equal(self.buffer[slot]["action"], row["action"])
@@ -367,7 +382,7 @@ class Driven:
         if isinstance(self.buffer.writer, CompilableWriter):
             wrong = data.exclude(("next", "done")) if self.rng.random() < 0.5 else data.set("action", action)
             return self.refused(lambda: self.buffer.extend(wrong))
-        if len(steps) >= len(self.content) or any(int(part._told) < 0 for part in self.parts_with_state()):
+        if len(steps) >= len(self.content) or self.restored:
             # nothing would be left to draw, or the last write was before a checkpoint, and nobody can know
             return None
         with contextlib.suppress(RuntimeError):
@@ -388,6 +403,14 @@ class Driven:
 
     # --- drawing
 
+    def batch_size(self) -> int:
+        """Of 6 transitions or slices."""
+        return 6 * (SLICE if isinstance(self.sampler, TrajectoryRetraceSampler) else 1)
+
+    def can_draw(self) -> bool:
+        """False for slices if no episode is long enough."""
+        return bool(self.sampler.stats().get("num_starts", torch.ones(())) > 0)
+
     def slots(self, index: torch.Tensor) -> list[int]:
         if self.setting.ndim == 2:
             return (index[:, 0] * self.setting.num_envs + index[:, 1]).tolist()
@@ -400,8 +423,7 @@ class Driven:
         try:
             batch = self.buffer.sample(size)
         except RuntimeError:
-            # no episode is long enough
-            assert not int(self.buffer.sampler._starts._tree.total())
+            assert self.buffer.sampler.stats()["num_starts"] == 0, "no episode is long enough"
             return None
         assert batch.shape == (size,)
         numbers = batch["number"].tolist()
@@ -417,9 +439,13 @@ class Driven:
         if weight is not None:
             assert bool((weight > 0).all() and (weight <= 1 + 1e-6).all()), weight
         stamps = [] if self.reference is None else self.reference.stamps(slots)
+        alike = any(self.slots(other["index"]) == slots for other, _ in self.late)
         self.late.append((batch, stamps))
+        if alike:
+            # in a stock buffer nothing but the order tells them apart
+            self.update(-1)
         if len(self.late) > 4:
-            self.late.pop(0)
+            self.update(0)
         return batch
 
     def td_errors(self, count: int) -> torch.Tensor:
@@ -429,16 +455,15 @@ class Driven:
             return torch.tensor([10 ** self.rng.uniform(-1, 1) for _ in range(count)])
         return torch.tensor([0.0 if self.rng.random() < 0.05 else 10 ** self.rng.uniform(-3, 1) for _ in range(count)])
 
-    def update(self) -> None:
-        """TD errors of a batch, maybe of one drawn a while ago."""
+    def update(self, position: int | None = None) -> None:
+        """TD errors of a batch, maybe of one drawn a while ago; in a stock buffer, the first that was drawn."""
         if not self.late:
             self.sample()
         if not self.late:
             return
-        batch, stamps = self.late.pop(self.rng.randrange(len(self.late)))
-        if self.setting.ndim == 2 and self.drawn(self.slots(batch["index"])) > 1:
-            # would be taken for the last of them
-            return
+        if position is None:
+            position = self.rng.randrange(len(self.late)) if self.setting.compilable else 0
+        batch, stamps = self.late.pop(position)
         batch["td_error"] = self.td_errors(len(batch))
         self.buffer.update_tensordict_priority(batch)
         if self.reference is not None:
@@ -447,14 +472,14 @@ class Driven:
                 if slot in self.reference.transitions:
                     self.reference.update([slot], [error], [stamp])
 
-    def drawn(self, slots: list[int]) -> int:
-        """How many of the batches that the sampler remembers, the last one written included, have this index."""
-        written = getattr(self.sampler, "_just_written", None)
-        drawn = [batch[0].tolist() for batch in getattr(self.sampler, "_outstanding", ())]
-        return drawn.count(slots) + (written is not None and written.tolist() == slots)
+    def update_all(self) -> None:
+        """No batch is left whose TD errors are to come."""
+        while self.late:
+            self.update(0)
 
     def some_index(self, count: int) -> tuple[torch.Tensor, list[int]]:
-        """Slots that hold something, duplicates among them."""
+        """Slots that hold something, duplicates among them; no batch is left that they could be taken for."""
+        self.update_all()
         if self.case.pinned:
             held = self.tables_of().holds(torch.arange(self.tables_of().num_slots)).any(0).nonzero().squeeze(1).tolist()
         else:
@@ -468,9 +493,6 @@ class Driven:
     def update_by_index(self) -> None:
         count = self.rng.randint(1, 6)
         index, slots = self.some_index(count)
-        if self.drawn(slots):
-            # would be taken for that batch
-            return
         error = self.td_errors(count)
         self.buffer.update_priority(index, error)
         if self.reference is not None:
@@ -478,22 +500,15 @@ class Driven:
 
     def update_wrongly(self) -> None:
         sampler = self.sampler
-        if getattr(sampler, "_kind", "") is None or getattr(sampler, "anchors", "") == "uniform":
-            # takes no priorities
+        if not sampler.takes_priorities:
             return
         count = self.rng.randint(1, 4)
-        index, slots = self.some_index(count)
-        if self.drawn(slots):
-            # would be taken for that batch, whose padding may have any errors
-            return
+        index, _ = self.some_index(count)
         error = self.td_errors(count)
         kind = self.rng.choice(["nan", "inf", "negative", "huge", "short", "long", "outside", "below", "float"])
         wrong = {"nan": float("nan"), "inf": float("inf"), "negative": -1.0, "huge": 3e38}
         if kind in wrong:
-            part = getattr(sampler, "_anchors", sampler)
-            if kind == "huge" and (
-                isinstance(part, RankBasedSampler) or getattr(part, "_kind", "") == "rank" or part.alpha < 0.6
-            ):
+            if kind == "huge" and (self.case.ranked or self.priorities.alpha < 0.6):
                 return
             error[self.rng.randrange(count)] = wrong[kind]
         elif kind in ("short", "long"):
@@ -523,8 +538,8 @@ class Driven:
 
     def set_exponents(self) -> None:
         sampler = self.sampler
-        part = getattr(sampler, "_anchors", sampler)
-        if part is getattr(sampler, "_starts", None):
+        part = self.priorities
+        if part == "uniform":
             return
         name = self.rng.choice(["alpha", "beta", "omega", "eta"])
         if name == "eta":
@@ -532,9 +547,7 @@ class Driven:
                 share = self.rng.choice([0.0, 0.25, 0.9])
                 sampler.eta = {"default": 1 - share, "a": share / 2, "b": share / 2}
             return
-        if name == "omega" and not isinstance(part, ReaPERSampler) and getattr(part, "_source", None) is None:
-            return
-        if name == "alpha" and getattr(part, "_kind", "") is None:
+        if (name == "omega" and not self.case.reliable) or (name == "alpha" and not part.takes_priorities):
             return
         value = self.rng.choice([0.0, 0.3, 0.7, 1.0])
         setattr(part, name, value)
@@ -551,7 +564,7 @@ class Driven:
     def go_on_with_a_copy(self) -> None:
         """From a checkpoint, a pickle or a copy."""
         kind = self.rng.choice(["state_dict", "into another", "dumps", "pickle", "deepcopy"])
-        policy = getattr(self.buffer.sampler, "_policy", None)
+        self.update_all()
         if kind == "state_dict":
             # back to where it was, over what came since
             state = copy.deepcopy(self.buffer.state_dict())
@@ -573,11 +586,14 @@ class Driven:
             self.buffer = pickle.loads(pickle.dumps(self.buffer))
         else:
             self.buffer = copy.deepcopy(self.buffer)
-        if policy is not None and self.buffer.sampler._policy is None:
-            self.buffer.sampler.policy = policy
+        if isinstance(self.buffer.sampler, DecoupledSampler):
+            # it is not copied
+            self.buffer.sampler.policy = linear_policy()
         self.late.clear()
+        self.restored = True
 
     def empty(self) -> None:
+        self.update_all()
         self.buffer.empty()
         self.environments.restart()
         self.begin()
@@ -590,11 +606,9 @@ class Driven:
         """Every part agrees with itself, and all with the lists."""
         self.buffer.sampler.check_valid()
         storage = self.buffer.storage
-        if self.case.frames and storage._pool is not None:
-            storage._pool.check_valid()
         if self.tables is not None and len(self.buffer):
             tables = self.tables_of()
-            numbers = storage._storage["number"].reshape(-1)
+            numbers = storage[:]["number"].reshape(-1)
             for name, expected in [*self.tables.tables.items(), ("default", self.tables.default)]:
                 found = numbers[tables[name].index()].tolist()
                 assert found == [self.number_of[number] for number in expected], name
@@ -604,7 +618,7 @@ class Driven:
         assert len(self.buffer) == self.length
         if not self.content:
             return
-        stored = storage._storage["number"].reshape(-1).tolist()
+        stored = storage[:]["number"].reshape(-1).tolist()
         assert all(stored[slot] == number for slot, number in self.content.items())
         probabilities = self.buffer.sampler.probabilities(storage)
         if self.reference is not None:

@@ -15,6 +15,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from torchrl_replay_ext import EventSpec, Threshold
 
@@ -127,7 +129,7 @@ def test_trains(base, name, tmp_path, monkeypatch):
     trainer = instantiate(chosen(base, name).trainer)
     trainer.train()
     buffer = trainer.replay_buffer
-    sampler = getattr(buffer.sampler, "_anchors", buffer.sampler)
+    sampler = buffer.sampler
     stats = sampler.stats()
     assert stats["num_items"] == len(buffer) == buffer.storage.max_size == 120
     # most were updated, by TD errors
@@ -152,8 +154,12 @@ def test_knows_what_the_loss_writes(base, tmp_path, monkeypatch):
     losses = trainer.loss_module(row)
     squared = losses["loss" if base is DQN else "loss_qvalue"]
     trainer.replay_buffer.update_tensordict_priority(row)
-    d = trainer.replay_buffer.sampler._priority[row["index"]]
-    torch.testing.assert_close(d.reshape(()), squared.detach().sqrt() + 1e-6)
+    # beside one whose TD error is known
+    index, other = row["index"].reshape(1), (row["index"].reshape(1) + 1) % 50
+    trainer.replay_buffer.update_priority(other, torch.ones(1))
+    trainer.replay_buffer.sampler.alpha = 1.0
+    p = trainer.replay_buffer.sampler.probabilities(trainer.replay_buffer.storage)
+    torch.testing.assert_close((p[index] / p[other]).float().reshape(()), squared.detach().sqrt(), rtol=1e-4, atol=1e-5)
 
 
 def test_values_become_arguments():
@@ -168,12 +174,28 @@ def test_values_become_arguments():
         EventSpec("end", ("next", "done"), 5),
         EventSpec("late", Threshold("step_count", ">=", 8), 3, table="end"),
     )
-    assert buffer.sampler.eta == {"default": 1.0, "end": 0.0} and buffer.sampler._annealed
-    assert buffer.sampler._hyperparameters["omega"].annealed
+    assert buffer.sampler.eta == {"default": 1.0, "end": 0.0}
+    done = torch.tensor([False, False, False, True] * 2).unsqueeze(1)
+    steps = TensorDict(
+        {
+            "step_count": torch.arange(8).unsqueeze(1),
+            "collector": {"traj_ids": torch.arange(8) // 4},
+            "next": {"done": done, "terminated": done.clone()},
+        },
+        [8],
+    )
+    buffer.extend(steps)
+    for _ in range(9):
+        buffer.sample()
+        buffer.update_priority(torch.arange(8), torch.rand(8))
+    assert buffer.sampler.omega == 1.0 and buffer.sampler.eta == pytest.approx({"default": 0.5, "end": 0.5})
     assert buffer.sampler.tables.fits(buffer.writer.tables)
     keys = ["replay_buffer.sampler.done_key=[next, finished]"]
     slices = instantiate(chosen(DQN, "trajectory_retrace", keys).replay_buffer).sampler
-    assert slices.anchors._capacity == 120 and slices._done_key == ("next", "finished")
+    assert "anchors=ReaPERSampler(capacity=120" in repr(slices)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(120), sampler=slices)
+    with pytest.raises(KeyError, match=r"\('next', 'finished'\)"):
+        buffer.extend(steps.set("logits", torch.zeros(8, 2)))
 
 
 def late(data):

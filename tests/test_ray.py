@@ -132,8 +132,7 @@ def sampler_state(rb):
 
 def priorities(rb):
     """The state of what has the priorities."""
-    state = sampler_state(rb)
-    return state.get("anchors", state)
+    return sampler_state(rb)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -176,8 +175,8 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
     after = priorities(remote)
     # padding is not updated; an update that changes nothing counts for the schedule all the same
     rows = batch.get(("collector", "mask"), torch.ones(BATCH)).sum()
-    assert after["dropped"] - before["dropped"] == rows
-    changing = "dropped", "alpha", "beta"
+    assert after["dropped_updates"] - before["dropped_updates"] == rows
+    changing = "dropped_updates", "alpha", "beta"
     assert_same(after.exclude(*changing), before.exclude(*changing))
 
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_compiled_is_named_with_the_way_out(call):
         with pytest.raises(RuntimeError) as caught:
             compiled()
         message = str(caught.value)
-        assert f"of test_compilation.py, `{call.replace('helper', 'loss.backward')}`" in message
+        assert f"of test_steps.py, `{call.replace('helper', 'loss.backward')}`" in message
         assert "torchrl_replay_ext.AdamStep(optimizer)" in message and "torch.autograd.grad" in message
         assert "\n" not in message and len(message) < 500
         assert isinstance(caught.value.__cause__, torch._dynamo.exc.Unsupported)

@@ -1,5 +1,7 @@
 """Collectors in spawned processes: what they write to the buffer, and what the learner makes of it."""
 
+import multiprocessing.context
+import pickle
 from functools import partial
 
 import pytest
@@ -49,14 +51,18 @@ class SideBySide(Sampler):
     def sample(self, storage, batch_size):
         return self.samplers["per"].sample(storage, batch_size)
 
-    def _empty(self):
-        for sampler in self.samplers.values():
-            sampler._empty()
-
     def state_dict(self):
         raise NotImplementedError
 
     load_state_dict = dumps = loads = state_dict
+
+    def _empty(self):
+        for sampler in self.samplers.values():
+            sampler._empty()
+
+    def update_priority(self, index, priority, *, storage=None, **_):
+        """Called with the locks of the buffer, which nobody writes to meanwhile."""
+        self.locked()
 
 
 def make_tables():
@@ -97,11 +103,11 @@ class Learner:
 
     @property
     def data(self):
-        return self.buffer.storage._storage
+        return self.buffer.storage[:]
 
     def read(self):
         """What was written since, in the order of writing."""
-        count = int(self.buffer.writer._write_count) - self.written
+        count = self.buffer.write_count - self.written
         slots = (self.written + torch.arange(count)) % CAPACITY
         rows = self.data[slots]
         columns = [rows["collector", "traj_ids"], rows["next", "terminated"], rows["next", "truncated"]]
@@ -203,8 +209,9 @@ def test_workers_write_to_the_buffer(kind):
     )
     try:
         for _ in collector:
-            with buffer._write_lock:
-                learner.step()
+            buffer.sampler.locked = learner.step
+            buffer.update_priority(torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+            buffer.sampler.locked = None
     finally:
         collector.shutdown()
     learner.read()
@@ -320,8 +327,10 @@ def test_tables_must_be_there_before_they_are_shared():
 
 def test_only_the_learner_makes_the_state():
     sampler = ReaPERSampler(9)
-    # as in a process that was spawned
-    sampler._spawned = True
+    # as for a process that is spawned
+    multiprocessing.context.set_spawning_popen(object())
+    sampler = pickle.loads(pickle.dumps(sampler))
+    multiprocessing.context.set_spawning_popen(None)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(9, ndim=2), sampler=sampler, batch_size=2)
     with pytest.raises(
         RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\): the learner would not see it"
@@ -332,11 +341,12 @@ def test_only_the_learner_makes_the_state():
 def test_emptied_by_another_process():
     buffer = event_buffer()
     buffer.extend(rows([0, 0, 0]))
+    buffer.share()
     # the tables and the cursor are shared, the writer's memory of open episodes is not
-    buffer.writer.tables.clear()
-    buffer.sampler._empty()
-    buffer.storage._empty()
-    buffer.writer._cursor = 0
+    process = torch.multiprocessing.get_context("spawn").Process(target=TensorDictReplayBuffer.empty, args=(buffer,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and len(buffer) == 0
     buffer.extend(rows([0, 0], done=[1]))
     assert buffer.writer.tables["end"].index().tolist() == [0, 1]
 
@@ -369,18 +379,17 @@ def test_batches_drawn_ahead_of_a_write(name):
     )
     buffer.extend(rows([0] * CAPACITY, done=[CAPACITY - 1]))
     buffer.sample()
-    for drawn in buffer._prefetch_queue:
-        drawn.result()
+    buffer.synchronize()
     buffer.extend(rows([1] * CAPACITY, done=[CAPACITY - 1]))
     for _ in range(3):
         batch = buffer.sample()
         assert (batch["collector", "traj_ids"] == 0).all()
         batch["td_error"] = torch.rand(8)
         buffer.update_tensordict_priority(batch)
-    stats = getattr(sampler, "_anchors", sampler).stats()
+    stats = sampler.stats()
     assert stats["never_updated"] == 1 and stats["max_priority"] == 1
     assert 12 <= stats["dropped_updates"] <= 24
     batch = buffer.sample()
     batch["td_error"] = torch.rand(8)
     buffer.update_tensordict_priority(batch)
-    assert getattr(sampler, "_anchors", sampler).stats()["never_updated"] < 1
+    assert sampler.stats()["never_updated"] < 1

@@ -1,14 +1,20 @@
-"""The only file that reads private attributes of TorchRL's storages and buffers."""
+"""The only file that reads private attributes of TorchRL's and tensordict's objects.
+
+Two uses of private names cannot move here, because they are made through ``self``: hooks of a TorchRL base class that a
+subclass overrides, and attributes that a subclass inherits. ``tests/test_torchrl.py`` lists all of them, with those
+that are read here, and fails if a release of TorchRL drops one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Sequence, Storage
+from torchrl.data.replay_buffers import ImmutableDatasetWriter, RoundRobinWriter, Sampler, Sequence, Storage
 
 
 def length(storage: Storage) -> int:
@@ -53,6 +59,27 @@ def is_compilable(storage: Storage) -> bool:
     return bool(getattr(storage, "_compilable", False))
 
 
+def rows_of_ring(storage: Any, data: Any) -> int:
+    """The number of steps that the ring holds; ``data``, a batch of steps, tells it before the first write."""
+    return storage._max_size_along_dim0(batched_data=data)
+
+
+def attached_buffers(storage: Any) -> list[Any]:
+    """The buffers that read from this storage or write to it."""
+    # the list itself: torch.compile does not trace the property that returns it
+    return storage._attached_entities_list
+
+
+def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batch_size: torch.Size) -> Any:
+    """``function`` of each tensor: ``apply`` without its checks, which take longer than reading a few rows."""
+    return data._fast_apply(function, batch_size=batch_size)
+
+
+def ray_actor(client: Any) -> Any:
+    """Ray's handle of the actor in which a remote buffer lives, from the buffer's ``client()``."""
+    return client._actor
+
+
 def has_round_robin_writer(storage: Any) -> bool:
     """Whether a single buffer writes to this storage, slot after slot."""
     buffers = storage._attached_entities
@@ -66,3 +93,54 @@ def draws_sequences(sampler: Sampler, storage: Any) -> bool:
         if sampler in (own, getattr(own, "critic_sampler", None)):
             return isinstance(getattr(buffer, "_sample_unit", None), Sequence)
     return False
+
+
+def with_sampler(buffer: Any, sampler: Any) -> Any:
+    """The same buffer, locks and transforms included, except that ``sampler`` draws, without prefetching."""
+    view = object.__new__(type(buffer))
+    vars(view).update(vars(buffer))
+    view._sampler, view._prefetch, view._batch_size = sampler, False, None
+    return view
+
+
+def is_in_this_process(buffer: Any) -> bool:
+    """Whether this is a buffer, and not the handle of one in another process."""
+    return getattr(buffer, "_sampler", None) is not None
+
+
+def transform_of(buffer: Any) -> Any:
+    """The transforms of a buffer."""
+    return buffer._transform
+
+
+def default_batch_size(buffer: Any) -> int | None:
+    """The batch size that was passed to a buffer, if any."""
+    return buffer._batch_size
+
+
+def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
+    """A buffer over the same storage, with the same transforms and ``collate_fn``, that cannot be written to."""
+    return type(buffer)(
+        storage=buffer._storage,
+        writer=ImmutableDatasetWriter(),
+        sampler=sampler,
+        batch_size=batch_size,
+        collate_fn=buffer._collate_fn,
+        transform=buffer._transform,
+        generator=buffer._rng,
+    )
+
+
+def sampler_generator(sampler: Sampler) -> torch.Generator | None:
+    """The generator that a sampler draws from; None: the global one."""
+    return sampler._rng
+
+
+def set_sampler_generator(sampler: Sampler, generator: torch.Generator | None) -> None:
+    """Let a sampler draw from ``generator``."""
+    sampler._rng = generator
+
+
+def empty_sampler(sampler: Sampler) -> None:
+    """Let a sampler forget everything, because its buffer was emptied."""
+    sampler._empty()

@@ -51,3 +51,10 @@ def require_finite(owner: str, name: str, value: Any) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{owner}({name}={value}): {name} must be >= 0 and finite.")
     return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a single real number, and not a bool."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -105,7 +105,7 @@ def mark_static(*parts: Any) -> None:
         elif isinstance(part, dict):
             mark_static(*part.values())
         elif type(part).__module__.startswith(_STATE):
-            mark_static(vars(part))
+            mark_static(getattr(part, "__dict__", {}))
 
 
 class EagerFallback:
@@ -134,7 +134,7 @@ class EagerFallback:
         def kept():
             return [result.clone() for result in results]
 
-        return torch.cond(condition, computed, kept, ())  # pyright: ignore[reportReturnType]
+        return torch.cond(condition, computed, kept, ())
 
 
 _numbers = itertools.count()

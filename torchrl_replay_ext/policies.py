@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import NestedKey
 from torch import Tensor, nn
 from torch.distributions import Normal
+from torchrl.data import Binary, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot
 from torchrl.modules import IndependentNormal, TanhNormal
 
 from torchrl_replay_ext.compilation import is_traced
@@ -62,3 +64,22 @@ def inside_bounds(action: Tensor, name: str) -> Tensor:
             "policy are in [-1, 1]; store actions as the policy wrote them, before the environment rescales them."
         )
     return action.clamp(-_BOUND, _BOUND)
+
+
+def require_continuous_actions(policy: nn.Module, action_key: NestedKey, name: str) -> None:
+    """ValueError, on behalf of ``name``, if a spec or the distribution of the policy is discrete."""
+    for module in policy.modules():
+        spec = getattr(module, "spec", None)
+        if isinstance(spec, Composite):
+            spec = spec.get(action_key, None)
+        distribution = getattr(module, "distribution_class", None)
+        found = None
+        if isinstance(spec, (Binary, Categorical, MultiCategorical, MultiOneHot, OneHot)):
+            found = f"a spec of class {type(spec).__name__}"
+        elif getattr(distribution, "has_enumerate_support", False) is True:
+            found = f"the distribution {getattr(distribution, '__name__', distribution)}"
+        if found is not None:
+            raise ValueError(
+                f"{name}: the policy has {found}, so its actions are discrete; {name} compares continuous actions "
+                "only. Use the critic's sampler by itself."
+            )

@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
 
-Step = TypeVar("Step", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # In messages of torch's compiler about gradients and optimizers that it does not trace.
 _MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
 
 
-def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
+def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False) -> Callable[Arguments, Result]:
     """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
 
     Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
@@ -70,11 +71,11 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
     }
     if cudagraphs:
         options["triton.cudagraphs"] = True
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, options=options)
+    compiled: Callable[Arguments, Result] = torch.compile(own, fullgraph=True, options=options)
     is_compiled = False
 
     @wraps(step)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         nonlocal is_compiled
         if is_compiled:
             return compiled(*args, **kwargs)
@@ -83,7 +84,7 @@ def compile_step(step: Step, *, cudagraphs: bool = False) -> Step:
         is_compiled = True
         return result
 
-    return call  # pyright: ignore[reportReturnType]
+    return call
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:

@@ -197,8 +197,9 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
         lost[0] = state["envs"][2]
         load(collector, state)
         before = state["trajectory"]
-        assert collector._trajectory.tolist() == [*before[:2], state["next_trajectory"], before[3]]
-        assert collector._return[2] == 0
+        after = collector.state_dict()
+        assert after["trajectory"] == [*before[:2], state["next_trajectory"], before[3]]
+        assert after["return"][2] == 0
 
     def spy(replay, num_envs, envs):
         count = replay.write_count

@@ -163,28 +163,40 @@ def test_the_copies_that_end_episodes_report_no_event(retention):
     assert newest["collector", "traj_ids"].tolist() == [0, 1]
     assert newest["next", "truncated"].all() and newest["next", "done"].all()
     assert not newest["next", "events", "flag"].any() and not newest["next", "terminated"].any()
-    assert not replay.writer._tails
     end_last_episodes(replay, 2, [0, 1])  # they have ended: nothing more to write
     assert replay.write_count == 12
 
 
+def steps(trajectories):
+    """One step of each of these trajectories, in which nothing happens."""
+    no = torch.zeros(len(trajectories), 1, dtype=torch.bool)
+    events = {name: no.clone() for name in ("at_gap", "done", "near_initial", "near_goal")}
+    following = {"done": no, "terminated": no.clone(), "truncated": no.clone(), "events": events}
+    data = {"collector": {"traj_ids": torch.tensor(trajectories)}, "next": following}
+    return TensorDict(data, [len(trajectories)])
+
+
 def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
     cfg = parse_config(configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}"), dqn.Config)
-    sampler = make_replay(cfg, torch.device("cpu"), td_error="absolute").sampler
+    replay = make_replay(cfg, torch.device("cpu"), td_error="absolute")
+    sampler = replay.sampler
     assert sampler.tables.names == ["default", "at_gap", "done", "near_initial"]
     assert sampler.eta == pytest.approx({"default": 0.6, "at_gap": 0.15, "done": 0.15, "near_initial": 0.1})
-    assert sampler._td_error == "absolute"
+    assert "td_error='absolute'" in repr(sampler)
     assert sampler.alpha == pytest.approx(0.65) and sampler.beta == pytest.approx(0.4)
+    replay.extend(steps([0]))
     for _ in range(cfg.dqn.num_updates()):
-        sampler._step()
+        replay.update_priority(torch.tensor([0]), torch.ones(1))
     assert sampler.beta == pytest.approx(1.0)
 
 
 def test_priorities_by_reliability_know_the_environments():
     words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
     cfg = parse_config(configuration(*words), dqn.Config)
-    sampler = make_replay(cfg, torch.device("cpu"), td_error="squared").sampler
-    assert sampler._source._num_streams == 4
+    replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
+    replay.extend(steps([0, 1, 2, 3] * 2))
+    with pytest.raises(ValueError, match="num_streams=4"):
+        replay.extend(steps([0, 1, 2, 3, 4]))
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,13 @@ class ReplayWithReference:
             self.extend(self.rows + self.rng.randint(1, 7))
 
 
+def assert_priorities(buffer, priority: torch.Tensor, alpha: float = 1.0) -> None:
+    """P ∝ d^α of all stored transitions, with d in ``priority`` [len(buffer)]."""
+    expected = priority.double() ** alpha
+    probabilities = buffer.sampler.probabilities(buffer.storage)
+    torch.testing.assert_close(probabilities, expected / expected.sum(), rtol=1e-5, atol=1e-9)
+
+
 def assert_same_state(state: dict, expected: dict) -> None:
     """Equality of two state_dicts, bit by bit."""
     assert state.keys() == expected.keys()
@@ -253,7 +260,8 @@ def assert_same_state(state: dict, expected: dict) -> None:
         if isinstance(value, dict):
             assert_same_state(state[key], value)
         elif isinstance(value, torch.Tensor):
-            assert torch.equal(state[key], value), key
+            # slots that were never written may hold NaN
+            torch.testing.assert_close(state[key], value, rtol=0, atol=0, equal_nan=True, msg=key)
         else:
             assert state[key] == value, key
 

@@ -1,6 +1,7 @@
 """What happens beside the straight path between a buffer and its sampler."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 
+from tests.operations import CASES, SLICE, Driven
+from tests.samplers.experience import Refuses, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -18,6 +21,7 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.functional import reliability
 
 
 def rows(count, done=(), ids=None, **extra):
@@ -34,12 +38,20 @@ def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler)
     return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=batch_size)
 
 
-def episodes(buffer):
-    """The episode of each slot, numbered by first appearance; -1 where none is known."""
-    index = buffer.sampler._episodes
-    names: dict[int, int] = {}
-    records = index.episode.tolist()[: len(buffer)]
-    return [-1 if r == index._none else names.setdefault(r, len(names)) for r in records]
+def assert_episodes(buffer, expected):
+    """New TD errors have the probabilities of these episodes, one per slot; -1 where nothing is drawn."""
+    expected, size = torch.tensor(expected), len(buffer)
+    oldest = buffer.write_count % size if size == buffer.storage.max_size else 0
+    order = torch.tensor([slot for slot in (torch.arange(size) + oldest).remainder(size) if expected[slot] >= 0])
+    error = torch.linspace(0.5, 2.0, len(order))
+    buffer.update_priority(order, error.square())
+    done = buffer.storage[:]["next", "done"].squeeze(-1)
+    finished = torch.isin(expected[order], expected[done])
+    priority = torch.zeros(size, dtype=torch.float64)
+    priority[order] = reliability(error, expected[order], finished).double() ** 0.2 * error.double() ** 0.4
+    torch.testing.assert_close(
+        buffer.sampler.probabilities(buffer.storage), priority / priority.sum(), rtol=1e-4, atol=1e-9
+    )
 
 
 def test_the_first_trajectory_may_be_the_last_to_arrive():
@@ -47,7 +59,7 @@ def test_the_first_trajectory_may_be_the_last_to_arrive():
     buffer = buffer_of(capacity=20, num_streams=2)
     for trajectory in (1, 0, 1, 0):
         buffer.extend(rows(3, ids=[trajectory] * 3))
-    assert episodes(buffer) == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
+    assert_episodes(buffer, ([0] * 3 + [1] * 3) * 2)
 
 
 @pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
@@ -69,12 +81,12 @@ def test_writes_go_on_after_a_refused_one():
         buffer.extend(rows(3, ids=[1, 2, 1]))
     # the refused rows are in the storage, but they are not drawn
     buffer.extend(rows(2, done=[1], ids=[3, 3]))
-    assert episodes(buffer) == [-1, -1, -1, 0, 0, 1]
+    assert_episodes(buffer, [-1, -1, -1, 0, 0, 1])
     assert buffer.sampler.probabilities(buffer.storage)[:3].tolist() == [0.0, 0.0, 0.0]
     buffer.extend(rows(2, done=[1], ids=[4, 4]))
     buffer.extend(rows(2, ids=[5, 5]))
-    assert len(set(episodes(buffer))) == 3 and -1 not in episodes(buffer)
-    buffer.sampler._episodes._tree.check_valid()
+    assert_episodes(buffer, [1, 2, 2, 0, 0, 1])
+    buffer.sampler.check_valid()
 
 
 @pytest.mark.parametrize("compilable", [False, True])
@@ -115,8 +127,7 @@ def test_what_a_refused_write_has_left_does_not_count_for_episodes():
     probabilities = buffer.sampler.probabilities(buffer.storage)
     assert probabilities[:2].tolist() == [0.0, 0.0] and bool((probabilities[2:] > 0).all())
     buffer.sampler.check_valid()
-    # of the first episode two transitions are left
-    assert buffer.sampler._episodes.reliability(torch.tensor([2, 3]), buffer.sampler._stamp).tolist() == [0.5, 1.0]
+    assert_episodes(buffer, [-1, -1, 0, 0, 1, 1])
 
 
 ONE_STREAM = {
@@ -147,7 +158,7 @@ def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_on
     assert int(restored.sampler.stats()["broken_off"]) == 2
     restored.sampler.check_valid()
     if isinstance(restored.sampler, ReaPERSampler):
-        assert episodes(restored) == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7]
+        assert_episodes(restored, [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7])
 
 
 def test_what_broke_off_stays_ongoing():
@@ -182,7 +193,7 @@ def test_with_several_streams_what_a_long_write_hides_is_no_error():
         buffer.extend(rows(2, ids=[5, 6]))
         buffer.extend(rows(6, done=[0], ids=[ends, 7, 7, 7, 7, 7]))
         buffer.extend(rows(2, ids=[goes_on, 7]))
-        assert episodes(buffer) == [0, 1, 1, 1]
+        assert_episodes(buffer, [0, 1, 1, 1])
         buffer.sampler.check_valid()
     with pytest.raises(ValueError, match="more simultaneous trajectories than num_streams=2"):
         buffer.extend(rows(3, ids=[5, 7, 8]))
@@ -216,7 +227,7 @@ def test_attached_to_a_loaded_ring(tmp_path):
     buffer.sample()
     buffer.extend(rows(2))
     # slots from old to new: 6 | 7 8 9 0 1 | 2 3 4 5
-    assert episodes(buffer) == [0, 0, 1, 1, 1, 1, 2, 0, 0, 0]
+    assert_episodes(buffer, [0, 0, 1, 1, 1, 1, 2, 0, 0, 0])
 
 
 def test_marking_again_keeps_the_episodes():
@@ -225,12 +236,10 @@ def test_marking_again_keeps_the_episodes():
     buffer.update_priority(torch.arange(6), torch.full((6,), 4.0))
     for again in (torch.arange(3), torch.tensor([0, 0, 3]), 5):
         buffer.mark_update(again)
-    assert episodes(buffer) == [0, 0, 0, 1, 1, 1]
+    assert_episodes(buffer, [0, 0, 0, 1, 1, 1])
     buffer.extend(rows(2, done=[1]))
-    assert episodes(buffer) == [0, 0, 1, 2, 2, 2]
-    torch.testing.assert_close(
-        buffer.sampler._episodes._totals.leaves.sum(), buffer.sampler._episodes._tree.total(), rtol=0, atol=0
-    )
+    assert_episodes(buffer, [0, 0, 1, 2, 2, 2])
+    buffer.sampler.check_valid()
 
 
 @pytest.mark.parametrize("sampler_class", [ProportionalSampler, ReaPERSampler])
@@ -252,7 +261,7 @@ def test_td_errors_that_come_with_the_data_are_taken():
         buffer.sample()
     for i in range(4):
         buffer.add(rows(1, td_error=torch.full((1,), 0.1 * (i + 1)))[0])
-    assert buffer.sampler._priority.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert_priorities(buffer, torch.tensor([0.1, 0.2, 0.3, 0.4]), alpha=0.6)
     assert buffer.sampler.stats()["dropped_updates"] == 0
 
 
@@ -296,10 +305,10 @@ def test_a_marked_first_transition_ends_the_trajectory_before():
     buffer = buffer_of()
     first = torch.tensor([True, False, True, False])
     buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
-    assert episodes(buffer) == [0, 0, 1, 1]
+    assert_episodes(buffer, [0, 0, 1, 1])
     # the same id again, from a second collector
     buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
-    assert episodes(buffer) == [0, 0, 1, 1, 2, 2]
+    assert_episodes(buffer, [0, 0, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
@@ -312,7 +321,7 @@ def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler)
     # 1 goes on, 4 is in the place of 2
     buffer.extend(rows(4, ids=[3, 3, 4, 4], is_init=torch.tensor([False, False, True, False])))
     if sampler is ReaPERSampler:
-        assert episodes(buffer) == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4]
+        assert_episodes(buffer, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])
     buffer.sampler.check_valid()
     # there were too few streams if one that was ended so goes on
     with pytest.raises(ValueError, match="trajectory 2 begins while each of 2 streams"):
@@ -360,6 +369,170 @@ def test_a_state_that_does_not_fit_changes_nothing():
     after = buffer.sampler.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_state_of_an_earlier_version_is_refused_by_name():
+    buffer = buffer_of()
+    buffer.extend(rows(4))
+    before = buffer.sampler.state_dict()
+    earlier = {"stamp": torch.zeros(10), "clock": torch.zeros(()), "storage_shape": torch.tensor([10])}
+    with pytest.raises(ValueError, match="before its write log was introduced, and cannot be loaded"):
+        buffer.sampler.load_state_dict(earlier)
+    assert all(torch.equal(before[key], value) for key, value in buffer.sampler.state_dict().items())
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("make", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
+def test_without_a_capacity_it_is_that_of_the_storage(make, ndim):
+    sampler = make()
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=ndim), sampler=sampler, batch_size=4)
+    for _ in range(3):
+        data = rows(6)
+        buffer.extend(data if ndim == 1 else torch.stack([data, data]))
+    batch = buffer.sample()
+    batch["td_error"] = torch.rand(4)
+    buffer.update_tensordict_priority(batch)
+    sampler.check_valid()
+    assert len(sampler.probabilities(buffer.storage)) == len(buffer) == 12
+    restored = make()
+    restored.load_state_dict(sampler.state_dict())
+    assert torch.equal(restored.probabilities(buffer.storage), sampler.probabilities(buffer.storage))
+
+
+# --- what holds for every sampler, after random operations
+
+every_sampler = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.frames])
+
+
+def driven(name, seed=1, operations=60):
+    """A buffer that was used for a while, and holds something."""
+    torch.manual_seed(seed)
+    result = Driven(name, seed)
+    for _ in range(operations):
+        result.operate()
+    result.update_all()
+    result.extend()
+    return result
+
+
+def draws(buffer, size):
+    """What is drawn from a seed."""
+    torch.manual_seed(3)
+    buffer.set_rng(torch.Generator().manual_seed(3))
+    return torch.cat([buffer.sample(size).exclude("write_stamp") for _ in range(3)])
+
+
+def restored_by(how, used, path):
+    """The buffer again, through one of the ways to save or copy it."""
+    if how == "deepcopy":
+        return copy.deepcopy(used.buffer)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(used.buffer))
+    other = used.make()
+    if how == "dumps":
+        used.buffer.dumps(path)
+        other.loads(path)
+    else:
+        other.load_state_dict(copy.deepcopy(used.buffer.state_dict()))
+    return other
+
+
+@every_sampler
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle", "deepcopy"])
+def test_a_copy_draws_the_same_and_goes_on_alike(name, how, tmp_path):
+    used = driven(name)
+    other = restored_by(how, used, tmp_path)
+    other.sampler.check_valid()
+    _, data = used.chunk(3)
+    state = copy.deepcopy(used.buffer.sampler.state_dict())
+    other.extend(data.clone())
+    assert_same_state(used.buffer.sampler.state_dict(), state)  # nothing is shared
+    used.buffer.extend(data)
+    for buffer in (used.buffer, other):
+        buffer.sampler.check_valid()
+    first, second = (draws(buffer, used.batch_size()) for buffer in (used.buffer, other))
+    assert set(first.keys(True, True)) == set(second.keys(True, True))
+    assert (first == second).all()
+
+
+@every_sampler
+def test_the_state_of_another_size_is_refused_and_changes_nothing(name):
+    used = driven(name)
+    for seed in range(2, 30):
+        other = driven(name, seed, operations=5)
+        if other.setting.capacity != used.setting.capacity:
+            break
+    with Refuses(used.buffer, ValueError, "load_state_dict"):
+        used.buffer.sampler.load_state_dict(other.buffer.sampler.state_dict())
+
+
+@every_sampler
+def test_an_emptied_buffer_is_a_new_one(name):
+    used = driven(name)
+    with pytest.raises(RuntimeError):
+        used.make().sample(used.batch_size())
+    used.empty()
+    assert used.sampler.stats()["num_items"] == 0
+    used.sampler.check_valid()
+    with pytest.raises(RuntimeError):
+        used.buffer.sample(used.batch_size())
+    first = used.written
+    used.extend(4)
+    used.check()
+    if used.can_draw():
+        assert int(used.buffer.sample(used.batch_size())["number"].min()) >= first
+
+
+@every_sampler
+def test_a_generator_decides_all_draws(name):
+    used = driven(name)
+    # piecewise ranks depend on the batch size of the last draw
+    used.buffer.sample(used.batch_size())
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        used.buffer.set_rng(torch.Generator().manual_seed(5))
+        results.append(used.buffer.sample(used.batch_size()))
+    assert torch.equal(results[0]["index"], results[1]["index"])
+
+
+@every_sampler
+def test_bad_batch_sizes_and_td_errors_are_refused(name):
+    used = driven(name)
+    with Refuses(used.buffer, ValueError, "batch_size"):
+        used.sampler.sample(used.buffer.storage, 0)
+    for _ in range(10):
+        used.update_wrongly()
+
+
+@every_sampler
+def test_a_storage_that_was_filled_before(name):
+    """By another buffer, from which a sampler without history takes it over."""
+    used = driven(name)
+    other = used.make()
+    sampler = other.sampler
+    if used.sampler_has_tables:
+        # the tables know what the storage holds
+        pytest.skip("event tables are filled by their writer")
+    used.buffer.set_sampler(sampler)
+    used.buffer.sample(used.batch_size())
+    sampler.check_valid()
+    assert sampler.stats()["num_items"] == len(used.buffer)
+
+
+@every_sampler
+def test_batches_drawn_ahead_hold_what_was_stored(name):
+    used = Driven(name, 1, prefetch=2, batch_size=6 * SLICE)
+    for _ in range(30):
+        used.extend()
+        if used.can_draw():
+            batch = used.buffer.sample()
+            assert bool((batch["number"] < used.written).all())
+            if used.sampler.takes_priorities:
+                batch["td_error"] = torch.rand(len(batch))
+                used.buffer.update_tensordict_priority(batch)
+    used.buffer.synchronize()
+    used.buffer.sampler.check_valid()
 
 
 def test_small_checks():

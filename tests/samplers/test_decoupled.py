@@ -190,7 +190,7 @@ def test_the_best_candidate_is_chosen(covariance):
         assert batch.shape == (32,) and batch["candidate_scores"].shape == (32, 4)
         torch.testing.assert_close(batch["score"], batch["candidate_scores"].amin(1))
         torch.testing.assert_close(batch["score"][0], score_of(batch, policy, covariance=covariance))
-        assert torch.equal(batch["observation"], rb.storage._storage["observation"][batch["index"]])
+        assert torch.equal(batch["observation"], rb.storage[:]["observation"][batch["index"]])
         places.add(int(batch["candidate_scores"][0].argmin()))
     assert places == {0, 1, 2, 3}
     assert rb.sampler.stats()["actor_score"] < rb.sampler.stats()["actor_candidate_score"]
@@ -253,8 +253,8 @@ def test_mean_squared_errors_and_log_probabilities():
     rb, actor_rb = make(policy=policy, score="logprob", noise_scale=scale, num_candidates=3)
     batch = actor_rb.sample()
     with torch.no_grad():
-        mean = policy.module(rb.storage._storage["observation"])
-    log_prob = Normal(mean, scale).log_prob(rb.storage._storage["action"]).sum(-1)[batch["index"]]
+        mean = policy.module(rb.storage[:]["observation"])
+    log_prob = Normal(mean, scale).log_prob(rb.storage[:]["action"]).sum(-1)[batch["index"]]
     constant = scale.log().sum() + math.log(2 * math.pi)
     torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant)
 
@@ -317,7 +317,7 @@ def test_transforms_come_before_the_policy():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=32, transform=norm)
     rb.extend(experience(100))
     batch = sampler.actor_buffer(rb).sample()
-    raw = rb.storage._storage["observation"][batch["index"]]
+    raw = rb.storage[:]["observation"][batch["index"]]
     torch.testing.assert_close(batch["observation"], raw * 3 + 2)
     torch.testing.assert_close(batch["score"][0], score_of(batch, policy))
 
@@ -548,7 +548,7 @@ def test_distributions_that_are_not_understood():
 
 def test_what_a_distribution_does_anyway_may_be_said():
     policy = stochastic_policy(TanhNormal, low=-torch.ones(2), high=1.0, tanh_loc=False, upscale=3.0, safe_tanh=True)
-    assert DecoupledSampler(RandomSampler(), policy)._squashed
+    DecoupledSampler(RandomSampler(), policy)
 
 
 def test_pinned_tables_need_candidates_of_their_own():

@@ -48,7 +48,7 @@ def write_naive(naive, data):
 
 
 def contents(rb, tables, name):
-    stored = rb.storage._storage["number"].reshape(-1)
+    stored = rb.storage[:]["number"].reshape(-1)
     return stored[tables[name].index()].tolist()
 
 
@@ -308,14 +308,14 @@ def test_rows_of_other_entries_or_dtypes_are_refused_by_name_and_change_nothing(
         bad = data[first : first + 20].clone()
         change(bad)
         if first:
-            before = rb.state_dict()["_writer"], rb.write_count, len(rb)
+            before = rb.writer.state_dict(), rb.write_count, len(rb)
             with pytest.raises(error, match=message):
                 {
                     "extend": rb.extend,
                     "add": lambda bad: rb.add(bad[0]),
                     "write_at": lambda bad: rb.writer.write_at(torch.arange(20), bad),
                 }[how](bad)
-            after = rb.state_dict()["_writer"], rb.write_count, len(rb)
+            after = rb.writer.state_dict(), rb.write_count, len(rb)
             assert_equal_states(before, after)
         rb.extend(rows)
         write_naive(naive, data[first : first + 20])
@@ -354,7 +354,7 @@ class RefusesWithoutAction(RandomSampler):
     """A sampler that reads the actions of what was written."""
 
     def mark_update(self, index, *, storage=None):
-        if storage._storage.get("action", None) is None:
+        if storage[:].get("action", None) is None:
             raise KeyError("no entry 'action'")
 
 
@@ -377,7 +377,7 @@ def test_a_write_that_fails_in_the_storage_leaves_the_tables_whole(retention, mo
                 rb.extend(data[100:110].clone())
     rb.extend(data[110:].clone())
     live = torch.cat([tables[name].index() for name in tables])
-    stored = rb.storage._storage["number"]
+    stored = rb.storage[:]["number"]
     for name in tables:
         index = tables[name].index()
         assert len(index) == len(tables[name]) == len(index.unique())
@@ -585,8 +585,8 @@ def test_spawned_collectors_fill_the_tables_of_this_process():
     for _ in collector:
         pass
     collector.shutdown()
-    stored = rb.storage._storage
-    ended = stored["next", "terminated"].reshape(-1)[: len(rb)]
+    stored = rb.storage[:]
+    ended = stored["next", "terminated"].reshape(-1)
     assert len(rb) == 600
     assert len(tables["end"]) == 5 * int(ended.sum()) > 0
     # row by row, in the order in which they were written

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, Sequence
+from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, Storage
+from torchrl.envs import Compose
 
+from torchrl_replay_ext._torchrl import stored_data
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.samplers.base import STAMP_KEY
+from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
@@ -22,6 +24,16 @@ _NO_SEQUENCES = (
     "and update_tensordict_priority() outside the compiled function and pass the sample to it, or use "
     "TrajectoryRetraceSampler, which draws sequences in a graph."
 )
+
+
+class _TakesStamps(Protocol):
+    """A sampler that drops updates of rows that were overwritten since."""
+
+    def update_priority(self, index: Tensor, priority: Tensor, *, storage: Storage, stamp: Tensor) -> None: ...
+
+
+def _takes_stamps(sampler: object) -> TypeGuard[_TakesStamps]:
+    return getattr(sampler, "takes_stamps", False)
 
 
 class CompilableReplayBuffer(TensorDictReplayBuffer):
@@ -67,6 +79,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which has no TD error yet
     _adding = False
+    _storage: CompilableTensorStorage
+    _transform: Compose | None
 
     def __init__(self, **arguments: Any):
         if arguments.get("writer") is None:
@@ -105,8 +119,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         return (data, info) if return_info else data
 
     def _sample(self, batch_size: int) -> tuple[Any, dict]:
-        storage: Any = self._storage
-        simple = storage.ndim == 1 and is_tensor_collection(storage._storage) and self._sample_unit is None
+        storage = self._storage
+        simple = storage.ndim == 1 and is_tensor_collection(stored_data(storage)) and self._sample_unit is None
         if not is_traced() or not simple or (self._transform is not None and len(self._transform)):
             return super()._sample(batch_size)
         index, info = self._sampler.sample(storage, batch_size)
@@ -115,12 +129,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
+        index = torch.stack(index, -1) if isinstance(index, tuple) else index
+        priority = torch.as_tensor(priority)
         if not is_traced():
             super().update_priority(index, priority)
             return
-        index = torch.stack(index, -1) if isinstance(index, tuple) else index
-        priority = torch.as_tensor(priority)
-        if self.dim_extend > 0 and priority.ndim > 1:
+        if self.dim_extend and priority.ndim > 1:
             priority = self._transpose(priority).flatten()
         self._sampler.update_priority(index, priority, storage=self._storage)
 
@@ -146,7 +160,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             KeyError: if there is no entry ``priority_key``. Nothing is changed then.
             NotImplementedError: in a graph, if the buffer draws sequences.
         """
-        sampler: Any = self._sampler
+        sampler = self._sampler
         if not isinstance(sampler, PrioritizedSampler):
             return
         if data.get(self.priority_key, None) is None and getattr(sampler, "takes_priorities", True):
@@ -164,8 +178,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 raise NotImplementedError(_NO_SEQUENCES)
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
             data = data.select(*needed, strict=False).reshape(-1)
-        stamp = data.get(STAMP_KEY, None) if getattr(sampler, "takes_stamps", False) and data.ndim == 1 else None
-        if stamp is None:
+        stamp = data.get(STAMP_KEY, None) if data.ndim == 1 else None
+        if stamp is None or not _takes_stamps(sampler):
             super().update_tensordict_priority(data)
             return
         index, priority = data["index"], self._get_priority_vector(data)

@@ -1,4 +1,4 @@
-"""Which slots form which episode, in which order, and how much of the episode's TD error lies behind each of them."""
+"""Which slots form which episode, and the sum of TD errors from the start of the episode up to each slot."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _PAGE = 64
 
 
 class EpisodeIndex:
-    r"""The episodes in a ring buffer, and prefix sums of a mass (\|δ\|) along each.
+    r"""The episodes in a ring buffer, and prefix sums of a mass (\|δ\|) along each episode.
 
-    Transitions lie in *lanes*, one for each stream of experience, in time order; within its lane an episode is a run of
-    positions, cyclic where the ring has wrapped. One sum tree over all positions gives the prefix sum of any
-    transition in O(log N), whatever the length of its episode. Transitions that were overwritten leave the sums: an
-    episode loses its head. Layouts:
+    Transitions lie in lanes, one for each stream of experience, in time order. Within its lane an episode is a run of
+    positions, cyclic if the ring has wrapped. One sum tree over all positions gives the prefix sum of any transition in
+    O(log N) for episodes of any length. Overwritten transitions leave the sums, so an episode loses its oldest
+    transitions first. Layouts:
 
-    * ``lanes`` fixed by the storage (``assigned=False``): slot t·lanes + e is step t of lane e. One environment written
-      to flat storage is a single lane.
-    * several environments in one flat storage (``assigned=True``): the lane of a transition is that of its trajectory
-      id. A lane grows by pages that are taken from a common pool and given back, so lanes may be of any length.
+    * ``assigned=False``: the storage fixes the lanes. Slot t·lanes + e is step t of lane e. One environment in flat
+      storage is a single lane.
+    * ``assigned=True``, for several environments in one flat storage: the trajectory id determines the lane of a
+      transition. A lane takes pages from a common pool and returns them, so lanes may have any length.
 
-    All shapes are static. Nothing waits for the device but the check for too many trajectories, which are counted
-    instead where that is traced, and :meth:`skipped`.
+    All shapes are static. Only the check for too many trajectories reads from the device; in a graph they are counted
+    instead.
 
     Args:
         steps: length of the ring in slots per lane if fixed, in slots if assigned.
@@ -51,7 +51,7 @@ class EpisodeIndex:
             blocks = -(-steps // _PAGE) + 2
             self.span = blocks * _PAGE
             num_pages = -(-steps // _PAGE) + 2 * lanes
-            # the last block is never stored: it is where unwritten slots point to
+            # the last block is never stored; unwritten slots point to it
             page_table = torch.full((lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
             self._nowhere = lanes * self.span
             wide = torch.int32 if self._nowhere < 2**31 else torch.int64
@@ -71,7 +71,7 @@ class EpisodeIndex:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         narrow = torch.int32 if positions < 2**31 else torch.int64
-        # an episode's record; the one behind the last takes writes that are masked out, and its total stays 0
+        # One record per episode. The record after the last one takes writes that are masked out; its total stays 0.
         records = size + lanes
         self._none = records
         self.episode = full(size, records, narrow)
@@ -82,22 +82,26 @@ class EpisodeIndex:
         self._finished = full(records + 1, 0, torch.bool)
         self._open = full(records + 1, 0, torch.bool)
         self._records = FreeList(records, device=device)
-        # a lane's episode that still goes on (none: the last record), its sum, the place of its next transition
+        # of each lane: its unfinished episode (the last record if there is none), sum, place of its next transition
         self._lane_episode = full(lanes, records)
         self._lane_total = full(lanes, 0)
         self._lane_next = full(lanes, 0)
 
+    def holds(self, slots: Tensor) -> Tensor:
+        """True if a slot of ``slots`` [n] belongs to an episode, bool [n]."""
+        return gather_in_bounds(self.episode, slots) != self._none
+
     def prepare(self) -> None:
-        """Make it fit to become part of a graph."""
+        """Prepare the state for use in a graph."""
         self._tree.prepare()
         self._totals.prepare()
 
     def drop(self, slots: Tensor) -> None:
-        """Forget what ``slots`` [n] held, the oldest first; what goes on does not go on after them."""
+        """Remove ``slots`` [n], the oldest first. Unfinished episodes do not continue after them."""
         position = self.positions(slots)
         self._evict(slots, slots % self.lanes)
         if not self.assigned:
-            # nothing is written over it at once
+            # unlike in a write, no new mass replaces it
             self._tree.write(position, torch.zeros_like(position))
             self._abandon(self._lane_episode)
             self._lane_episode.fill_(self._none)
@@ -113,19 +117,19 @@ class EpisodeIndex:
         trajectory: Tensor | None = None,
         initial: Tensor | None = None,
     ) -> None:
-        """Take in new transitions, in the order of writing, over whatever their slots held.
+        """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
             slots: int64 [n], distinct, n <= size.
             mass: int64 [], of each new transition.
-            clock: int64 [], number of this write; larger than all before.
+            clock: int64 [], number of this write, larger than all numbers before.
             ended: bool [n], the episode ends with this transition.
-            finished: bool [n], where ``ended``: its reliability is that of a finished episode.
-            trajectory: int64 [n], trajectory ids; needed where lanes are assigned.
+            finished: bool [n], used where ``ended``: reliability is that of a finished episode.
+            trajectory: int64 [n], trajectory ids; required if lanes are assigned.
             initial: bool [n], the transition is the first of its episode.
 
         Raises:
-            ValueError: if there are more simultaneous trajectories than lanes; nothing is changed then.
+            ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
         count = slots.shape[0]
         rows = torch.arange(count, device=slots.device)
@@ -143,7 +147,7 @@ class EpisodeIndex:
         begun = new.cumsum(0)
         begun_before_lane = where_int64(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
         record = where_int64(begun == begun_before_lane, going_on, self._records.pop(new))
-        # an episode that stops without an end stays ongoing for good
+        # an episode that stops without an end keeps the reliability of an unfinished one
         before = where_int64(first, going_on, shifted(record, self._none))
         abandoned = where_int64(new & ~shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
 
@@ -170,7 +174,7 @@ class EpisodeIndex:
         self._totals.refresh(record)
 
     def _evict(self, slots: Tensor, lane: Tensor) -> None:
-        """Take what ``slots`` held out of all sums."""
+        """Remove the content of ``slots`` [n] from all sums."""
         record = self.episode.index_select(0, slots).to(torch.int64)
         live = record != self._none
         position = self.positions(slots)
@@ -197,18 +201,18 @@ class EpisodeIndex:
         self.episode.index_fill_(0, slots, self._none)
 
     def forget(self) -> None:
-        """Drop all content, before a write of more rows than there are slots, whose first rows go unseen."""
+        """Remove all content before a write of more rows than slots. The first rows of such a write are not seen."""
         self.drop(torch.arange(self.size, device=self.device))
         self.streams.lose_track(self._lane_episode != self._none)
 
     def _free(self, record: Tensor) -> None:
-        """Give back those of ``record`` [n] that hold nothing any more and do not go on."""
+        """Free those of ``record`` [n] that are empty and not open."""
         once = is_last_occurrence(record)
         empty = (self._count.index_select(0, record) == 0) & ~self._open.index_select(0, record)
         self._records.push(record, once & empty & (record != self._none))
 
     def _abandon(self, record: Tensor) -> None:
-        """These episodes will not go on, though they did not end."""
+        """Close these episodes, which did not end."""
         self._open.index_fill_(0, record, False)
         self._free(record)
 
@@ -244,10 +248,10 @@ class EpisodeIndex:
         """Set the masses of ``slots`` [n].
 
         Args:
-            slots: int64 [n]; each holds a transition where it is taken.
-            mass: int64 [n]; of duplicates the last one wins if not ``mask``.
-            clock: number of the last write; the transitions of these episodes stop being new. None: they do not.
-            mask: what becomes of each row, if that cannot be looked at.
+            slots: int64 [n]; each valid row must name a slot with a transition.
+            mass: int64 [n]; of duplicates the last one wins, unless ``mask`` says otherwise.
+            clock: number of the last write: the transitions of these episodes are no longer new. None: no change.
+            mask: masks for a compiled update, where data-dependent branching is impossible.
         """
         position = self.positions(slots)
         record = gather_in_bounds(self.episode, slots).to(torch.int64)
@@ -267,7 +271,7 @@ class EpisodeIndex:
         if self.lanes == 1:
             self._lane_total.add_(change.sum())
         else:
-            # what is not stored lies behind the last lane
+            # positions of slots that are not stored lie behind the last lane
             scatter_in_bounds(
                 self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True
             )
@@ -275,13 +279,13 @@ class EpisodeIndex:
             scatter_in_bounds(self._touched, record, clock.expand(record.shape[0]))
 
     def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
-        """R of ``slots`` [n] that hold something, in (0, 1]; 1 for what is new.
+        """Reliability R of ``slots`` [n] that hold transitions, in (0, 1]; 1 for new transitions.
 
         Args:
             slots: int64 [n].
-            stamp: int64 [size], the number of the write of each slot.
-            exact: float64, and 1 where an episode has no mass at all; otherwise float32, and NaN there, which is enough
-                for a draw and takes fewer operations.
+            stamp: int64 [size], write number of each slot.
+            exact: if True, float64, and 1 for episodes without mass. If False, float32, and NaN for these: it takes
+                fewer operations and is enough for a draw.
 
         Returns:
             [n].
@@ -290,7 +294,7 @@ class EpisodeIndex:
         position = self.positions(slots)
         start = gather_in_bounds(self._start, record)
         behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
-        # an episode that runs over the end of its lane's ring
+        # add the total of the lane if the episode wraps around the end of its ring
         around = self._lane_total
         if self.lanes > 1:
             around = gather_in_bounds(around, (position // self.span).clamp_max(self.lanes - 1))
@@ -298,12 +302,12 @@ class EpisodeIndex:
         totals = gather_in_bounds(self._totals.leaves, record)
         whole = torch.where(gather_in_bounds(self._finished, record), totals, self._totals.max())
         is_new = gather_in_bounds(stamp, slots) > gather_in_bounds(self._touched, record)
-        # slots that hold nothing belong to the last record, behind whose start they need not lie
+        # empty slots belong to the last record and may lie before its start, so clamp
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
 
     def graph_tensors(self) -> list[Tensor]:
-        """What :meth:`reliability` reads and graphs change, once :meth:`prepare` was called."""
+        """The tensors that :meth:`reliability` reads and graphs change, after :meth:`prepare`."""
         placed = [self._position] if self.assigned else []
         columns = [self.episode, self._start, self._touched, self._finished, self._lane_total]
         return [*self._tree.graph_tensors(), *self._totals.graph_tensors(), *columns, *placed]
@@ -314,7 +318,7 @@ class EpisodeIndex:
         return self._tree.max_priority
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state from which the rest is recomputed, by name."""
+        """The state, by name. The rest is recomputed from it."""
         state = {
             "masses": self._tree.rows,
             "episode": self.episode,
@@ -341,7 +345,7 @@ class EpisodeIndex:
         self._totals.rebuild_()
 
     def clear_(self) -> None:
-        """Forget everything."""
+        """Remove all content."""
         self._tree.clear_()
         if self.assigned:
             assert self._tree.page_table is not None

@@ -1,20 +1,24 @@
-"""Events: a condition on transitions, and how much of what led to it is remembered."""
+"""Events: a condition on transitions, and the number of transitions before it that enter a table."""
 
 from __future__ import annotations
 
 import math
 import operator
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import require_choice
+
 DEFAULT = "default"
+
+Retention = Literal["ring", "pinned"]
 
 _OPERATORS = {
     ">": operator.gt,
@@ -27,7 +31,7 @@ _OPERATORS = {
 
 
 def is_key(value: Any) -> bool:
-    """Whether ``value`` can be the name of an entry: a string, or a tuple of strings."""
+    """True if ``value`` can be the name of an entry: a string, or a tuple of strings."""
     return (isinstance(value, str) and bool(value)) or (
         isinstance(value, tuple) and bool(value) and all(isinstance(part, str) and part for part in value)
     )
@@ -35,12 +39,12 @@ def is_key(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Threshold:
-    """The condition that an entry with one number per transition compares to ``value`` in a given way.
+    """The condition ``data[key] op value``.
 
     Args:
-        key: where the number is stored, ``("next", "reward")`` for example.
+        key: entry with one number per transition, ``("next", "reward")`` for example.
         op: one of ``>  >=  <  <=  ==  !=``.
-        value: what it is compared to, a number; infinite ones are allowed, NaN is not.
+        value: a number. It may be infinite, but not NaN.
 
     Raises:
         ValueError: if ``op`` is unknown or ``value`` is NaN.
@@ -76,27 +80,27 @@ Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
 
 @dataclass(frozen=True)
 class EventSpec:
-    r"""An event and how much of what led to it is remembered: ν = ⟨ω, τ⟩ of SSET (Kompella et al. 2022, Sec. 2).
+    r"""An event ν = ⟨ω, τ⟩ of SSET (Kompella et al. 2022, Sec. 2): a condition ω and a history length τ.
 
     Args:
         name: the event's name.
         condition: ω, evaluated on every written transition:
 
-            * a key that holds a bool per transition, ``("next", "at_gap")`` for example;
-            * a :class:`Threshold` on a key that holds a number per transition;
+            * a key with a bool per transition, ``("next", "at_gap")`` for example;
+            * a :class:`Threshold` on a key with a number per transition;
             * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` 0 the rows are any
-              transitions, and each must be judged by itself. With ``context`` > 0 they are successive transitions of
-              one episode, led by up to ``context`` earlier ones, and a row may be judged by itself and the ``context``
-              rows before it, no more: where a write begins and ends must make no difference. Earlier transitions are
-              those that the default table still holds when the write begins.
-        history: τ, the number of transitions that enter the table when the event occurs: that of the event and those of
-            the same episode before it, >= 1.
-        table: the table they enter; by default one that has the event's name. Several events may share a table.
-        context: see ``condition``.
+              transitions, and the result of a row must depend on this row only. With ``context`` > 0 the rows are
+              consecutive transitions of one episode, after up to ``context`` earlier ones. The result of a row may
+              depend on the row and the ``context`` rows before it only, so that it does not depend on how the data is
+              split into writes. Earlier transitions are those that the default table holds when the write begins.
+        history: τ >= 1, the number of transitions that enter the table when the event occurs: the transition of the
+            event and the ones before it in the same episode.
+        table: the table they enter. Default: the name of the event. Several events may share a table.
+        context: see ``condition``. Default: 0.
 
     Raises:
         ValueError: if ``history`` < 1 or ``context`` < 0, or a name is ``"default"``.
-        TypeError: if the condition is none of the three, or a name is not a string.
+        TypeError: if the condition is none of these three, or a name is not a string.
 
     Examples:
         >>> gap = EventSpec("gap", ("next", "at_gap"), history=200)
@@ -118,7 +122,9 @@ class EventSpec:
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be an integer >= {low}.")
         if DEFAULT in (self.name, self.table):
-            raise ValueError(f"EventSpec({self.name!r}): {DEFAULT!r} is the table of everything; use another name.")
+            raise ValueError(
+                f"EventSpec({self.name!r}): {DEFAULT!r} is the table of all transitions; use another name."
+            )
         condition = self.condition
         if not (is_key(condition) or isinstance(condition, Threshold) or callable(condition)):
             raise TypeError(
@@ -126,10 +132,10 @@ class EventSpec:
             )
 
     def occurs(self, data: TensorDictBase) -> Tensor:
-        """Where in ``data`` [T] the event occurs, bool [T].
+        """True where the event occurs in ``data`` [T], bool [T].
 
         Raises:
-            KeyError: if the entry it needs is missing.
+            KeyError: if the entry of the condition is missing.
             TypeError: if the entry or the callable's result has the wrong type.
             ValueError: if it has the wrong shape.
         """
@@ -140,8 +146,8 @@ class EventSpec:
             what = f"the entry {key!r}"
             if result is None:
                 raise KeyError(
-                    f"EventSpec({self.name!r}): the data has no entry {key!r}, which the environment (or a transform) "
-                    "writes; pass another condition, or let it write one."
+                    f"EventSpec({self.name!r}): the data has no entry {key!r}; let the environment or a transform "
+                    "write it, or pass another condition."
                 )
         else:
             result = condition(data)
@@ -175,3 +181,41 @@ class EventSpec:
                     "function of a module, a key or a Threshold."
                 ) from error
         return vars(self).copy()
+
+
+def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], retention: Retention) -> dict[str, int]:
+    """Check the arguments of :class:`~torchrl_replay_ext.EventTables`.
+
+    Returns:
+        κ of each table, the default table first. With ``retention="ring"`` that of the default table is 0.
+    """
+    if isinstance(specs, EventSpec) or not isinstance(capacity, Mapping):
+        raise TypeError(
+            "EventTables: specs must be a list of EventSpec, and capacity a dict with a number for each table."
+        )
+    specs = tuple(specs)
+    if not specs or not all(isinstance(spec, EventSpec) for spec in specs):
+        raise ValueError("EventTables: specs must be a list of at least one EventSpec.")
+    require_choice("EventTables", "retention", retention, ("ring", "pinned"))
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"EventTables: two events have the same name among {names}.")
+    tables = list(dict.fromkeys(spec.table or spec.name for spec in specs))
+    if retention == "ring" and DEFAULT in capacity:
+        raise ValueError(
+            "EventTables: with retention='ring' the default table is the whole storage and has no capacity; leave "
+            "'default' out, or use retention='pinned'."
+        )
+    expected = tables if retention == "ring" else [DEFAULT, *tables]
+    if set(capacity) != set(expected):
+        raise ValueError(f"EventTables: capacity names {sorted(capacity)}, the tables are {sorted(expected)}.")
+    for name, value in capacity.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"EventTables(capacity={{{name!r}: {value!r}}}): a capacity must be an integer >= 1.")
+    longest = max(specs, key=lambda spec: spec.history)
+    if retention == "pinned" and longest.history > capacity[DEFAULT]:
+        raise ValueError(
+            f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, more than the "
+            f"{capacity[DEFAULT]} transitions that the default table keeps."
+        )
+    return {DEFAULT: 0, **{name: capacity[name] for name in expected}}

@@ -1,4 +1,4 @@
-"""Frames of stacked observations, each kept once."""
+"""Frames of stacked observations, each stored once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BLANK = 0
 
 
 class _Links(NamedTuple):
-    """Which frames rows of a write need.
+    """The frames that the rows of a write need.
 
     Args:
-        ids: int64 [n, k + 1], numbers of frames that are there already, and -1, -2 ... for new ones.
-        new: bool [n, k + 1], where a new frame appears first.
-        newest: bool [n], the last row of its trajectory.
+        ids: int64 [n, k + 1], ids of stored frames, and -1, -2, ... for new ones.
+        new: bool [n, k + 1], True where a new frame occurs first.
+        newest: bool [n], True for the last row of each trajectory.
     """
 
     ids: Tensor
@@ -29,22 +29,22 @@ class _Links(NamedTuple):
 
 
 class FramePool:
-    """Frames of the stacks of k frames that transitions hold, each frame once.
+    """Stores the frames of stacked observations, each frame once.
 
-    A transition in slot s has k + 1 frames: the k of its observation and the newest of the next one, whose others it
-    shares with the first. ``ids`` [size, k + 1] says where they are, a count of references when a frame is free again.
-    A transition shares the frames of the one before it in its trajectory if they are the same, byte by byte: whatever
-    the layout of environments, a wrapper's padding or a ring that overwrites, what is read is what was written. All
-    shapes are static and nothing waits for the device.
+    A transition needs k + 1 frames: the k frames of its observation, and the newest frame of the next observation,
+    which shares the other k - 1. The pool keeps the k + 1 frame ids of each slot, and frees a frame when its reference
+    count is 0. A transition shares frames with the one before it in its trajectory if they are equal byte by byte, so
+    reads return exactly what was written, for any layout of environments, any padding by wrappers, and in a full ring.
+    All shapes are static, and in a graph nothing reads from the device.
 
     Args:
         size: number of slots.
-        capacity: number of frames. A transition takes one, the first of a trajectory as many more as it has different
-            ones (a frame of zeros takes none); frames live on while any stored transition needs them.
+        capacity: number of frames. A transition needs one new frame. The first transition of a trajectory needs all
+            its distinct frames; a frame of zeros needs no space. A frame is kept while a stored transition needs it.
         num_stacked: k.
         shape: of a frame.
         dtype: of a frame.
-        num_streams: number of trajectories, the last that were written to, whose end is remembered.
+        num_streams: number of trajectories whose last transition is remembered, the most recently written ones.
         device: where the tensors live.
     """
 
@@ -60,9 +60,9 @@ class FramePool:
         device: torch.device | str | None = None,
     ):
         self.size, self.capacity, self.num_stacked = size, capacity, num_stacked
-        # places 1 to capacity; the first is blank, to the last goes what is masked out
+        # place 0 is the blank frame, places 1 to capacity hold frames, the last takes writes that are masked out
         self._nowhere = capacity + 1
-        # not touched before they are needed: a large pool takes memory only as it fills
+        # not initialised: the operating system then allocates memory only as the pool fills
         self.frames = torch.empty((capacity + 2, *shape), dtype=dtype, device=device)
         self.frames[_BLANK] = 0
 
@@ -71,21 +71,21 @@ class FramePool:
 
         self._ids = zeros(size, num_stacked + 1, dtype=torch.int32)
         self._references = zeros(capacity + 2, dtype=torch.int32)
-        # a queue of the frames that are free, as a ring with one place more
+        # a queue of the free frames: a ring, and one place for writes that are masked out
         self._free = zeros(capacity + 1, dtype=torch.int32)
         self._head, self._num_free = zeros(1), zeros(1)
         self._mark = zeros(capacity + 2, dtype=torch.int32)
-        # of the trajectories written to last: their id, the slot of their last transition (-1: none), when it came
+        # of the remembered trajectories: id, slot of the last transition (-1: none), time of its write
         self._tail_trajectory, self._tail_slot, self._tail_time = (zeros(num_streams) for _ in range(3))
         self._time = zeros(1)
-        # new frames for which there was no place, where that could not be an error
+        # number of new frames without a place, counted in graphs, which cannot raise errors
         self.lost = zeros(1)
-        # transitions whose two stacks are not one step apart, likewise
+        # number of transitions whose two stacks are not one step apart, counted in graphs
         self.mismatched = zeros(1)
         self.clear_()
 
     def write(self, slots: Tensor, before: Tensor, after: Tensor, trajectory: Tensor | None = None) -> None:
-        """Take in the stacks of new transitions, in the order of writing, over whatever their slots held.
+        """Write the stacks of new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
             slots: int64 [n], distinct.
@@ -95,8 +95,8 @@ class FramePool:
 
         Raises:
             ValueError: if the two stacks of a transition are not one step apart.
-            RuntimeError: if there is no place for all new frames. Nothing is changed in these cases; in a graph, they
-                are counted, and a frame without a place is blank.
+            RuntimeError: if there is no place for all new frames. Nothing is changed in both cases. In a graph they
+                are counted instead, and a frame without a place is blank.
         """
         if trajectory is None:
             trajectory = torch.zeros_like(slots)
@@ -124,7 +124,7 @@ class FramePool:
     def _link(self, before: Tensor, after: Tensor, trajectory: Tensor) -> _Links:
         count, depth = trajectory.shape[0], self.num_stacked
         rows = torch.arange(count, device=trajectory.device)
-        # the row before in the same trajectory, -1: none
+        # the previous row of the same trajectory, -1: none
         order = trajectory.argsort(stable=True)
         sorted_ids = trajectory[order]
         goes_on = shifted(sorted_ids, 0) == sorted_ids
@@ -135,11 +135,11 @@ class FramePool:
         newest = torch.empty_like(is_last).index_copy_(0, order, is_last)
         follows_row = previous >= 0
         previous = previous.clamp_min(0)
-        # or the transition stored before
+        # or the last stored transition of the trajectory
         match = (trajectory.unsqueeze(1) == self._tail_trajectory) & (self._tail_slot >= 0)
         stored = match.any(1) & ~follows_row
         stored_ids = gather_in_bounds(self._ids, (self._tail_slot.clamp_min(0) * match).sum(1)).to(torch.int64)[:, 1:]
-        # ... if the frames are the same
+        # frames are shared only if they are equal
         if is_traced():
             follows_row = follows_row & _same(before, after[previous])
             frames = gather_in_bounds(self.frames, stored_ids.reshape(-1)).view(before.shape)
@@ -151,7 +151,7 @@ class FramePool:
             stored[chosen] = _same(before[chosen], frames.view(-1, *before.shape[1:]))
         alone = ~(follows_row | stored)
 
-        # a row that follows none shares frames within its stack only
+        # a row without predecessor shares frames only within its own stack
         new = torch.zeros(count, depth + 1, dtype=torch.bool, device=rows.device)
         blank = torch.zeros(count, depth, dtype=torch.bool, device=rows.device)
         if is_traced():
@@ -166,14 +166,14 @@ class FramePool:
         ids = where_int64(blank, _BLANK, own[:, :-1])
         ids = where_int64(stored.unsqueeze(1), stored_ids, ids)
         ids = torch.cat([ids, own[:, -1:]], 1)
-        # the newest frame of each row is known; passed on by one row at a time, those before become known too
+        # each round passes the ids of a row on to the next row; after k rounds all are known
         follows = follows_row.unsqueeze(1)
         for _ in range(depth):
             ids = torch.cat([where_int64(follows, ids[previous][:, 1:], ids[:, :-1]), ids[:, -1:]], 1)
         return _Links(ids, new, newest)
 
     def _allocate(self, slots: Tensor, links: _Links) -> Tensor:
-        """Count references, free what nothing refers to any more, and give the new frames places; ids [n, k + 1]."""
+        """Update the reference counts, free unused frames and assign places to the new ones; returns ids [n, k + 1]."""
         wanted = links.new.sum().reshape(1)
         ids = links.ids.reshape(-1)
         known = ids > _BLANK
@@ -181,7 +181,7 @@ class FramePool:
         held = dropped > _BLANK
         self._refer(ids.clamp_min(_BLANK), known.to(torch.int32))
         self._refer(dropped, -held.to(torch.int32))
-        # of a frame that several rows have dropped, one
+        # if several rows drop the same frame, free it once
         order = torch.arange(dropped.shape[0], device=slots.device)
         scatter_in_bounds(self._mark, dropped, order.to(torch.int32))
         freed = (
@@ -225,7 +225,7 @@ class FramePool:
         self.frames.index_copy_(0, ids[row, position], before[row, position])
 
     def _remember(self, slots: Tensor, trajectory: Tensor, newest: Tensor) -> None:
-        """Keep where the trajectories end that were written to last."""
+        """Remember the last transitions of the most recently written trajectories."""
         count, kept = slots.shape[0], self._tail_slot.shape[0]
         continued = (trajectory.unsqueeze(1) == self._tail_trajectory).any(0)
         written = self._time + torch.arange(1, count + 1, device=slots.device)
@@ -245,15 +245,15 @@ class FramePool:
         return self.capacity - int(self._num_free)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state from which the rest is recomputed, by name."""
+        """The state, by name. The rest is recomputed from it."""
         names = ("ids", "tail_trajectory", "tail_slot", "tail_time", "time")
         state = {name: getattr(self, f"_{name}") for name in names}
-        # what lies behind was never written to
+        # frames behind the largest id were never written
         frames = self.frames[: int(self._ids.max()) + 1]
         return {**state, "lost": self.lost, "mismatched": self.mismatched, "frames": frames}
 
     def restore_(self, state: dict[str, Tensor]) -> None:
-        """Take over what :meth:`tensors` gave; ValueError if it does not fit, with nothing changed."""
+        """Restore :meth:`tensors`; ValueError if it does not fit, with nothing changed."""
         own = self.tensors()
         frames = state.get("frames")
         if frames is None or frames.shape[1:] != self.frames.shape[1:] or len(frames) > self._nowhere:
@@ -277,7 +277,7 @@ class FramePool:
         self._num_free.fill_(len(free))
 
     def clear_(self) -> None:
-        """Forget everything."""
+        """Remove all content."""
         for tensor in (self._ids, self._tail_trajectory, self._tail_time, self._time, self.lost, self.mismatched):
             tensor.zero_()
         self._tail_slot.fill_(-1)
@@ -303,7 +303,7 @@ def _same(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _different(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether frames of stacks [n, k, ...] differ from the one before and are not zero; whether they are zero."""
+    """True for frames of stacks [n, k, ...] that differ from the previous one and are not zero; and for zero frames."""
     repeated = (stack[:, 1:] == stack[:, :-1]).flatten(2).all(2)
     blank = (stack == 0).flatten(2).all(2)
     first = torch.ones_like(blank[:, :1])

@@ -1,4 +1,4 @@
-"""Which transitions of a ring buffer follow each other: streams of experience, and where episodes begin in them."""
+"""Lanes of a ring buffer: which transitions belong to the same stream, and where episodes begin."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import is_traced, where_int64
 from torchrl_replay_ext.functional.priorities import write_last
 
-# Trajectories that are remembered as cut off by another: for each lane, and if there is a single one.
+# The number of recently preempted trajectories that are remembered: per lane, and if there is a single lane.
 _REMEMBERED = 8
 _REMEMBERED_ALONE = 64
 
 
 def shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
-    """``values`` one place later, led by ``first``."""
+    """``values`` [n] moved by one place; the first one is ``first``."""
     head = first.reshape(1).to(values.dtype) if isinstance(first, Tensor) else values.new_full((1,), first)
     return torch.cat([head, values[:-1]])
 
@@ -30,14 +30,14 @@ def at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """Rows of a write, sorted by lane, in the order of writing within each.
+    """The rows of a write, sorted by lane, within a lane in the order of writing.
 
     Args:
-        order: int64 [n], their places among the rows as they were written.
-        lane: int64 [n].
-        first: bool [n], the first of its lane.
-        new: bool [n], an episode begins.
-        stolen: bool [lanes], lanes that were taken from an unfinished trajectory; None where lanes are fixed.
+        order: place of each row in the write, int64 [n].
+        lane: lane of each row, int64 [n].
+        first: True for the first row of each lane, bool [n].
+        new: True if an episode begins with the row, bool [n].
+        stolen: True for lanes that were taken from an unfinished trajectory, bool [lanes]; None if lanes are fixed.
     """
 
     order: Tensor
@@ -48,11 +48,15 @@ class Rows(NamedTuple):
 
 
 class Lanes:
-    """The lanes of a ring buffer, one for each stream of experience, and where episodes begin in them.
+    """The lanes of a ring buffer and the streams that are assigned to them.
 
-    Lanes are fixed by the storage: slot t·lanes + e is step t of lane e, and one environment written to flat storage is
-    a single lane; or, for several environments in one flat storage, assigned by trajectory id: a trajectory keeps its
-    lane until it ends. Whoever holds this knows in which lanes an episode goes on.
+    A stream is the sequence of steps of one environment. Lanes are either fixed or assigned:
+
+    * Fixed by the storage: slot t·lanes + e is step t of lane e. One environment in flat storage is a single lane.
+    * Assigned by trajectory id, for several environments in one flat storage. A trajectory keeps its lane until it
+      ends.
+
+    The owner of this object keeps track of the lanes with an unfinished episode and passes them as ``open_lane``.
 
     Args:
         steps: length of the ring in slots per lane if fixed, in slots if assigned.
@@ -70,43 +74,24 @@ class Lanes:
         def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
 
-        # of each lane: the last trajectory id, the number of the last write, ...
+        # the last trajectory id and the number of the last write of each lane
         self._trajectory = full(lanes, -1)
         self._written = full(lanes, 0)
-        # ... and, since then: whether trajectory ids restarted, whether its end may have gone unseen
+        # True if, since then, trajectory ids restarted; True if the end of the trajectory may have been missed
         self._old = full(lanes, 0, torch.bool)
         self._end_may_be_missed = full(lanes, 0, torch.bool)
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
-        self._cursor = full(1, 0)
-        # the last trajectories that another one cut off in each lane, the latest last
+        # the trajectories of each lane that were recently preempted by another one, the latest last
         remembered = _REMEMBERED if lanes > 1 else _REMEMBERED_ALONE
         self._recently_preempted = torch.full((lanes, remembered), -1, dtype=torch.int64, device=device)
-        # trajectories that broke off, or were too many, where that could not be an error
+        # number of trajectories that broke off or were too many, in cases where no error can be raised
         self.broken_off = full(1, 0)
         self._warned = False
 
-    def step_of(self, slot: Tensor) -> int:
-        """The place of ``slot`` [] in the ring."""
-        return int(slot) // self._width
-
-    def expected_step(self) -> int:
-        """The place in the ring where the next write is expected."""
-        return int(self._cursor)
-
-    def skipped(self, slots: Tensor) -> Tensor:
-        """The slots from where the next write was expected up to ``slots`` [n]: written behind our back. int64 [k]."""
-        gap = (self.step_of(slots[0]) - self.expected_step()) % self.steps
-        steps = (self._cursor + torch.arange(gap, device=slots.device)) % self.steps
-        return (steps.unsqueeze(1) * self._width + torch.arange(self._width, device=slots.device)).reshape(-1)
-
-    def skip(self, slots: Tensor) -> None:
-        """The next write is expected behind ``slots`` [n], which were written behind our back, the oldest first.
-
-        Any trajectory may have ended there.
-        """
+    def miss_ends(self) -> None:
+        """Rows were lost; any trajectory may have ended in them."""
         self._end_may_be_missed.fill_(True)
-        self._cursor.fill_((self.step_of(slots[-1]) + 1) % self.steps)
 
     def follow(
         self,
@@ -118,18 +103,18 @@ class Lanes:
         trajectory: Tensor | None = None,
         initial: Tensor | None = None,
     ) -> Rows:
-        """Take in a write: assign its rows to lanes and find where episodes begin.
+        """Register a write: assign its rows to lanes and find where episodes begin.
 
         Args:
             slots: int64 [n], distinct, in the order of writing.
-            open_lane: bool [lanes], an episode goes on.
-            clock: int64 [], number of this write; larger than all before.
+            open_lane: bool [lanes], the lane has an unfinished episode.
+            clock: int64 [], number of this write, larger than all numbers before.
             ended: bool [n], the episode ends with this transition.
-            trajectory: int64 [n], trajectory ids; needed where lanes are assigned.
+            trajectory: int64 [n], trajectory ids; required if lanes are assigned.
             initial: bool [n], the transition is the first of its episode.
 
         Raises:
-            ValueError: if there are more simultaneous trajectories than lanes; nothing is changed then.
+            ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
         stolen = None
         if self.assigned:
@@ -160,11 +145,10 @@ class Lanes:
         if initial is not None:
             new |= initial[order]
         self._written.index_copy_(0, lane, clock.expand(lane.shape))
-        self._cursor.copy_((slots[-1:] // self._width + 1) % self.steps)
         return Rows(order, lane, first, new, stolen)
 
     def lose_track(self, open_lane: Tensor) -> None:
-        """Trajectories in open lanes may go on, or have ended unseen."""
+        """Rows were written without notification: trajectories in open lanes may have ended in them."""
         self._end_may_be_missed.copy_(open_lane)
 
     def _require_one_stream(
@@ -202,17 +186,17 @@ class Lanes:
     def _latest_preempted(
         self, trajectory: Tensor, previous: Tensor, begins: Tensor, cuts: Tensor, marked: Tensor
     ) -> Tensor:
-        """With one lane: the trajectories that others have cut off after a write, the latest last; int64 [1, .].
+        """With one lane: the recently preempted trajectories after a write, the latest last; int64 [1, .].
 
         Args:
             trajectory: int64 [n].
             previous: int64 [n], the trajectory of the row before.
-            begins: bool [n], the row is of another trajectory than the row before.
-            cuts: bool [n], where the trajectory of the row before had not ended.
-            marked: bool [n], the row is marked as the first of its episode, whatever its id.
+            begins: bool [n], the row belongs to another trajectory than the row before.
+            cuts: bool [n], the row preempts the trajectory of the row before, which had not ended.
+            marked: bool [n], the row is marked as the first of its episode.
 
         Raises:
-            ValueError: if a trajectory that was cut off comes back.
+            ValueError: if a preempted trajectory continues.
         """
         columns = (values[begins].tolist() for values in (trajectory, previous, cuts, marked))
         gone = dict.fromkeys(each for each in self._recently_preempted[0].tolist() if each >= 0)
@@ -239,11 +223,11 @@ class Lanes:
             )
 
     def _require_own_lane(self, lane: Tensor, continues: Tensor, trajectory: Tensor, initial: Tensor | None) -> None:
-        """In fixed lanes a trajectory may break off; but then it may not go on after the one that cut it off.
+        """In fixed lanes a trajectory may break off, but it must not continue after the one that preempted it.
 
         Args:
             lane: int64 [n].
-            continues: bool [n], where something is written to a lane in which an episode goes on.
+            continues: bool [n], the row is written to a lane with an unfinished episode.
             trajectory: int64 [n].
             initial: bool [n].
         """
@@ -263,7 +247,7 @@ class Lanes:
         self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)))
 
     def _remember(self, cut: Tensor) -> None:
-        """Note that the last trajectories in lanes where ``cut`` [lanes] is 1 were cut off by others."""
+        """Remember the last trajectories of the lanes where ``cut`` [lanes] is 1 as preempted."""
         longer = torch.cat([self._recently_preempted[:, 1:], self._trajectory.unsqueeze(1)], 1)
         self._recently_preempted.copy_(where_int64(cut.unsqueeze(1), longer, self._recently_preempted))
 
@@ -303,8 +287,8 @@ class Lanes:
             return rows
         ids, done = trajectory.view(lanes, -1), ended.view(lanes, -1)
         first = ids[:, 0]
-        # no trajectory is in the rows of two environments, and all that are open go on: otherwise environments take
-        # turns in another way, and this order is not that of time
+        # This order is the order of time only if no trajectory has rows in two environments and every open trajectory
+        # continues. Otherwise the environments alternate in another way.
         order = trajectory.argsort(stable=True)
         of_env, sorted_ids = order // ids.shape[1], trajectory[order]
         apart = (sorted_ids[1:] != sorted_ids[:-1]) | (of_env[1:] == of_env[:-1])
@@ -317,37 +301,37 @@ class Lanes:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The lane of each row by its trajectory id [n].
 
-        A trajectory keeps its lane until it ends; a new one takes the lane that became free first. If none is free and
-        ids have restarted, it takes the lane that was written least recently of those from before; if its beginning is
-        marked, that of all to which this write adds nothing.
+        A trajectory keeps its lane until it ends. A new trajectory takes the lane that became free first. If no lane is
+        free, it takes the lane that was written to least recently, excluding lanes that this write continues: among
+        the lanes from before ids restarted, or among all lanes if the new trajectory's first transition is marked.
 
         Returns:
-            lane [n]; lanes [lanes] taken from an unfinished trajectory; whether ids restarted [].
+            Lane of each row [n]; True for lanes taken from an unfinished trajectory [lanes]; whether ids restarted [].
         """
         count, device = trajectory.shape[0], trajectory.device
         rows = torch.arange(count, device=device)
-        # groups: the rows of one trajectory each
+        # a group is the rows of one trajectory
         order = trajectory.argsort(stable=True)
         ids = trajectory[order]
         group_sorted = (shifted(ids, 0) != ids).to(torch.int64)
         group_sorted[0] = 0
         group_sorted = group_sorted.cumsum(0)
         group = torch.empty_like(order).index_copy_(0, order, group_sorted)
-        # for each group (padded to n of them): its id, its first and last row
+        # first row, last row and id of each group, padded to n groups
         first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
         last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
         used = first < count
         group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
-        # which of them go on in an open lane
+        # which groups continue in which open lane
         match = (group_id.unsqueeze(1) == self._trajectory) & open_lane & ~self._old & used.unsqueeze(1)
-        # ids begin at 0 again: what was going on before does not go on
+        # ids restart at 0: no trajectory from before continues
         begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
         restarted = begins_again.any()
         match &= (first < where_int64(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
         request = used & ~match.any(1)
         closes = used & ended[last]
-        # the others request a lane at their first row; a group that ends releases its lane at its last row. Counted
-        # along the rows, the k-th request can be met if k lanes were free or released before it.
+        # The other groups request a lane at their first row. A group that ends releases its lane at its last row. The
+        # k-th request can be met if k lanes were free or released before it.
         row_or_none = torch.zeros(count + 1, dtype=torch.int64, device=device)
         requested = row_or_none.index_add(0, first, request.to(torch.int64))[:count].cumsum(0)
         released = row_or_none.index_add(0, last, closes.to(torch.int64))[:count].cumsum(0)
@@ -355,12 +339,12 @@ class Lanes:
         number = requested[clipped] - 1
         released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
         missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
-        # lanes that may be taken from a trajectory of which no end was seen, the longest silent first
+        # lanes that may be taken from an unfinished trajectory
         cuts_off = group_id <= self._max_trajectory
         if initial is not None:
             cuts_off |= initial[clipped]
         available = open_lane & ~match.any(0) & (self._old | self._end_may_be_missed | (request & cuts_off).any())
-        # one that was cut off for lack of a lane, and goes on: there are not enough
+        # a trajectory that was preempted for lack of a lane and continues: there are too few lanes
         returned = (
             request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
         )
@@ -372,15 +356,15 @@ class Lanes:
             where_int64(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
         )
         stolen = available & (age < missing)
-        # where ids have restarted, those from before mean nothing any more
+        # after a restart, earlier ids no longer identify trajectories
         self._recently_preempted.copy_(where_int64(restarted, -1, self._recently_preempted))
-        # one whose end may have gone unseen may also go on
+        # a trajectory whose end may have been missed is not counted as preempted: it may have ended
         self._remember((stolen & ~self._old & ~self._end_may_be_missed & ~restarted).to(torch.int64))
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()
-        # the k-th request takes the k-th lane that is or becomes free: in the latter case that of the group which
-        # releases it, which may itself have taken it from another; the chain is followed by doubling
+        # The k-th request takes the k-th lane that is free or becomes free. In the latter case the group inherits the
+        # lane of the group that releases it, which may itself have inherited it. Doubling follows these chains.
         release = torch.zeros(count + 1, dtype=torch.int64, device=device)
         release.index_copy_(0, where_int64(closes, released[last] - 1, torch.full_like(last, count)), rows)
         inherits = request & (number >= num_free)
@@ -405,11 +389,10 @@ class Lanes:
             "lane_cut_off": self._recently_preempted,
             "max_trajectory": self._max_trajectory,
             "zero_seen": self._zero_seen,
-            "cursor": self._cursor,
             "broken_off": self.broken_off,
         }
 
     def clear_(self) -> None:
-        """Forget everything."""
+        """Forget all streams."""
         for name, tensor in self.tensors().items():
             tensor.fill_(-1 if name in ("lane_trajectory", "lane_cut_off", "max_trajectory") else 0)

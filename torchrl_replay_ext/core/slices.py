@@ -1,4 +1,4 @@
-"""Where slices of episodes may begin in a ring buffer, and which transition follows each."""
+"""Where slices of episodes may begin in a ring buffer, and the successor of each transition."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 
 
 class SliceIndex:
-    """The successor of each transition within its episode, kept at writes.
+    """The successor of each transition within its episode, updated at every write.
 
-    A ring overwrites the oldest first, so the successor of a stored transition is stored too: what begins at any slot
-    and follows the successors is a run of one episode in time order, which ends where the episode does, or where it has
-    got to. Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. All shapes are static and nothing waits
-    for the device.
+    A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. Following the
+    successors from any slot gives a run of one episode in time order, up to its last stored transition. Layouts are
+    those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. All shapes are static, and nothing reads from the device.
 
     Args:
         steps: length of the ring in slots per lane if fixed, in slots if assigned.
         lanes: number of lanes.
         length: steps of a slice.
-        padded: slices may begin anywhere; otherwise only where ``length`` steps are stored.
+        padded: slices may begin anywhere. If False, only where ``length`` steps are stored.
         assigned: lanes are assigned by trajectory id.
         device: where the tensors live.
     """
@@ -43,11 +42,11 @@ class SliceIndex:
         self.size = self._none = size = self.streams.size
         self.length, self._padded = length, padded
         self.device = torch.device(device or "cpu")
-        # the slot that follows, itself if none does; one place more for writes that are masked out
+        # the successor of each slot, or the slot itself; the last place takes writes that are masked out
         narrow = torch.int32 if size < 2**31 - 1 else torch.int64
         self._next = torch.arange(size + 1, device=device).to(narrow)
-        # of each lane: its newest slots, the newest last (none: not stored), and how many steps the episode that goes
-        # on has, up to the length of a slice (0: none goes on)
+        # of each lane: its newest slots, the newest last; the number of steps of its unfinished episode, at most the
+        # length of a slice, 0 if there is none
         self._recent = torch.full((lanes, length), size, dtype=torch.int64, device=device)
         self._run = torch.zeros(lanes, dtype=torch.int64, device=device)
         # mass 1 where a slice may begin
@@ -62,17 +61,17 @@ class SliceIndex:
         trajectory: Tensor | None = None,
         initial: Tensor | None = None,
     ) -> None:
-        """Take in new transitions, in the order of writing, over whatever their slots held.
+        """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
-            slots: int64 [n], following each other in the ring, n <= size.
-            clock: int64 [], number of this write; larger than all before.
+            slots: int64 [n], consecutive in the ring, n <= size.
+            clock: int64 [], number of this write, larger than all numbers before.
             ended: bool [n], the episode ends with this transition.
-            trajectory: int64 [n], trajectory ids; needed where lanes are assigned.
+            trajectory: int64 [n], trajectory ids; required if lanes are assigned.
             initial: bool [n], the transition is the first of its episode.
 
         Raises:
-            ValueError: if there are more simultaneous trajectories than lanes; nothing is changed then.
+            ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
         count, oldest = slots.shape[0], slots[:1]
         order, lane, first, new, stolen = self.streams.follow(
@@ -84,7 +83,7 @@ class SliceIndex:
 
         rows = torch.arange(count, device=slots.device)
         rank = rows - where_int64(first, rows, torch.zeros_like(rows)).cummax(0).values
-        # steps of the row's episode up to it: since it began among these rows, or earlier
+        # number of steps of the row's episode up to the row; the episode began in this write or earlier
         age = rows - where_int64(new, rows, torch.full_like(rows, -1)).cummax(0).values
         age = 1 + where_int64(age <= rank, age, run[lane] + rank)
         previous = where_int64(new, self._none, where_int64(first, recent[lane, -1], shifted(slots, 0)))
@@ -113,7 +112,7 @@ class SliceIndex:
         self._run.copy_(at_last(lane, age.clamp_max(self.length) * ~ended, run))
 
     def drop(self, slots: Tensor) -> None:
-        """Forget what ``slots`` [n] held, the oldest; what goes on does not go on after them."""
+        """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue after them."""
         scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
         self.starts.write(slots, torch.zeros_like(slots))
         self._recent.fill_(self._none)
@@ -121,38 +120,38 @@ class SliceIndex:
             self._run.zero_()
 
     def forget(self) -> None:
-        """Drop all content, before a write of more rows than there are slots, whose first rows go unseen."""
+        """Remove all content before a write of more rows than slots. The first rows of such a write are not seen."""
         self.drop(torch.arange(self.size, device=self.device))
         self.streams.lose_track(self._run > 0)
 
     def walk(self, starts: Tensor) -> Tensor:
-        """The slots of slices from ``starts`` [n] on, int64 [n, length]; the last of an episode is repeated."""
+        """The slots of slices from ``starts`` [n] on, int64 [n, length]. The last slot of an episode is repeated."""
         slots = [starts]
         for _ in range(self.length - 1):
             slots.append(gather_in_bounds(self._next, slots[-1]))
         return torch.stack([slot.to(torch.int64) for slot in slots], 1)
 
     def newest(self) -> tuple[Tensor, Tensor]:
-        """The newest transitions of each lane in time order, whatever their episodes.
+        """The newest transitions of each lane in time order, across episodes.
 
         Returns:
-            Slots, int64 [lanes, length], and how many of each row are real, [lanes]; the last one is repeated.
+            Slots, int64 [lanes, length], the last one repeated; and the number of distinct slots per lane, [lanes].
         """
         count = (self._recent != self._none).sum(1)
         place = self.length - count.unsqueeze(1) + torch.arange(self.length, device=self.device)
         return self._recent.gather(1, place.clamp_max(self.length - 1)) % self.size, count
 
     def is_followed(self, slots: Tensor) -> Tensor:
-        """Whether each of ``slots`` [n, k] is followed by the one behind it, bool [n, k - 1]."""
+        """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""
         before, behind = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
         return ((gather_in_bounds(self._next, before) == behind) & (before != behind)).view(slots.shape[0], -1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state from which the rest is recomputed, by name."""
+        """The state, by name. The rest is recomputed from it."""
         return {"next": self._next, "recent": self._recent, "run": self._run, **self.streams.tensors()}
 
     def rebuild_(self, stored: Tensor) -> None:
-        """Recompute where slices may begin; ``stored``: bool [size], the slots that hold something."""
+        """Recompute where slices may begin; ``stored``: bool [size], the slot holds a transition."""
         begins = stored.clone()
         slots = torch.arange(self.size, device=self.device)
         for _ in range(0 if self._padded else self.length - 1):
@@ -174,12 +173,12 @@ class SliceIndex:
         following = self._next[:-1].to(torch.int64)
         followed = following != slots
         if not bool(stored[following[followed]].all() and stored[followed].all()):
-            raise AssertionError("SliceIndex: what is not stored follows, or is followed")
+            raise AssertionError("SliceIndex: a slot that is not stored has or is a successor")
         if int(following[followed].bincount(minlength=1).max()) > 1:
-            raise AssertionError("SliceIndex: a transition follows two others")
+            raise AssertionError("SliceIndex: a transition is the successor of two others")
 
     def clear_(self) -> None:
-        """Forget everything."""
+        """Remove all content."""
         self._next.copy_(torch.arange(self.size + 1, device=self.device))
         self._recent.fill_(self._none)
         self._run.zero_()

@@ -13,7 +13,7 @@ from torchrl_replay_ext.compilation import is_traced
 Covariance = Literal["diag", "full"]
 
 
-def _as_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
+def as_noise_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
     """``noise_scale`` as a tensor; ValueError if it does not fit actions of the last dimension of ``reference``."""
     scale = torch.as_tensor(noise_scale, dtype=reference.dtype, device=reference.device)
     size = reference.shape[-1]
@@ -98,7 +98,7 @@ def gaussian_policy_kl(
 
 def divergence(difference: Tensor, noise_scale: float | Tensor, covariance: str, eps: float) -> Tensor:
     """:func:`gaussian_policy_kl` of arguments whose values were checked before."""
-    scale = _as_scale(noise_scale, difference)
+    scale = as_noise_scale(noise_scale, difference)
     rows, size = difference.shape[-2:]
     noise_variance, unit = scale * scale, None
     if scale.ndim == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -274,6 +275,16 @@ def acer_value_target(
         "acer_value_target", action_value.shape, log_pi=log_pi, log_mu=log_mu, q_ret=q_ret, state_value=state_value
     )
     return importance_ratio(log_pi, log_mu).clamp_max(1.0) * (q_ret - action_value) + state_value
+
+
+@overload
+def trust_region_projection(g: Tensor, k: Tensor, delta: float) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def trust_region_projection(
+    g: tuple[Tensor, ...], k: tuple[Tensor, ...], delta: float
+) -> tuple[tuple[Tensor, ...], Tensor]: ...
 
 
 def trust_region_projection(

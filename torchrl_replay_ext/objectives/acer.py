@@ -119,15 +119,9 @@ class ACERLoss(TrajectoryLoss):
     """
 
     @dataclass
-    class _AcceptedKeys:
-        action: NestedKey = "action"
-        reward: NestedKey = "reward"
-        done: NestedKey = "done"
-        terminated: NestedKey = "terminated"
+    class _AcceptedKeys(TrajectoryLoss._AcceptedKeys):
         action_value: NestedKey = "action_value"
         behaviour: NestedKey = "logits"
-        priority: NestedKey = "td_error"
-        priority_weight: NestedKey = "priority_weight"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -206,8 +200,7 @@ class ACERLoss(TrajectoryLoss):
 
     def _evaluate(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Log-probabilities and values of all actions, [*B, T, A]."""
-        with self._params("actor_network"):
-            state = self.actor_network.get_dist_params(state)
+        state = self._distribution(state)
         with self._params("qvalue_network"):
             state = self.qvalue_network(state)
         log_pi, key = self._log_policy(state), self.tensor_keys.action_value
@@ -241,7 +234,7 @@ class ACERLoss(TrajectoryLoss):
         separate_episodes(states[0], states[1], (self.actor_network, self.qvalue_network))
         return states[0], states[1]
 
-    @dispatch
+    @dispatch()
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Compute the losses of a batch [*B, T]."""
         rows = self._trajectories(tensordict)
@@ -251,8 +244,7 @@ class ACERLoss(TrajectoryLoss):
         with torch.no_grad():
             next_log_pi, next_q = self._evaluate(following)
             next_value = (next_log_pi.exp() * next_q).sum(-1, keepdim=True)
-            with self._params("actor_network", average=True):
-                average = self.actor_network.get_dist_params(states.select(*self.actor_network.in_keys))
+            average = self._distribution(states.select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)
             (behaviour,) = self._statistics(batch, log_pi.shape)
             log_mu = log_probabilities(behaviour, self.tensor_keys.behaviour)
@@ -312,7 +304,7 @@ class ACERLoss(TrajectoryLoss):
         if self.trust_region:
             z, active = trust_region_projection(g, k, self.delta)
         kl = (average * (log_average - log_pi).masked_fill(average == 0, 0.0)).sum(-1)
-        return z, {  # pyright: ignore[reportReturnType]
+        return z, {
             "kl": kl,
             "rho": rho.squeeze(-1),
             "bc_weight": (pi * beyond).sum(-1),

@@ -12,7 +12,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, d
 from torch import Tensor, nn
 
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, q_opc, trust_region_projection
-from torchrl_replay_ext.modules import SeparateValueNetworks
+from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_invalid
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
@@ -110,27 +110,22 @@ class ACERContinuousLoss(TrajectoryLoss):
     """
 
     @dataclass
-    class _AcceptedKeys:
+    class _AcceptedKeys(TrajectoryLoss._AcceptedKeys):
         observation: NestedKey = "observation"
-        action: NestedKey = "action"
-        reward: NestedKey = "reward"
-        done: NestedKey = "done"
-        terminated: NestedKey = "terminated"
         loc: NestedKey = "loc"
         scale: NestedKey = "scale"
         behaviour_loc: NestedKey = "loc"
         behaviour_scale: NestedKey = "scale"
-        priority: NestedKey = "td_error"
-        priority_weight: NestedKey = "priority_weight"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
     actor_network: ProbabilisticTensorDictSequential
-    sdn: nn.Module
+    sdn: StochasticDuelingNetwork | SeparateValueNetworks  # or another module with their forward() and state_value()
     actor_network_params: TensorDictParams
     sdn_params: TensorDictParams
     target_actor_network_params: TensorDictParams
     target_sdn_params: TensorDictParams
+    value_coeff: Tensor
     _LOSSES = ("loss_actor", "loss_qvalue", "loss_value", "loss_entropy")
 
     def __init__(
@@ -217,12 +212,11 @@ class ACERContinuousLoss(TrajectoryLoss):
 
     def _policy(self, tensordict: TensorDictBase, *, average: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation, [*B, T, A]."""
-        with self._params("actor_network", average=average):
-            result = self.actor_network.get_dist_params(tensordict.select(*self.actor_network.in_keys))
+        result = self._distribution(tensordict.select(*self.actor_network.in_keys), average=average)
         blame = "actor_network writes it; name its keys with set_keys(loc=, scale=)"
         return self._get(result, self.tensor_keys.loc, blame), self._get(result, self.tensor_keys.scale, blame)
 
-    @dispatch
+    @dispatch()
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Compute the losses of a batch [*B, T]."""
         rows = self._trajectories(tensordict)
@@ -253,7 +247,7 @@ class ACERContinuousLoss(TrajectoryLoss):
             q_both, value = self.sdn(batch.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
             with torch.no_grad():
                 following = batch.get("next").get(self.tensor_keys.observation)
-                next_value = self.sdn.state_value(following)  # pyright: ignore[reportCallIssue]
+                next_value = self.sdn.state_value(following)
         shape = rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
             raise ValueError(

@@ -85,6 +85,19 @@ class TrajectoryLoss(LossModule):
     Its average policy is ``target_actor_network_params``, which a :class:`~torchrl.objectives.SoftUpdate` moves.
     """
 
+    @dataclass
+    class _AcceptedKeys:
+        action: NestedKey = "action"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+        priority: NestedKey = "td_error"
+        priority_weight: NestedKey = "priority_weight"
+
+    tensor_keys: _AcceptedKeys
+    actor_network: ProbabilisticTensorDictSequential
+    entropy_coeff: Tensor
+    critic_coeff: Tensor
     _LOSSES: tuple[str, ...]
     _DIAGNOSTICS = ("entropy", "kl", "rho", "bc_weight", "tr_active")
 
@@ -131,8 +144,8 @@ class TrajectoryLoss(LossModule):
         )
         self.convert_to_functional(actor_network, "actor_network", create_target_params=True)
         # parameters that the two share learn from both
-        self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]
-        self._networks = ("actor_network", critic[0])
+        self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]: any module will do
+        self._network_names = ("actor_network", critic[0])
         self.out_keys = [*self._LOSSES, *self._DIAGNOSTICS]
         device = next(self.parameters()).device
         for key, value in coefficients.items():
@@ -172,6 +185,11 @@ class TrajectoryLoss(LossModule):
         params: TensorDictParams = getattr(self, f"target_{network}_params" if average else f"{network}_params")
         # otherwise it would leave parameters that require gradients in the place of the average policy's buffers
         return params.to_module(getattr(self, network), preserve_module_state=False)
+
+    def _distribution(self, state: TensorDictBase, *, average: bool = False) -> TensorDictBase:
+        """``state`` and the parameters of the policy's distribution."""
+        with self._params("actor_network", average=average):
+            return self.actor_network.get_dist_params(state)  # pyright: ignore[reportReturnType]: annotated as a tuple
 
     def _get(self, tensordict: TensorDictBase, key: NestedKey, blame: str) -> Tensor:
         value = tensordict.get(key, None)
@@ -262,5 +280,5 @@ class TrajectoryLoss(LossModule):
         tensordict.set(self.tensor_keys.priority, td_error.detach().square().squeeze(-1))
         result = {key: self._reduce_loss(value, tensordict, weights=weights) for key, value in losses.items()}
         result |= {key: rows.mean(value) for key, value in diagnostics.items()}
-        self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._networks for t in ("", "target_")))
+        self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._network_names for t in ("", "target_")))
         return TensorDict(result)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from functools import partial
+from typing import get_args
+
+from torchrl.data.replay_buffers import PrioritizedSampler
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool
-from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
-from torchrl_replay_ext.samplers.base import PrioritySampler
+from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
+from torchrl_replay_ext.distributions.proportional import Proportional
+from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
 
 
 @PrioritizedSampler.register
@@ -26,7 +27,7 @@ class ProportionalSampler(PrioritySampler):
     5 · 10^5.
 
     Args:
-        capacity: number of slots, at least that of the storage.
+        capacity: number of slots, at least that of the storage; None (default): that of the storage.
         alpha: priority exponent, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform. Default: 0.6.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.4.
@@ -59,9 +60,12 @@ class ProportionalSampler(PrioritySampler):
         >>> rb.update_tensordict_priority(batch)
     """
 
+    alpha = exponent("alpha", ALPHA)
+    beta = exponent("beta", BETA)
+
     def __init__(
         self,
-        capacity: int,
+        capacity: int | None = None,
         *,
         alpha: float | Anneal = 0.6,
         beta: float | Anneal = 0.4,
@@ -71,67 +75,15 @@ class ProportionalSampler(PrioritySampler):
         weight_norm: WeightNorm = "buffer",
         max_priority_within_buffer: bool = False,
     ):
-        require_bool("ProportionalSampler", "stratified", stratified)
-        self._stratified = stratified
+        name = "ProportionalSampler"
+        require_bool(name, "stratified", stratified)
+        require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
+        hyperparameters = make_exponents(name, alpha=alpha, beta=beta)
         super().__init__(
             capacity,
-            alpha=alpha,
-            beta=beta,
+            partial(Proportional, alpha=hyperparameters["alpha"], stratified=stratified, weight_norm=weight_norm),
+            hyperparameters=hyperparameters,
             eps=eps,
             td_error=td_error,
-            weight_norm=weight_norm,
             max_priority_within_buffer=max_priority_within_buffer,
         )
-
-    def _allocate(self, size: int, device: torch.device) -> None:
-        self._seen = 0
-        self._tree = SumTree(size, track_min=self._weight_norm == "buffer", device=device)
-        self._shape_changed()
-
-    def _clear(self) -> None:
-        self._tree.clear_()
-
-    def _write(self, slots: Tensor, storage: Storage | None) -> None:
-        self._stamp_slots(slots)
-        self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
-
-    def _drop(self, slots: Tensor) -> None:
-        self._tree.write(slots, torch.zeros_like(slots))
-
-    def _limit(self, alpha: float) -> float:
-        return self._largest(self._tree, alpha)
-
-    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._mass(priority), lazy=True, mask=mask)
-
-    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
-        slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=self._rng)
-        if self._weight_norm == "batch":
-            return slots, mass, None
-        if not self._tree.prepared:
-            clock = self._clock.item()
-            if clock != self._seen:
-                # another process may have written
-                self._tree.forget_min()
-                self._seen = clock
-        smallest = self._tree.min()
-        if is_traced():
-            # + 0, so that an update waits until the minima were read
-            slots = slots + (smallest.clamp(1, 2**62 - 1) >> 62)
-        return slots, mass, smallest
-
-    def _unnormalized(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots).double()
-
-    def _reweight(self, slots: Tensor | None = None) -> None:
-        self._reweight_tree(self._tree, slots)
-
-    def _check(self) -> None:
-        if bool(((self._tree.leaves[: self._size] > 0) & (self._stamp == 0)).any()):
-            raise AssertionError("ProportionalSampler: a slot that holds nothing can be drawn")
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {"masses": self._tree.rows}
-
-    def _restored(self) -> None:
-        self._tree.rebuild_()

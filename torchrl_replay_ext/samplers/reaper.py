@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal, get_args
+from functools import partial
+from typing import get_args
 
-import torch
 from tensordict import NestedKey
-from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer
-from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, uniform, where_int64
-from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
-from torchrl_replay_ext.samplers.base import PrioritySampler
-from torchrl_replay_ext.samplers.episode_reader import EpisodeReader, is_rewrite
-
-# A pass over all N slots costs about as much as N / 32 proposals.
-_PASS = 32
-# Proposals beyond the multiple of the batch that is expected to be enough.
-_SPARE = 16
-# Above this omega the number of proposals no longer grows.
-_MAX_OMEGA = 4.0
-
-Truncated = Literal["finished", "ongoing"]
+from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
+from torchrl_replay_ext.distributions.reaper import ReliabilityAdjusted
+from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
+from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
 
 
 @PrioritizedSampler.register
@@ -82,7 +71,7 @@ class ReaPERSampler(PrioritySampler):
     above 1e-5. At a capacity of 10^6, d may be up to 5 · 10^5.
 
     Args:
-        capacity: number of slots, at least that of the storage.
+        capacity: number of slots, at least that of the storage; None (default): that of the storage.
         alpha: exponent of the TD error, >= 0, or :class:`~torchrl_replay_ext.Anneal`. Default: 0.4.
         omega: exponent of the reliability, >= 0, or :class:`~torchrl_replay_ext.Anneal`. Default: 0.2.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
@@ -125,12 +114,20 @@ class ReaPERSampler(PrioritySampler):
         >>> rb.update_tensordict_priority(batch)
     """
 
-    _needs_order = True
-    _writes_in_turn = True
+    alpha = exponent("alpha", ALPHA)
+    beta = exponent("beta", BETA)
+    omega = exponent(
+        "omega",
+        """Exponent of the reliability.
+
+        A compiled step makes as many proposals per draw as the omega that was set when it was compiled needs (the
+        larger end of an :class:`~torchrl_replay_ext.Anneal`). With a larger one its draws stay exact, but take longer.
+        """,
+    )
 
     def __init__(
         self,
-        capacity: int,
+        capacity: int | None = None,
         *,
         alpha: float | Anneal = 0.4,
         omega: float | Anneal = 0.2,
@@ -146,244 +143,30 @@ class ReaPERSampler(PrioritySampler):
         weight_norm: WeightNorm = "batch",
         max_priority_within_buffer: bool = False,
     ):
-        require_integer("ReaPERSampler", "num_streams", num_streams)
-        require_choice("ReaPERSampler", "truncated", truncated, get_args(Truncated))
-        self._num_streams = num_streams
-        self._truncated = truncated
-        self._terminated_key = terminated_key
-        self._reader = EpisodeReader("ReaPERSampler", done_key=done_key, traj_key=traj_key, init_key=init_key)
-        self._omega = Hyperparameter("ReaPERSampler", "omega", omega, hint="; use 0 for plain PER")
+        name = "ReaPERSampler"
+        require_integer(name, "num_streams", num_streams)
+        require_choice(name, "truncated", truncated, get_args(Truncated))
+        require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
+        hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
+        model = partial(
+            Reliability,
+            omega=hyperparameters["omega"],
+            reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
+            num_streams=num_streams,
+            truncated=truncated,
+            terminated_key=terminated_key,
+        )
         super().__init__(
             capacity,
-            alpha=alpha,
-            beta=beta,
+            partial(
+                ReliabilityAdjusted,
+                alpha=hyperparameters["alpha"],
+                make_reliability=model,
+                weight_norm=weight_norm,
+                may_be_zero=eps == 0,
+            ),
+            hyperparameters=hyperparameters,
             eps=eps,
             td_error=td_error,
-            weight_norm=weight_norm,
             max_priority_within_buffer=max_priority_within_buffer,
         )
-        self._hyperparameters["omega"] = self._omega
-
-    @property
-    def omega(self) -> float:
-        """Exponent of the reliability.
-
-        A compiled step makes as many proposals per draw as the omega that was set when it was compiled needs (the
-        larger end of an :class:`~torchrl_replay_ext.Anneal`). With a larger one its draws stay exact, but take longer.
-        """
-        return float(self._omega.value)
-
-    @omega.setter
-    def omega(self, value: float | Tensor | Anneal) -> None:
-        self._omega.set(value)
-
-    def _num_proposals(self, need: int) -> int:
-        """Proposals for ``need`` draws: where R is evenly spread over (0, 1), one of 1 + omega is accepted."""
-        return math.ceil(1.25 * (1 + min(self._omega.bound, _MAX_OMEGA)) * need) + _SPARE
-
-    def _allocate(self, size: int, device: torch.device) -> None:
-        self._omega.to(device)
-        self._tree = SumTree(size, device=device)
-        # running mean of the share of proposals that are accepted
-        self._rate = torch.ones(1, dtype=torch.float64, device=device)
-        self._repeated = torch.zeros((), dtype=torch.int64, device=device)
-        self._shape_changed()
-
-    def _shape_changed(self) -> None:
-        layout = self._streams_layout(self._num_streams)
-        current = getattr(self, "_episodes", None)
-        if (
-            current is None
-            or layout != (current.steps, current.lanes, current.assigned)
-            or self._device != current.device
-        ):
-            self._episodes = EpisodeIndex(*layout[:2], assigned=layout[2], device=self._device)
-        super()._shape_changed()
-        if self._traceable:
-            self._episodes.prepare()
-            state = [*self._tree.graph_tensors(), *self._episodes.graph_tensors(), self._stamp, *self._omega.tensors()]
-            self._fallback = EagerFallback(lambda drawn, _: list(self._draw_eagerly(drawn[0].shape[0])), state)
-
-    def _clear(self) -> None:
-        self._tree.clear_()
-        self._episodes.clear_()
-        self._rate.fill_(1.0)
-        self._repeated.zero_()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.rows, "acceptance_rate": self._rate, "repeated": self._repeated} | {
-            f"episodes_{k}": v for k, v in self._episodes.tensors().items()
-        }
-
-    def _check(self) -> None:
-        self._episodes.check_valid()
-        stored = self._stamp[: self._num_slots] > 0
-        if not torch.equal(self._episodes.episode != self._episodes._none, stored):
-            raise AssertionError("ReaPERSampler: a slot that holds nothing has an episode, or the other way round")
-        if bool(((self._tree.leaves[: self._size] > 0) & (self._stamp == 0)).any()):
-            raise AssertionError("ReaPERSampler: a slot that holds nothing can be drawn")
-
-    def _restored(self) -> None:
-        self._tree.rebuild_()
-        self._episodes.rebuild_()
-
-    def nbytes(self) -> int:
-        """Memory of the sampler's state in bytes."""
-        shared = (self._stamp, self._priority)
-        return self._tree.nbytes() + self._episodes.nbytes() + sum(t.numel() * t.element_size() for t in shared)
-
-    def _limit(self, alpha: float) -> float:
-        return min(self._largest(self._tree, alpha), self._episodes.max_priority)
-
-    def _write(self, slots: Tensor, storage: Storage | None) -> None:
-        if storage is None:
-            raise ValueError("ReaPERSampler.mark_update: the storage is needed, to read where episodes end.")
-        ended, trajectory, initial = self._reader.read(
-            storage, slots, self._num_slots, needs_ids=self._episodes.assigned
-        )
-        finished = ended
-        if self._truncated == "ongoing":
-            terminated = self._reader.column(
-                storage,
-                self._terminated_key,
-                self._num_slots,
-                "which the environment writes and truncated='ongoing' needs; pass its name as terminated_key=.",
-            )
-            assert terminated is not None
-            finished = terminated.index_select(0, slots).to(torch.bool)
-        if not is_traced():
-            streams = self._episodes.streams
-            if is_rewrite(slots, self._stamp, streams, storage):
-                # the transition stays where it is in its episode
-                self._stamp_slots(slots)
-                self._episodes.update(slots, SumTree.to_mass(self._max_priority).expand(slots.shape[0]), None)
-                self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
-                return
-            self._reader.require_in_turn(slots, self._num_slots)
-            if slots.shape[0] < self._num_slots:
-                self._lose(streams.skipped(slots))
-        self._episodes.write(
-            slots,
-            SumTree.to_mass(self._max_priority),
-            self._clock + 1,
-            ended=ended,
-            finished=finished,
-            trajectory=trajectory,
-            initial=initial,
-        )
-        self._stamp_slots(slots)
-        self._tree.write(slots, self._mass(self._max_priority).expand(slots.shape[0]))
-
-    def _drop(self, slots: Tensor) -> None:
-        self._episodes.drop(slots)
-        self._episodes.streams.skip(slots)
-        self._tree.write(slots, torch.zeros_like(slots))
-
-    def _forget(self) -> None:
-        self._episodes.forget()
-
-    def _update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._mass(priority), mask=mask)
-        self._episodes.update(slots, SumTree.to_mass(priority), self._clock, mask)
-
-    def _reweight(self, slots: Tensor | None = None) -> None:
-        self._reweight_tree(self._tree, slots)
-
-    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor, float | Tensor | None]:
-        draw = self._draw_in_graph if is_traced() else self._draw_eagerly
-        slots, density = draw(batch_size)
-        return slots, density, self._smallest()
-
-    def _propose(self, num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw ``num`` proposals in proportion to d^α.
-
-        Returns:
-            Their slots, d^α, acceptance probability R^ω, and whether they are accepted, [num] each.
-        """
-        u, v = uniform(2, num, device=self._device, generator=self._rng)
-        slots, mass = self._tree.draw(u)
-        exact = self._eps == 0 or self._traceable
-        factor = self._episodes.reliability(slots, self._stamp, exact=exact) ** self._omega.current()
-        return slots, mass, factor, v < factor
-
-    def _draw_eagerly(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Slots drawn from Ψ, and Ψ of each.
-
-        Each round makes twice as many proposals per missing row. Where they would cost more than one pass over all
-        Ψ, that pass draws the missing rows.
-        """
-        chosen: list[tuple[Tensor, Tensor]] = []
-        need, made, scale = batch_size, 0, 1
-        while need:
-            if made > self._num_slots // _PASS:
-                everything = self._stored_slots()
-                density = self._unnormalized(everything)
-                running = density.cumsum(0)
-                u = uniform(need, device=self._device, generator=self._rng) * running[-1]
-                drawn = torch.searchsorted(running, u, right=True).clamp_max(len(everything) - 1)
-                chosen.append((everything[drawn], density[drawn].to(chosen[0][1].dtype)))
-                break
-            num = scale * self._num_proposals(need)
-            made, scale = made + num, 2 * scale
-            slots, mass, factor, accept = self._propose(num)
-            accepted = accept.nonzero().squeeze(1)
-            self._rate.mul_(0.9).add_(0.1 * accepted.shape[0] / num)
-            accepted = accepted[:need]
-            chosen.append((slots.index_select(0, accepted), (factor * mass).index_select(0, accepted)))
-            need -= accepted.shape[0]
-        if len(chosen) == 1:
-            return chosen[0]
-        return torch.cat([s for s, _ in chosen]), torch.cat([d for _, d in chosen])
-
-    def _draw_in_graph(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """:meth:`_draw_eagerly` with one round of proposals.
-
-        If too few proposals are accepted, a graph on the CPU has eager code draw the batch anew; each row follows Ψ
-        either way, since accepted proposals are independent draws from Ψ however many there are. On other devices that
-        would read from the device: there, accepted proposals are repeated, and if none is accepted, proposals are drawn
-        in proportion to R^ω.
-        """
-        slots, mass, factor, accept = self._propose(self._num_proposals(batch_size))
-        running = accept.cumsum(0)
-        num = running[-1]
-        self._rate.mul_(0.9).add_(0.1 / accept.shape[0] * num)
-        wanted = torch.arange(batch_size, device=self._device)
-        if self._device.type == "cpu":
-            place = torch.searchsorted(running, wanted + 1)
-            drawn = [gather_in_bounds(slots, place), gather_in_bounds(factor * mass, place)]
-            short = (num < batch_size) & (self._tree.total() > 0)
-            assert self._fallback is not None
-            slots, density = self._fallback.replace(short, drawn, [])
-            return slots, density
-        self._repeated.add_((batch_size - num).clamp_min(0))
-        place = torch.searchsorted(running, wanted % num.clamp_min(1) + 1)
-        share = factor.cumsum(0)
-        target = uniform(batch_size, device=self._device) * share[-1]
-        unconditional = torch.searchsorted(share, target, right=True).clamp_max(len(share) - 1)
-        place = where_int64(num > 0, place, unconditional)
-        return gather_in_bounds(slots, place), gather_in_bounds(factor * mass, place)
-
-    def _smallest(self) -> Tensor | None:
-        """The smallest Ψ > 0 in the buffer, if weights are normalised by it."""
-        if self._weight_norm == "batch":
-            return None
-        slots = torch.arange(self._num_slots, device=self._device) if is_traced() else self._stored_slots()
-        everything = self._unnormalized(slots)
-        return torch.where(everything > 0, everything, math.inf).min()
-
-    def _reliability(self, slots: Tensor) -> Tensor:
-        """R of ``slots`` [n], float64."""
-        return self._episodes.reliability(slots, self._stamp)
-
-    def _unnormalized(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots) * self._reliability(slots) ** self._omega.value
-
-    def _extra_stats(self) -> dict[str, Tensor]:
-        slots = self._stored_slots()
-        mean = self._reliability(slots).mean() if slots.numel() else torch.ones(())
-        return {
-            "acceptance_rate": self._rate,
-            "reliability_mean": mean,
-            "repeated_draws": self._repeated,
-            "broken_off": self._episodes.streams.broken_off.sum(),
-        }

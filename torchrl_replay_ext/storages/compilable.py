@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
 
+from torchrl_replay_ext._torchrl import map_tensors, stored_columns, stored_data
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, mark_static, scalar, uniform
 
 
@@ -33,6 +34,8 @@ class CompilableTensorStorage(LazyTensorStorage):
         0
     """
 
+    _last_cursor_index_value: Tensor  # in TorchRL, also a number shared by processes
+
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64)
         super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
@@ -48,10 +51,15 @@ class CompilableTensorStorage(LazyTensorStorage):
     def __len__(self) -> int:
         return self.max_size if is_traced() else self._len
 
+    @property
+    def counters_device(self) -> torch.device:
+        """Where length and cursor are: with the data, once something was written."""
+        return self._len_value.device
+
     # read by TorchRL's checkpointers and hindsight relabelling
     @property
-    def _last_cursor(self) -> int | None:
-        return self._last_cursor_index  # pyright: ignore[reportReturnType]: an int outside graphs
+    def _last_cursor(self) -> int | Tensor | None:
+        return self._last_cursor_index
 
     @_last_cursor.setter
     def _last_cursor(self, value: Any) -> None:
@@ -85,10 +93,11 @@ class CompilableTensorStorage(LazyTensorStorage):
             return
         # TorchRL sets the length where it first needs the shape: in a graph, to the capacity
         _ = self._total_shape
-        device = _columns(self._storage)[0].device
+        columns = stored_columns(self)
+        device = columns[0].device
         for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
             setattr(self, name, getattr(self, name).to(device))
-        mark_static(vars(self), _columns(self._storage))
+        mark_static(vars(self), columns)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write ``data`` at ``cursor``; in a graph, TensorDicts with the entries of the first write."""
@@ -97,7 +106,7 @@ class CompilableTensorStorage(LazyTensorStorage):
             return
         if not self.initialized:
             self._init(data)
-        stored: Any = self._storage
+        stored = stored_data(self)
         keys = set(stored.keys(True, True))
         if set(data.keys(True, True)) != keys:
             raise KeyError(
@@ -114,13 +123,12 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def take(self, index: Tensor) -> TensorDictBase:
         """:meth:`get` for an index [n] within bounds, in a storage of one dimension that holds TensorDicts."""
-        stored: Any = self._storage
-        return stored._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
+        return map_tensors(stored_data(self), lambda column: gather_in_bounds(column, index), index.shape)
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
         """:meth:`take` of some entries."""
-        stored: Any = self._storage
-        return stored.select(*keys)._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
+        stored = stored_data(self).select(*keys)
+        return map_tensors(stored, lambda column: gather_in_bounds(column, index), index.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
@@ -133,7 +141,9 @@ class CompilableTensorStorage(LazyTensorStorage):
         self._settle()
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
-        shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape)
+        total = torch.Size([self.max_size]) if self.ndim == 1 else self._total_shape
+        assert total is not None
+        shape = tuple(total)
         steps = scalar(self._len_value) // math.prod(shape[1:])
         return_index = []
         for length in (steps, *shape[1:]):
@@ -146,7 +156,3 @@ class CompilableTensorStorage(LazyTensorStorage):
         super().__setstate__(state)
         if length is not None:
             self._len_value = torch.tensor(length, dtype=torch.int64, device=self._last_cursor_index_value.device)
-
-
-def _columns(data: Any) -> list[Any]:
-    return list(data.values(True, True)) if is_tensor_collection(data) else tree_leaves(data)

@@ -1,4 +1,4 @@
-"""A storage for stacked frames that keeps each frame once."""
+"""A storage for stacked frames that stores each frame once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrl_replay_ext.functional.priorities import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 _OWNER = "FrameStackStorage"
-# Rows that are compared at once outside graphs.
+# The number of rows that are compared at once outside graphs.
 _ROWS = 1024
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)  # pyright: ignore[reportReturnType]
+    return (key,) if isinstance(key, str) else tuple(map(str, key))
 
 
 def _is_key(index: Any) -> bool:
@@ -30,34 +30,33 @@ def _is_key(index: Any) -> bool:
 
 
 class FrameStackStorage(CompilableTensorStorage):
-    """A :class:`CompilableTensorStorage` for observations that are stacks of frames, which keeps each frame once.
+    """A :class:`CompilableTensorStorage` for observations that are stacks of frames. It stores each frame once.
 
-    It is written to and read like any other: transitions with whole stacks at ``frame_key`` and ``("next",
-    frame_key)``, [n, k, ...], the newest frame last, as Gymnasium's ``FrameStackObservation`` and TorchRL's
-    ``CatFrames`` (of frames with one channel) make them. Stored are k + 1 frame numbers per transition and, of an
-    episode of L steps, L + 1 frames; a million transitions of four 84 x 84 bytes take 8 GB instead of 56. What is read
-    is, byte by byte, what was written, in any layout of environments, at the beginning and the end of episodes, and
-    where the ring has overwritten the steps before: a frame lives as long as any stored transition needs it.
+    Write and read transitions as with any other storage, with whole stacks at ``frame_key`` and ``("next",
+    frame_key)``, [n, k, ...], the newest frame last. Gymnasium's ``FrameStackObservation`` and TorchRL's ``CatFrames``
+    (of frames with one channel) produce such stacks. The storage holds k + 1 frame numbers per transition, and L + 1
+    frames for an episode of L steps. A million transitions of four 84 x 84 bytes take 8 GB instead of 56. Reads return
+    exactly the bytes that were written: in any layout of environments, at the beginning and the end of episodes, and
+    after the ring has overwritten earlier steps. A frame is kept as long as a stored transition needs it.
 
-    The two stacks of a sample are views of the same k + 1 frames: change neither in place.
+    The two stacks of a sample are views of the same k + 1 frames: do not change them in place.
 
     Args:
         max_size: capacity, the number of transitions.
-        frame_capacity: the number of frames. By default 1/8 more than transitions, and at least 5 ``max_size`` for
-            small storages: enough for episodes of 8 steps on average. Each takes the bytes of one frame, when it is
-            first needed.
-        frame_key: where observations are.
-        traj_key: where trajectory ids are stored, int64; used if present. They only tell where to look for frames that
-            are stored already; without them, that is the row before.
-        num_streams: number of trajectories, the last that were written to, whose end is remembered: at least that of
-            the environments.
+        frame_capacity: the number of frames. Default: 9/8 of ``max_size``, more for small storages (5 times for up to
+            1024 transitions), which is enough for episodes of 8 steps on average. Memory for a frame is used when the
+            frame is first needed.
+        frame_key: entry with the observations.
+        traj_key: entry with the trajectory ids, int64; used if present. They only say where to look for frames that are
+            already stored; without them, the storage looks at the previous row.
+        num_streams: number of trajectories whose last transition is remembered, at least the number of environments.
         device: where the data lives.
 
     Raises:
         KeyError: at a write, if stacks are missing.
         ValueError: at a write, if the stacks of a transition are not one step apart, or do not fit to those stored.
-        RuntimeError: at a write, if there are too few frames. In a graph, they are then blank (zeros) and counted in
-            ``lost_frames``, and so are ``mismatched`` stacks.
+        RuntimeError: at a write, if there is no place for new frames. In a graph such frames are blank (zeros) and
+            counted in ``lost_frames``; stacks that are not one step apart are counted in ``mismatched``.
 
     Examples:
         >>> from torchrl.data import TensorDictReplayBuffer
@@ -97,7 +96,7 @@ class FrameStackStorage(CompilableTensorStorage):
         return self._frame_key, self._next_key
 
     def is_stacked(self, key: NestedKey) -> bool:
-        """Whether an entry is a stack of frames, and so no column of the storage."""
+        """True if an entry is a stack of frames. Such an entry is not a column of the storage."""
         return _path(key) in self._frame_keys
 
     @property
@@ -107,12 +106,12 @@ class FrameStackStorage(CompilableTensorStorage):
 
     @property
     def lost_frames(self) -> int:
-        """Number of frames for which a graph has found no place; they read as zeros."""
+        """Number of frames that a graph could not store; they are read as zeros."""
         return 0 if self._pool is None else int(self._pool.lost)
 
     @property
     def mismatched(self) -> int:
-        """Number of transitions with stacks not one step apart that a graph has written; their next one is wrong."""
+        """Number of transitions written by a graph with stacks not one step apart; their next observation is wrong."""
         return 0 if self._pool is None else int(self._pool.mismatched)
 
     def _stacks(self, data: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -192,8 +191,8 @@ class FrameStackStorage(CompilableTensorStorage):
             raise type(error)(f"{_OWNER}: {error}") from error
         super().set(cursor, rest, set_cursor=set_cursor)
 
-    def _rows(self, cursor: Any, data: TensorDictBase) -> tuple[Tensor, TensorDictBase]:
-        """Distinct slots [n] and data [n]: of a slot that is named several times, the last row."""
+    def _rows(self, cursor: Any, data: Any) -> tuple[Tensor, Any]:
+        """Distinct slots [n] and their data [n]; if a slot is named several times, the last row wins."""
         slots = cursor
         if not isinstance(slots, Tensor):
             slots = torch.arange(self.max_size)[slots] if isinstance(slots, slice) else torch.as_tensor(slots)
@@ -208,7 +207,10 @@ class FrameStackStorage(CompilableTensorStorage):
             )
         slots = slots.to(torch.int64)
         last = is_last_occurrence(slots)
-        return (slots, data) if bool(last.all()) else (slots[last], data[last.to(data.device or last.device)])
+        if bool(last.all()):
+            return slots, data
+        distinct: Any = data[last.to(data.device or last.device)]
+        return slots[last], distinct
 
     def _with_frames(self, rows: TensorDictBase, slots: Tensor, keys: Any = None) -> TensorDictBase:
         pool = self._pool
@@ -225,17 +227,17 @@ class FrameStackStorage(CompilableTensorStorage):
         return rows
 
     def _columns_at(self, index: Any) -> Any:
-        """The entries that are stored as columns: all but the stacks."""
+        """The entries that are stored as columns: all except the stacks."""
         return super().get(index)
 
     def get(self, index: Any) -> Any:
-        """The transitions at ``index``; of a key, that entry of all transitions.
+        """The transitions at ``index``; for a key, that entry of all transitions.
 
         The result never shares its structure with the storage: entries added to it are not stored.
         """
         if _is_key(index):
             column = None if self.is_stacked(index) else self._columns_at(index)
-            # A nested TensorDict may contain stacks, which are no columns of the storage.
+            # A nested TensorDict may contain stacks, which are not columns of the storage.
             return column if isinstance(column, Tensor) else self.get(slice(None))[index]
         rows = self._columns_at(index)
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
@@ -275,7 +277,7 @@ class FrameStackStorage(CompilableTensorStorage):
         super()._settle()
         pool = self._pool
         if pool is None and self.initialized:
-            raise RuntimeError(f"{_OWNER}: what was loaded holds no frames.")
+            raise RuntimeError(f"{_OWNER}: the loaded state has no frames; save it from a FrameStackStorage.")
 
     def _empty(self) -> None:
         super()._empty()
@@ -285,7 +287,7 @@ class FrameStackStorage(CompilableTensorStorage):
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is stored, as far as frames were ever needed."""
+        """The stored data. Frames that were never needed are left out."""
         return {**super().state_dict(), "frames": {} if self._pool is None else self._saved()}
 
     def _saved(self) -> dict[str, Tensor]:

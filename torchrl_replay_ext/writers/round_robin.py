@@ -11,6 +11,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
+from torchrl_replay_ext._torchrl import attached_buffers, last_step, rows_of_ring, stored_data
 from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
@@ -67,7 +68,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             ValueError: if an entry has another shape.
         """
         storage: Any = self._storage
-        stored: Any = getattr(storage, "_storage", None)
+        stored = stored_data(storage)
         if not is_tensor_collection(stored):
             return
         name = type(self).__name__
@@ -104,11 +105,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
         """``write(data)``; where the storage has refused it before it wrote anything, the cursor stays where it was."""
         storage: Any = self._storage
-        before = storage._last_cursor_index, int(self._cursor_value), int(self._write_count_value)
+        before = last_step(storage), int(self._cursor_value), int(self._write_count_value)
         try:
             return write(data)
         except BaseException:
-            if storage._last_cursor_index == before[0] and int(self._write_count_value) - before[2] < storage.max_size:
+            if last_step(storage) == before[0] and int(self._write_count_value) - before[2] < storage.max_size:
                 self._cursor, self._write_count = before[1:]
             raise
 
@@ -128,16 +129,15 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             if is_tensor_collection(data):
                 self._check(data, storage.ndim)
             index = self._undone_if_refused(super().extend, data)
-            length = getattr(storage, "_len_value", None)
-            device = length.device if isinstance(length, Tensor) else self._cursor_value.device
-            if device != self._cursor_value.device:
+            device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
+            if device not in (None, self._cursor_value.device):
                 self._cursor_value = self._cursor_value.to(device)
                 self._write_count_value = self._write_count_value.to(device)
                 mark_static(vars(self))
             return index
         if self._track_generations or not isinstance(storage, CompilableTensorStorage):
             raise TypeError("CompilableWriter: a graph needs a CompilableTensorStorage, and no track_generations.")
-        rows, count = storage._max_size_along_dim0(batched_data=data), len(data)
+        rows, count = rows_of_ring(storage, data), len(data)
         index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
         data.set("index", expand_as_right(index.to(data.device or index.device), data))
         self._cursor_value.add_(count).remainder_(rows)
@@ -157,17 +157,14 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def _mark_update_entities(self, index: Tensor) -> None:
         storage: Any = self._storage
-        if is_traced():
-            for entity in storage._attached_entities_list:
-                entity.mark_update(index)
-            return
-        try:
-            for entity in storage._attached_entities_list:
-                entity.mark_update(index)
-        except BaseException:
+        eager = not is_traced()
+        if eager:
+            # remains set if a sampler rejects the rows
             self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
-            raise
-        self._only_refused = False
+        for buffer in attached_buffers(storage):
+            buffer.mark_update(index)
+        if eager:
+            self._only_refused = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""

@@ -1,0 +1,367 @@
+"""TD errors that come late, row by row, against a plain list of which transition is in which slot."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+LANES, SLICE = 2, 3
+EXACT = {"alpha": 1.0, "td_error": "absolute"}
+
+
+def proportional(capacity):
+    return {"sampler": ProportionalSampler(capacity, eps=0.0, **EXACT)}
+
+
+def rank(capacity):
+    return {"sampler": RankBasedSampler(capacity, stale_fraction=0.0, **EXACT)}
+
+
+def reaper(capacity):
+    # reliabilities do not count: that is for other tests
+    return {"sampler": ReaPERSampler(capacity, omega=0.0, eps=0.0, **EXACT)}
+
+
+def events(capacity):
+    tables = EventTables([EventSpec("event", ("next", "event"), 2)], {"event": capacity})
+    # only the default table is drawn from, in which everything is
+    priority = {"kind": "proportional", "eps": 0.0, **EXACT}
+    sampler = EventTableSampler(tables, eta={"default": 1.0, "event": 0.0}, min_size=1, priority=priority)
+    return {"sampler": sampler, "writer": EventTableWriter(tables)}
+
+
+def slices(capacity):
+    anchors = proportional(capacity)["sampler"]
+    return {"sampler": TrajectoryRetraceSampler(capacity, slice_len=SLICE, behaviour_keys=(), anchors=anchors)}
+
+
+def decoupled(capacity):
+    policy = TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+    return {"sampler": DecoupledSampler(proportional(capacity)["sampler"], policy, num_candidates=2)}
+
+
+SAMPLERS = {f.__name__: f for f in (proportional, rank, reaper, events, slices, decoupled)}
+LAYOUTS = [(name, ndim) for name in SAMPLERS for ndim in (1, 2) if (name, ndim) != ("slices", 2)]
+every_sampler = pytest.mark.parametrize(("name", "ndim"), LAYOUTS, ids=lambda value: str(value))
+both_buffers = pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+
+
+@dataclass
+class Drawn:
+    """Rows of one batch or of several: what was sampled, and what the model remembers of each row.
+
+    Args:
+        batch: the sample.
+        slots: of its rows.
+        numbers: of the transitions that they were drawn with.
+        writes: how many writes there were before each row was drawn.
+        order: position of its draw among all draws.
+        clear: False where a draw of the slot's earlier content was outstanding at the time, or one that is not clear.
+        real: False where a slice is padded.
+        is_whole: whether this is the sample itself.
+    """
+
+    batch: TensorDict
+    slots: list[int]
+    numbers: list[int]
+    writes: list[int]
+    order: list[int]
+    clear: list[bool]
+    real: list[bool]
+    is_whole: bool = False
+
+    def __getitem__(self, rows: list[int]) -> "Drawn":
+        columns = (self.slots, self.numbers, self.writes, self.order, self.clear, self.real)
+        return Drawn(self.batch[torch.tensor(rows)], *([column[row] for row in rows] for column in columns))
+
+    def __add__(self, other: "Drawn") -> "Drawn":
+        columns = ("slots", "numbers", "writes", "order", "clear", "real")
+        joined = {name: getattr(self, name) + getattr(other, name) for name in columns}
+        return Drawn(torch.cat([self.batch, other.batch]), **joined)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def keys(self) -> list[tuple[int, int, int, bool]]:
+        """What the model remembers each row by."""
+        return list(zip(self.order, self.slots, self.numbers, self.clear, strict=True))
+
+
+class Model:
+    """A buffer, and plain lists: the transition in each slot, its priority, and the draws whose TD errors are to come.
+
+    Args:
+        name: of the sampler.
+        ndim: of the storage.
+        stock: whether the buffer is TorchRL's.
+        steps: of the ring, all of which are written at first.
+    """
+
+    def __init__(self, name: str, ndim: int, stock: bool, steps: int = 12):
+        torch.manual_seed(0)
+        self.rng = random.Random(0)
+        self.name, self.ndim, self.stock = name, ndim, stock
+        self.lanes = LANES if ndim == 2 else 1
+        self.size = steps * self.lanes
+        self.cursor, self.written, self.writes, self.draws, self.returns = 0, 0, 0, 0, 0
+        self.numbers: dict[int, int] = {}
+        self.priority: dict[int, float] = {}
+        # draw, slot, transition, whether the row is clear: how many rows
+        self.outstanding: Counter[tuple[int, int, int, bool]] = Counter()
+        make, storage = TensorDictReplayBuffer, LazyTensorStorage
+        if not stock:
+            make, storage = CompilableReplayBuffer, CompilableTensorStorage
+        self.buffer = make(storage=storage(self.size, ndim=ndim), **SAMPLERS[name](self.size))
+        self.write(steps)
+
+    def stats(self, key: str) -> float:
+        return float(self.buffer.sampler.stats()[key])
+
+    def write(self, count: int) -> None:
+        """``count`` >= 2 steps in every lane, in episodes of 4."""
+        numbers = torch.arange(self.written, self.written + count * self.lanes)
+        self.written += len(numbers)
+        self.writes += 1
+        done = ((numbers // self.lanes) % 4 == 3).unsqueeze(1)
+        data = TensorDict(
+            {
+                "number": numbers,
+                "observation": numbers.float().unsqueeze(1),
+                "action": torch.zeros(len(numbers), 1),
+                "next": {"done": done, "terminated": done.clone(), "event": (numbers % 5 == 0).unsqueeze(1)},
+            },
+            [len(numbers)],
+        )
+        default = self.stats("max_priority")
+        self.buffer.extend(data.reshape(count, self.lanes).transpose(0, 1) if self.lanes > 1 else data)
+        for number in numbers.tolist():
+            slot, self.cursor = self.cursor, (self.cursor + 1) % self.size
+            self.numbers[slot] = number
+            # by rank, the newest comes first
+            self.priority[slot] = 1e9 + number if self.name == "rank" else default
+
+    def draw(self, size: int) -> Drawn:
+        size *= SLICE if self.name == "slices" else 1
+        batch = self.buffer.sample(size)
+        index, self.draws = batch["index"], self.draws + 1
+        slots = (index[:, 0] * self.lanes + index[:, 1] if self.ndim == 2 else index).tolist()
+        numbers = batch["number"].tolist()
+        assert numbers == [self.numbers[slot] for slot in slots]
+        unclear = {where for _, where, then, clear in self.outstanding if then != self.numbers[where] or not clear}
+        clear = [slot not in unclear for slot in slots]
+        self.outstanding.update(zip([self.draws] * size, slots, numbers, clear, strict=True))
+        real = batch.get(("collector", "mask"), torch.ones(size, dtype=torch.bool)).tolist()
+        return Drawn(batch, slots, numbers, [self.writes] * size, [self.draws] * size, clear, real, is_whole=True)
+
+    def is_certain(self, drawn: Drawn, row: int) -> bool:
+        """Whether the buffer must know that this row, of which the transition is still stored, is not an older one.
+
+        TorchRL's buffers hand back indices alone. If an earlier content of the slot was outstanding when the row was
+        drawn, a row that comes back may belong to either draw.
+        """
+        if not self.stock:
+            return True
+        key = (drawn.order[row], drawn.slots[row], drawn.numbers[row], drawn.clear[row])
+        is_outstanding = key in self.outstanding
+        return drawn.clear[row] and (self.writes == drawn.writes[row] or is_outstanding)
+
+    def is_unmistakable(self, drawn: Drawn) -> bool:
+        """Whether indices can tell that these rows are of a draw, and of which.
+
+        They can if the rows are the sample itself, or many, or a whole batch that has not come back. Fewer rows could
+        be an index that the caller has made up; a batch that comes back again could be one of the same slots that was
+        drawn since.
+        """
+        outstanding: dict[int, list[int]] = {}
+        for (draw, slot, *_), count in self.outstanding.items():
+            outstanding.setdefault(draw, []).extend([slot] * count)
+        slots = sorted(drawn.slots)
+        if not self.outstanding.keys().isdisjoint(drawn.keys()):
+            return len(drawn) >= 8 or slots in [sorted(each) for each in outstanding.values()]
+        if slots in [sorted(each) for each in outstanding.values()]:
+            return False
+        return drawn.is_whole and (self.ndim == 1 or len(drawn) >= 8)
+
+    def hand_back(self, drawn: Drawn) -> None:
+        """TD errors that tell each row's transition; then all priorities and the count of dropped rows are checked."""
+        if self.stock and not self.is_unmistakable(drawn):
+            return
+        self.returns += 1
+        errors = [2.0 + number + self.returns / 1024 for number in drawn.numbers]
+        drawn.batch["td_error"] = torch.tensor(errors)
+        before = self.stats("dropped_updates")
+        self.buffer.update_tensordict_priority(drawn.batch)
+        dropped = self.stats("dropped_updates") - before
+
+        rows = [row for row in range(len(drawn)) if drawn.real[row]]
+        fresh = [row for row in rows if self.numbers[drawn.slots[row]] == drawn.numbers[row]]
+        certain = [row for row in fresh if self.is_certain(drawn, row)]
+        allowed = {slot: {value} for slot, value in self.priority.items()}
+        allowed |= {drawn.slots[row]: {errors[row]} for row in certain}
+        # a stock buffer cannot know which rows of a part of a batch were padded; they repeat the last real one
+        for row in range(len(drawn)) if self.stock else fresh:
+            if self.numbers[drawn.slots[row]] == drawn.numbers[row]:
+                allowed[drawn.slots[row]].add(errors[row])
+        self.check(allowed)
+        padded = len(drawn) - len(rows)
+        assert len(rows) - len(fresh) <= dropped <= len(rows) - len(certain) + padded, "what is dropped is counted"
+        self.outstanding -= Counter(drawn.keys())
+
+    def check(self, allowed: dict[int, set[float]]) -> None:
+        """Each slot has one of the priorities that it may have."""
+        p = self.buffer.sampler.probabilities(self.buffer.storage).tolist()
+        if self.name == "rank":
+            # the largest that is in order
+            last = float("inf")
+            for slot in sorted(range(self.size), key=lambda slot: -p[slot]):
+                fitting = [value for value in allowed[slot] if value < last]
+                assert fitting, f"transition {self.numbers[slot]} in slot {slot} comes behind {last}: {allowed[slot]}"
+                last = self.priority[slot] = max(fitting)
+            return
+        # the unit in which most slots have what they may have
+        units = [value / p[slot] for slot, values in allowed.items() for value in values]
+        unit = max(units, key=lambda unit: sum(self.fitting(allowed[slot], p[slot] * unit) != [] for slot in allowed))
+        for slot, values in allowed.items():
+            fitting = self.fitting(values, p[slot] * unit)
+            assert fitting, f"transition {self.numbers[slot]} in slot {slot}: {p[slot] * unit}, not one of {values}"
+            self.priority[slot] = fitting[0]
+
+    @staticmethod
+    def fitting(values: set[float], found: float) -> list[float]:
+        return [value for value in values if abs(found - value) < 1e-6 * value]
+
+
+def whole(model: Model, batches: list[Drawn]) -> list[Drawn]:
+    return batches
+
+
+def split(model: Model, batches: list[Drawn]) -> list[Drawn]:
+    return [
+        batch[rows]
+        for batch in batches
+        for rows in (list(range(0, len(batch), 2)), list(range(1, len(batch), 2)))
+        if rows
+    ]
+
+
+def shuffled(model: Model, batches: list[Drawn]) -> list[Drawn]:
+    return [batch[model.rng.sample(range(len(batch)), len(batch))] for batch in batches]
+
+
+def concatenated(model: Model, batches: list[Drawn]) -> list[Drawn]:
+    return [first + second for first, second in zip(batches[::2], batches[1::2], strict=True)]
+
+
+def repeated(model: Model, batches: list[Drawn]) -> list[Drawn]:
+    return [batch for batch in batches for _ in range(2)]
+
+
+WAYS = [whole, split, shuffled, concatenated, repeated]
+every_way = pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+
+
+@every_sampler
+@both_buffers
+@every_way
+def test_rows_that_come_back_before_the_next_write_are_applied(name, ndim, stock, way):
+    model = Model(name, ndim, stock)
+    for size in (1, 4, 16):
+        for drawn in way(model, [model.draw(size) for _ in range(4)]):
+            model.hand_back(drawn)
+        model.write(5)
+
+
+@every_sampler
+@both_buffers
+@every_way
+def test_rows_that_come_back_after_writes_reach_what_was_drawn_alone(name, ndim, stock, way):
+    """A part of the ring is overwritten, or all of it, and drawn from again, while they are outstanding."""
+    model = Model(name, ndim, stock)
+    for size in (1, 4, 16):
+        for written in (2, 5, 12, 20):
+            batches = [model.draw(size), model.draw(size)]
+            model.write(written)
+            batches += [model.draw(size), model.draw(size)]
+            for drawn in way(model, batches):
+                model.hand_back(drawn)
+
+
+@every_sampler
+@both_buffers
+def test_a_batch_handed_back_again_later_does_not_reach_new_content(name, ndim, stock):
+    model = Model(name, ndim, stock)
+    for size in (1, 4, 16):
+        drawn = model.draw(size)
+        model.hand_back(drawn)
+        model.write(12)
+        model.hand_back(drawn)
+
+
+@every_sampler
+@both_buffers
+@pytest.mark.parametrize("first", ["oldest", "newest", "any"])
+def test_many_outstanding_batches(name, ndim, stock, first):
+    model = Model(name, ndim, stock)
+    for size in (1, 4):
+        batches = []
+        for number in range(40):
+            batches.append(model.draw(size))
+            if number % 10 == 9:
+                model.write(4)
+        if first != "oldest":
+            batches.reverse() if first == "newest" else model.rng.shuffle(batches)
+        for drawn in batches:
+            model.hand_back(drawn)
+
+
+@every_sampler
+@both_buffers
+@pytest.mark.parametrize("seed", range(2))
+def test_any_order_of_writes_draws_and_updates(name, ndim, stock, seed):
+    model, batches = Model(name, ndim, stock), []
+    model.rng.seed(seed)
+    for _ in range(120):
+        what = model.rng.random()
+        if what < 0.3:
+            model.write(model.rng.choice([2, 3, 5, 15]))
+        elif what < 0.65 or len(batches) < 4:
+            batches.append(model.draw(model.rng.choice([1, 4, 16])))
+        else:
+            chosen = [batches.pop(model.rng.randrange(len(batches))) for _ in range(2)]
+            for drawn in model.rng.choice(WAYS)(model, chosen):
+                model.hand_back(drawn)
+
+
+@every_sampler
+@both_buffers
+def test_updates_by_index_need_no_draw(name, ndim, stock):
+    """Of slots that were never drawn, after the ring has wrapped."""
+    model = Model(name, ndim, stock)
+    for count in (1, 4, 16):
+        model.write(7)
+        slots = model.rng.sample(range(model.size), min(count, model.size))
+        errors = {slot: 2.0 + model.rng.random() for slot in slots}
+        index = torch.tensor(slots)
+        index = torch.stack([index // model.lanes, index % model.lanes], -1) if ndim == 2 else index
+        model.buffer.update_priority(index, torch.tensor(list(errors.values())))
+        model.check({slot: {errors.get(slot, old)} for slot, old in model.priority.items()})
+        assert model.stats("dropped_updates") == 0

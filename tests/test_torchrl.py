@@ -1,0 +1,249 @@
+"""What the project needs of TorchRL beyond its public interface, and where it may use that."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrl
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import Sampler, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
+from torchrl.objectives import LossModule
+from torchrl.objectives.value import ValueEstimatorBase
+
+import torchrl_replay_ext
+
+ROOT = Path(__file__).parent.parent
+ADAPTER = "torchrl_replay_ext/_torchrl.py"
+# Every private name of TorchRL and tensordict that the project uses: class, then the names that _torchrl.py reads, then
+# those that a subclass overrides or inherits.
+READ = {
+    "LazyTensorStorage": {
+        "_attached_entities",
+        "_attached_entities_list",
+        "_compilable",
+        "_last_cursor_index",
+        "_max_size_along_dim0",
+        "_storage",
+        "_total_shape",
+    },
+    "TensorDictReplayBuffer": {
+        "_batch_size",
+        "_collate_fn",
+        "_prefetch",
+        "_rng",
+        "_sample_unit",
+        "_sampler",
+        "_storage",
+        "_transform",
+        "_writer",
+    },
+    "Sampler": {"_empty", "_rng"},
+    "TensorDict": {"_fast_apply"},
+    "_RayReplayBufferClient": {"_actor"},
+}
+INHERITED = {
+    "LazyTensorStorage": {
+        "_bump_mutation_revision",
+        "_empty",
+        "_get_new_len",
+        "_init",
+        "_last_cursor",
+        "_last_cursor_index",
+        "_last_cursor_index_value",
+        "_len",
+        "_len_value",
+        "_mutation_revision_value",
+        "_rand_given_ndim",
+        "_rng",
+        "_set_last_cursor",
+        "_total_shape",
+    },
+    "TensorDictRoundRobinWriter": {
+        "_cursor",
+        "_cursor_value",
+        "_empty",
+        "_mark_update_entities",
+        "_replicate_index",
+        "_rng",
+        "_storage",
+        "_track_generations",
+        "_write_count",
+        "_write_count_value",
+    },
+    "TensorDictReplayBuffer": {
+        "_batch_size",
+        "_collate_fn",
+        "_get_priority_vector",
+        "_init",
+        "_replay_lock",
+        "_sample",
+        "_sample_unit",
+        "_sampler",
+        "_storage",
+        "_transform",
+        "_transpose",
+        "_write_lock",
+    },
+    "Sampler": {"_empty", "_rng"},
+    "LossModule": {
+        "_clear_weakrefs",
+        "_forward_value_estimator_keys",
+        "_loss_mask_keys",
+        "_maybe_get_priority_weight",
+        "_reduce_loss",
+    },
+    "ValueEstimatorBase": {"_get_time_dim"},
+}
+
+# Private names of other libraries without a public counterpart: of OmegaConf's nodes, of a Gymnasium environment.
+OTHER_LIBRARIES = {
+    ("torchrl_replay_ext/configs.py", "_get_parent"),
+    ("recipes/environment.py", "_destroy"),
+}
+
+
+def make_owners() -> dict[str, Any]:
+    """An object of each class in READ and INHERITED, in the state in which the project reads it."""
+
+    class AnySampler(Sampler):
+        sample = dumps = loads = state_dict = load_state_dict = _empty = lambda self, *args: None
+
+    storage, writer = LazyTensorStorage(4, compilable=True), TensorDictRoundRobinWriter(compilable=True)
+    data = TensorDict(observation=torch.zeros(3), batch_size=[3])
+    buffer = TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=2)
+    buffer.extend(data)
+    return {
+        "LazyTensorStorage": storage,
+        "TensorDictRoundRobinWriter": writer,
+        "TensorDictReplayBuffer": buffer,
+        "TensorDict": data,
+        "Sampler": AnySampler(),
+        "LossModule": LossModule,
+        "ValueEstimatorBase": ValueEstimatorBase,
+        "_RayReplayBufferClient": _RayReplayBufferClient(None, has_gpu=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def owners() -> dict[str, Any]:
+    return make_owners()
+
+
+def source_files() -> list[str]:
+    paths = (path for folder in ("torchrl_replay_ext", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
+
+
+def users_of(name: str) -> str:
+    return ", ".join(file for file in source_files() if re.search(rf"\b{name}\b", (ROOT / file).read_text()))
+
+
+def is_private(name: str) -> bool:
+    # tuples made by NamedTuple have public methods with an underscore; _AcceptedKeys is documented
+    return bool(re.match(r"_[a-z]", name)) and name not in ("_replace", "_asdict", "_fields")
+
+
+def is_own(node: ast.expr) -> bool:
+    """Whether an attribute of this expression belongs to the object that the code is part of."""
+    is_super = isinstance(node, ast.Call) and ast.unparse(node.func) == "super"
+    return is_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
+
+
+def own_names(node: ast.ClassDef) -> set[str]:
+    """The private names that a class uses of itself or defines."""
+    return {
+        name
+        for part in ast.walk(node)
+        for name in (
+            part.attr if isinstance(part, ast.Attribute) and is_own(part.value) else "",
+            part.name if isinstance(part, ast.FunctionDef) else "",
+            part.target.id if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) else "",
+        )
+        if is_private(name)
+    }
+
+
+def foreign_reads(tree: ast.AST, names: frozenset[str] = frozenset()) -> Iterator[tuple[int, str, str]]:
+    """Line, name and text of each private attribute of another object; ``names`` are those of the class around it."""
+    for node in ast.iter_child_nodes(tree):
+        inside = frozenset(own_names(node)) if isinstance(node, ast.ClassDef) else names
+        yield from foreign_reads(node, inside)
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            of_torch = ast.unparse(node.value).split(".")[0] == "torch"
+            of_own_class = isinstance(node.value, ast.Name) and node.attr in names
+            if not (of_torch or of_own_class or is_own(node.value)):
+                yield node.lineno, node.attr, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            owner, key = node.args[:2]
+            if isinstance(key, ast.Constant) and is_private(str(key.value)) and not is_own(owner):
+                yield node.lineno, str(key.value), ast.unparse(node)
+
+
+def reads_in(file: str) -> list[str]:
+    found = sorted(foreign_reads(ast.parse((ROOT / file).read_text())))
+    return [f"{file}:{line}: {text}" for line, name, text in found if (file, name) not in OTHER_LIBRARIES]
+
+
+def package_classes() -> set[type]:
+    modules = pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")
+    # importing these registers configurations with Hydra, for all tests of the process
+    names = [module.name for module in modules if module.name.split(".")[1] not in ("configs", "plugins")]
+    members = [member for name in names for member in vars(importlib.import_module(name)).values()]
+    return {member for member in members if inspect.isclass(member) and member.__module__ in names}
+
+
+def test_torchrl_still_has_every_private_name_that_the_project_uses(owners):
+    missing = [
+        f"{owner}.{name}, used in {users_of(name)}"
+        for table in (READ, INHERITED)
+        for owner, names in table.items()
+        for name in sorted(names)
+        if not hasattr(owners[owner], name)
+    ]
+    assert not missing, f"torchrl {torchrl.__version__} has no longer:\n" + "\n".join(missing)
+
+
+def test_every_private_name_that_a_subclass_inherits_or_overrides_is_listed(owners):
+    unlisted = set()
+    for cls in package_classes():
+        owner = next((base.__name__ for base in cls.__mro__ if base.__name__ in INHERITED), None)
+        if owner is not None:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+            assert isinstance(tree, ast.ClassDef)
+            used = {name for name in own_names(tree) if hasattr(owners[owner], name)}
+            unlisted |= {f"{cls.__module__}.{cls.__name__}: {owner}.{name}" for name in used - INHERITED[owner]}
+    assert not unlisted, "add to INHERITED in tests/test_torchrl.py, or rename:\n" + "\n".join(sorted(unlisted))
+
+
+def test_every_private_name_that_the_adapter_reads_is_listed():
+    names = {name for _, name, _ in foreign_reads(ast.parse((ROOT / ADAPTER).read_text()))}
+    assert names == set().union(*READ.values())
+
+
+@pytest.mark.parametrize("file", [file for file in source_files() if file != ADAPTER])
+def test_no_other_file_reads_private_attributes_of_other_objects(file):
+    found = reads_in(file)
+    assert not found, f"move what reads TorchRL's attributes to {ADAPTER}; give own classes a method:\n" + "\n".join(
+        found
+    )
+
+
+def test_private_reads_are_found_in_every_form():
+    code = """
+class Box:
+    def __init__(self): self._content = 0
+    def same(self, other): return self._content == other._content
+    def bad(self, storage): return storage._storage, self._content._lock, getattr(storage, "_len", 0)
+def torch_only(): return torch._dynamo.config
+"""
+    assert [name for _, name, _ in foreign_reads(ast.parse(code))] == ["_storage", "_lock", "_len"]

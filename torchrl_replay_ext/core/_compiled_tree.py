@@ -1,0 +1,106 @@
+"""The algorithms of the trees inside graphs: 4 entries at a time, on one flat tensor per tree.
+
+The functions are those of ``_eager_tree``, for prepared trees. Loops over levels and children are unrolled. Writes are
+in place, and nothing is read through a view of a tensor that a graph writes to: the compiler would copy the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.core.reduction_tree import ReductionTree
+
+_PAIRWISE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+
+
+def root(tree: ReductionTree) -> Tensor:
+    """The last level, int64 [<= 16]."""
+    return tree.flat[tree.layout()[-1][0] :]
+
+
+def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
+    """Recompute the ancestors of the leaves at ``place`` [n] among the stored ones, which are in ``block`` [n]."""
+    for tree in trees:
+        _refresh(tree, place, block)
+
+
+def _refresh(tree: ReductionTree, place: Tensor, block: Tensor) -> None:
+    pair = _PAIRWISE[tree.kind]
+    layout = tree.layout()
+    source = tree.leaves.flat
+    for number, (begin, _, children) in enumerate(layout[:-1]):
+        first = begin + (place & -children)
+        entries = [gather_in_bounds(source, first + k) for k in range(children)]
+        if number == 0:
+            entries = [tree.of_leaves(entry) for entry in entries]
+        value = entries[0]
+        for entry in entries[1:]:
+            value = pair(value, entry)
+        place = block if number == tree.row_levels[0] - 1 else place >> (children.bit_length() - 1)
+        source = tree.flat
+        scatter_in_bounds(source, layout[number + 1][0] + place, value)
+
+
+def _child(entry: Callable[[int], Tensor], children: int, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """The child into which the target ``rest`` [n] of a node falls, and the rest of the target within this child.
+
+    One addition per child instead of a cumulative sum, so that it becomes part of one loop over the targets.
+    """
+    running = entry(0)
+    number = torch.zeros_like(rest)
+    ahead = torch.zeros_like(rest)
+    for k in range(1, children):
+        passed = (running <= rest).to(torch.int64)
+        number = number + passed
+        ahead = torch.maximum(ahead, running * passed)
+        if k < children - 1:
+            running = running + entry(k)
+    return number, rest - ahead
+
+
+def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The leaves at the fractions ``u`` [n] of the total, and their masses; leaf 0 with mass 0 if the total is 0."""
+    total = root(sums).sum()
+    # the product may have been rounded up to the total
+    return find(sums, torch.minimum((u * total).to(torch.int64), total - 1))
+
+
+def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The leaves in which ``target`` [n] falls, and their masses."""
+    layout, leaves = sums.layout(), sums.leaves
+    begin, length, _ = layout[-1]
+    node, rest = _child(lambda k: sums.flat[begin + k], length, target)
+    block = node
+    for number in reversed(range(len(layout) - 1)):
+        begin, _, children = layout[number]
+        if number == sums.row_levels[0] - 1:
+            block, node = node, leaves.row_of(node)
+        level = sums.flat if number else leaves.flat
+        first = begin + node * children
+        child, rest = _child(lambda k, level=level, first=first: gather_in_bounds(level, first + k), children, rest)
+        node = node * children + child
+    mass = gather_in_bounds(leaves.flat, node)
+    # Masses are below 2^62, so this adds 0. It makes every use of the leaf wait until its mass was read. Otherwise
+    # the compiler may move the read behind an update, which must then copy the whole tree.
+    return (block << leaves.shift) + (node & (leaves.fanout - 1)) + (mass >> 62), mass
+
+
+def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
+    """Sums of the masses of the leaves before each of ``index`` [n]."""
+    layout, leaves = sums.layout(), sums.leaves
+    block, place = leaves.address(index)
+    result = torch.zeros_like(index)
+    for number, (begin, _, children) in enumerate(layout[:-1]):
+        level = sums.flat if number else leaves.flat
+        first = place & -children
+        for k in range(children - 1):
+            result = result + gather_in_bounds(level, begin + first + k) * (first + k < place)
+        place = block if number == sums.row_levels[0] - 1 else place >> (children.bit_length() - 1)
+    begin, length, _ = layout[-1]
+    for k in range(length - 1):
+        result = result + sums.flat[begin + k] * (k < place)
+    return result

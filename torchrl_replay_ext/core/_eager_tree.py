@@ -1,0 +1,116 @@
+"""The algorithms of the trees outside graphs: a row at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.core.reduction_tree import ReductionTree
+
+
+def root(tree: ReductionTree) -> Tensor:
+    """The last level, int64 [n]."""
+    return tree.levels[-1]
+
+
+def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
+    """Recompute the ancestors of the leaves at ``place`` [n] among the stored ones, which are in ``block`` [n].
+
+    Args:
+        trees: trees of the same leaves and the same layout.
+        place: int64 [n].
+        block: int64 [n].
+    """
+    first = trees[0]
+    groups = first.groups[0]
+    # the same numbers, with one operation less
+    is_block = not first.prepared and first.leaves.page_table is None
+    group = block if is_block else place >> (groups.shape[1].bit_length() - 1)
+    contents = groups.index_select(0, group)
+    for tree in trees:
+        _refresh(tree, group, tree.of_leaves(contents), block)
+
+
+def _refresh(tree: ReductionTree, node: Tensor, values: Tensor, block: Tensor) -> None:
+    top = tree.row_levels[-1]
+    for number in range(1, top + 1):
+        if number == tree.row_levels[0]:
+            node = block
+        tree.levels[number].index_copy_(0, node, tree.reduced(values))
+        if number < top:
+            groups = tree.groups[number]
+            node = node >> (groups.shape[1].bit_length() - 1)
+            values = groups.index_select(0, node)
+    for number in range(top + 1, len(tree.levels)):
+        tree.recompute(number)
+
+
+def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The leaves at the fractions ``u`` [n] of the total, and their masses; overwrites ``u``."""
+    running = _run(sums)
+    total = running[-1].item()
+    if total == 0:
+        raise RuntimeError("SumTree.sample: all priorities are 0, nothing can be drawn; use eps > 0.")
+    target = u.mul_(total).to(torch.int64)
+    if total > 2**53:
+        # the product may have been rounded up to the total
+        target = target.clamp_(max=total - 1)
+    return _find(sums, target, running)
+
+
+def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The leaves in which ``target`` [n] falls, and their masses."""
+    return _find(sums, target, _run(sums))
+
+
+def _run(sums: ReductionTree) -> Tensor:
+    """Inclusive running sums of the top; ``sums.running`` then holds the exclusive ones."""
+    return torch.cumsum(sums.top, 0, out=sums.running[1:])
+
+
+def _find(sums: ReductionTree, target: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+    leaves = sums.leaves
+    node = torch.searchsorted(running, target, right=True)
+    rest = target - sums.running.index_select(0, node)
+    of_leaves, *inner = sums.rows
+    for rows in reversed(inner):
+        children = rows.index_select(0, node)
+        running = children.cumsum(1)
+        child = torch.searchsorted(running, rest.unsqueeze(1), right=True)
+        rest = rest - (running - children).gather(1, child).squeeze(1)
+        node = torch.add(child.squeeze(1), node, alpha=leaves.fanout)
+    children = of_leaves.index_select(0, leaves.row_of(node))
+    child = torch.searchsorted(children.cumsum(1), rest.unsqueeze(1), right=True)
+    leaf = torch.add(child.squeeze(1), node, alpha=leaves.fanout)
+    return leaf, children.gather(1, child).squeeze(1)
+
+
+def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
+    """Sums of the masses of the leaves before each of ``index`` [n]."""
+    leaves = sums.leaves
+    if 2 * index.shape[0] > leaves.flat.shape[0]:
+        return _prefix_of_many(sums, index)
+    block = index >> leaves.shift
+    of_leaves, *inner = sums.rows
+    result = _before(sums, of_leaves.index_select(0, leaves.row_of(block)), index)
+    for rows in inner:
+        parent = block >> leaves.shift
+        result = result + _before(sums, rows.index_select(0, parent), block)
+        block = parent
+    _run(sums)
+    return result + sums.running.index_select(0, block)
+
+
+def _prefix_of_many(sums: ReductionTree, index: Tensor) -> Tensor:
+    """``prefix`` by one pass over all leaves."""
+    block, place = sums.leaves.address(index)
+    rows = sums.rows[0]
+    running = rows.cumsum(1)
+    of_blocks = sums.leaves.in_order(running[:, -1])
+    ahead = of_blocks.cumsum(0) - of_blocks
+    return ahead[block] + (running - rows).view(-1)[place]
+
+
+def _before(sums: ReductionTree, rows: Tensor, index: Tensor) -> Tensor:
+    """For each of ``rows`` [n, fanout], the sum of the entries before entry ``index`` [n] modulo the fanout."""
+    return (rows & sums.first.index_select(0, index & (sums.leaves.fanout - 1))).sum(1)

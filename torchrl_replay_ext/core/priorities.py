@@ -1,0 +1,154 @@
+"""The priority of each slot, and how it comes from a TD error."""
+
+from __future__ import annotations
+
+import math
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.arguments import TDError
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.core.sum_tree import MaxTree
+from torchrl_replay_ext.functional.priorities import write_last
+
+# The largest priority is kept in float64, priorities in float32 after several roundings: this much may lie in between.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def as_float32(number: float) -> float:
+    """``number`` rounded to float32."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+class Priorities:
+    """The priority d = |δ| + eps of each slot, and the priority of new transitions.
+
+    New transitions get the largest d seen so far (1 at first); with ``within_buffer`` the largest d of the stored
+    transitions that have been updated, as long as there are any.
+
+    Args:
+        size: number of slots.
+        device: where the tensors live.
+        eps: added to |δ|.
+        td_error: whether TD errors are given ``"squared"`` or ``"absolute"``.
+        within_buffer: see above.
+    """
+
+    def __init__(self, size: int, device: torch.device, *, eps: float, td_error: TDError, within_buffer: bool):
+        self.eps, self.td_error, self.within_buffer = eps, td_error, within_buffer
+        # d of each slot, float32; negated until its first update
+        self.of_slot = torch.zeros(size, device=device)
+        # float64 numbers have shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim ones
+        self.largest = torch.ones(1, dtype=torch.float64, device=device)
+        # d of each slot since its first update, as the bits of the float32 number, which have its order
+        self._updated = MaxTree(size, device=device) if within_buffer else None
+
+    @overload
+    def from_td_error(self, error: Tensor) -> Tensor: ...
+    @overload
+    def from_td_error(self, error: float) -> float: ...
+    def from_td_error(self, error: Tensor | float) -> Tensor | float:
+        """The priority d = |δ| + eps of a TD error."""
+        if isinstance(error, Tensor):
+            return error.sqrt().add_(self.eps) if self.td_error == "squared" else error + self.eps
+        return (math.sqrt(error) if self.td_error == "squared" else error) + self.eps
+
+    def default_td_error(self) -> float:
+        """The TD error whose priority is that of a new transition."""
+        error = max(float(self.largest) - self.eps, 0.0)
+        return error**2 if self.td_error == "squared" else error
+
+    def is_default(self, error: float) -> bool:
+        """Whether ``error`` is :meth:`default_td_error`, rounded to float32."""
+        return error == as_float32(self.default_td_error())
+
+    def prepare(self) -> None:
+        """Make the state fit to become part of a graph."""
+        if self._updated is not None:
+            self._updated.prepare()
+
+    def insert(self, slots: Tensor) -> None:
+        """``slots`` [n] hold new transitions."""
+        self.of_slot[slots] = -self.largest.float()
+
+    def overwrite(self, slots: Tensor) -> None:
+        """The content of ``slots`` [n] is being replaced: it no longer counts for the largest priority."""
+        if self._updated is not None:
+            self._set_bits(slots, torch.zeros_like(slots))
+
+    def undo_overwrite(self, slots: Tensor, largest: Tensor) -> None:
+        """The new content of ``slots`` [n] was refused; ``largest`` is what the largest priority was before."""
+        self.recount(slots)
+        self.largest.copy_(largest)
+
+    def remove(self, slots: Tensor) -> None:
+        """``slots`` [n] hold nothing."""
+        self.of_slot[slots] = 0.0
+        self.recount(slots)
+
+    def update(self, slots: Tensor, priority: Tensor, largest: float) -> None:
+        """Set d of ``slots`` [n]; of duplicates the last one wins. ``largest``: the largest of ``priority`` [n]."""
+        write_last(self.of_slot, slots, priority)
+        self.recount(slots)
+        if not self.within_buffer and largest > self.largest.item():
+            self.largest.fill_(largest)
+
+    def update_compiled(self, slots: Tensor, priority: Tensor, valid: Tensor, largest: Tensor) -> None:
+        """:meth:`update` of the rows that are ``valid`` [n]; rows of one slot agree."""
+        if not self.within_buffer:
+            self.largest.copy_(torch.maximum(self.largest, largest))
+        scatter_in_bounds(self.of_slot, slots, torch.where(valid, priority, gather_in_bounds(self.of_slot, slots)))
+        self.recount(slots)
+
+    def recount(self, slots: Tensor) -> None:
+        """Bring the largest priority within the buffer up to date, after d of ``slots`` [n] has changed."""
+        if self._updated is not None:
+            self._set_bits(slots, self._bits(gather_in_bounds(self.of_slot, slots)))
+
+    def _set_bits(self, slots: Tensor, bits: Tensor) -> None:
+        assert self._updated is not None
+        scatter_in_bounds(self._updated.leaves, slots, bits)
+        self._updated.refresh(slots)
+        largest = self._updated.max().reshape(1)
+        d = largest.to(torch.int32).view(torch.float32).to(torch.float64)
+        self.largest.copy_(torch.where(largest > 0, d, self.largest))
+
+    @staticmethod
+    def _bits(priority: Tensor) -> Tensor:
+        """The bits of d [n], int64, which are ordered like d; 0 for new transitions."""
+        return priority.clamp_min(0.0).view(torch.int32).to(torch.int64)
+
+    def clear(self) -> None:
+        """No slot holds anything; the largest priority stays."""
+        self.of_slot.zero_()
+        self.rebuild()
+
+    def reset(self) -> None:
+        """Nothing was ever stored."""
+        self.largest.fill_(1.0)
+        self.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save."""
+        return {"priority": self.of_slot, "max_priority": self.largest}
+
+    def rebuild(self) -> None:
+        """Recompute the largest priority within the buffer, after :meth:`tensors` were replaced."""
+        if self._updated is not None:
+            self._updated.leaves.zero_()
+            self._updated.rebuild_()
+            self.recount(torch.arange(len(self.of_slot), device=self.of_slot.device))
+
+    def check_valid(self, generation: Tensor) -> None:
+        """Raise AssertionError if parts of the state contradict each other or ``generation`` [size]. O(N)."""
+        if bool(((generation == 0) & (self.of_slot != 0)).any()):
+            raise AssertionError("Priorities: a slot that holds nothing has a priority")
+        # those of new transitions are what was the largest when they were written
+        if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):
+            raise AssertionError("Priorities: a priority is larger than the largest so far")
+        if self._updated is not None:
+            self._updated.check_valid()
+            if not torch.equal(self._updated.leaves[: len(self.of_slot)], self._bits(self.of_slot)):
+                raise AssertionError("Priorities: the largest priority is not that of the buffer")

@@ -1,0 +1,265 @@
+"""What is known about the writes to a buffer: the ring position, the generation of each slot, and what to recover."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.compilation import is_traced
+
+# In place of the step at which the last write ended.
+_UNKNOWN = -1
+_OUT_OF_ORDER = -2
+
+
+class Layout(NamedTuple):
+    """The slots of a buffer, numbered in row-major order.
+
+    Args:
+        shape: of the storage. The first dimension is the ring, the others are lanes.
+        size: number of slots for which state is kept, at least the product of ``shape``.
+        device: where the state lives.
+        for_graphs: whether the state becomes part of compiled graphs, which cannot see what Python remembers.
+        known: whether the shape is that of a storage; before the first write it is a guess.
+    """
+
+    shape: tuple[int, ...]
+    size: int
+    device: torch.device
+    for_graphs: bool = False
+    known: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of the ring."""
+        return self.shape[0]
+
+    @property
+    def slots_per_step(self) -> int:
+        """Lanes."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the storage."""
+        return math.prod(self.shape)
+
+    def streams(self, num_streams: int) -> tuple[int, int, bool]:
+        """Steps, lanes, and whether streams are assigned to lanes: ``num_streams`` of them in flat storage."""
+        if len(self.shape) > 1:
+            return self.steps, self.slots_per_step, False
+        return self.steps, num_streams, num_streams > 1
+
+    def slots_at(self, steps: Tensor) -> Tensor:
+        """The slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
+        return steps.unsqueeze(1) * self.slots_per_step + torch.arange(self.slots_per_step, device=self.device)
+
+
+class WriteLog:
+    """The only owner of the ring position, the generations of slots, and the dirty flag.
+
+    Each write has a number, counted from 1. The generation of a slot is the number of the write that filled it; 0 means
+    that the slot holds nothing. Numbers are never used twice, not even after the buffer was emptied.
+
+    All state is kept in tensors that are changed in place: processes that share them see the same log.
+
+    Args:
+        layout: the slots.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        device = layout.device
+        self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
+        self.num_writes = torch.zeros((), dtype=torch.int64, device=device)
+        # the step of the ring at which the last announced write ended
+        self.last_seen_step = torch.full((), _UNKNOWN, dtype=torch.int64, device=device)
+        # always on the CPU, where reading is cheap: the number of writes at the last clear(), and the dirty flag
+        self._cleared_at = torch.zeros((), dtype=torch.int64)
+        self._dirty = torch.zeros((), dtype=torch.bool)
+        self.last_written_slots: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written since the log was made or cleared."""
+        return self.num_writes.item() == self._cleared_at.item()
+
+    def stored_slots(self) -> Tensor:
+        """The slots that hold something, int64 [n]."""
+        return (self.generation > 0).nonzero().squeeze(1)
+
+    def record(self, slots: Tensor) -> None:
+        """Count one write, of ``slots`` [n]."""
+        if not is_traced():
+            self.last_written_slots = slots
+        self.num_writes.add_(1)
+        self.generation[slots] = self.num_writes
+
+    def invalidate(self, slots: Tensor) -> None:
+        """``slots`` [n] hold nothing until they are written again. Batches that were drawn before may be late now."""
+        self.num_writes.add_(1)
+        self.generation[slots] = 0
+        self.last_written_slots = None
+
+    def forget_contents(self) -> None:
+        """No slot holds anything, as far as is known; the ring position stays."""
+        self.generation.zero_()
+        self.last_written_slots = None
+
+    # --- the ring
+
+    def see_step(self, step: int | Tensor) -> None:
+        """The last announced write ended at ``step`` of the ring."""
+        if isinstance(step, Tensor):
+            self.last_seen_step.copy_(step)
+        else:
+            self.last_seen_step.fill_(step)
+
+    def step_of(self, slot: Tensor) -> int:
+        """The step of the ring of ``slot`` []."""
+        return int(slot) // self.layout.slots_per_step
+
+    def next_step(self) -> int | None:
+        """The step where the next write should begin; None if unknown."""
+        last = int(self.last_seen_step)
+        return (last + 1) % self.layout.steps if last >= 0 else None
+
+    def steps_until(self, step: int) -> Tensor:
+        """The steps after the last announced write up to ``step``, int64 [n]; none if the position is unknown."""
+        last, steps = int(self.last_seen_step), self.layout.steps
+        if last < 0:
+            return torch.zeros(0, dtype=torch.int64, device=self.layout.device)
+        return (last + 1 + torch.arange((step - last) % steps, device=self.layout.device)) % steps
+
+    def unannounced(self, storage_step: int | None) -> Tensor:
+        """Slots that were written without an announcement; they may be partially written. int64 [n].
+
+        Args:
+            storage_step: the step that the storage has written last; None if it does not know.
+        """
+        steps = self.steps_until(int(self.last_seen_step) if storage_step is None else storage_step)
+        return self.layout.slots_at(steps).reshape(-1)
+
+    def place_write(
+        self, slots: Tensor, storage_step: int | None, is_sequential: Callable[[], bool]
+    ) -> tuple[int, Tensor]:
+        """Where a write ends in the ring, and which slots it has skipped.
+
+        Args:
+            slots: int64 [n], just written.
+            storage_step: the step that the storage has written last; None if it does not know.
+            is_sequential: whether writes follow each other in the ring. If they do not, gaps are no sign of a write
+                that was interrupted.
+
+        Returns:
+            The value for :meth:`see_step` once the write is accepted; the slots that were skipped, int64 [k].
+        """
+        nothing = slots[:0]
+        last_seen, steps = int(self.last_seen_step), self.layout.steps
+        if storage_step is None or self.step_of(slots[-1]) != storage_step:
+            return last_seen, nothing
+        if slots.shape[0] < self.layout.num_slots and last_seen != _UNKNOWN:
+            if last_seen == storage_step:
+                # slots that were written before are announced again
+                return last_seen, nothing
+            first = self.step_of(slots[0])
+            if first != (last_seen + 1) % steps:
+                if not is_sequential():
+                    return _OUT_OF_ORDER, nothing
+                return storage_step, self.layout.slots_at(self.steps_until((first - 1) % steps)).reshape(-1)
+        return storage_step, nothing
+
+    def is_rewrite(self, slots: Tensor, storage_step: int | None) -> bool:
+        """Whether ``slots`` [n] held something and were announced outside of the ring's order (``rb.mark_update``)."""
+        if not bool((self.generation.index_select(0, slots) > 0).all()):
+            return False
+        first, last = self.step_of(slots[0]), self.step_of(slots[-1])
+        if storage_step is None or storage_step != last:
+            return True
+        expected = self.next_step()
+        return expected is not None and first != expected and (last + 1) % self.layout.steps == expected
+
+    # --- interrupted changes
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Mark the log dirty while state that depends on it is modified.
+
+        If the block is interrupted, the flag stays set, and the state must be rebuilt before its next use.
+        """
+        was_dirty = bool(self._dirty)
+        self._dirty.fill_(True)
+        yield
+        self._dirty.fill_(was_dirty)
+
+    @property
+    def needs_recovery(self) -> bool:
+        """Whether a change of the state was interrupted, by an exception or because its process was killed."""
+        return bool(self._dirty)
+
+    def mark_dirty(self) -> None:
+        """The state that depends on the log must be rebuilt before its next use."""
+        self._dirty.fill_(True)
+
+    def mark_clean(self) -> None:
+        """The state that depends on the log was rebuilt, or the change that was begun did not change anything."""
+        self._dirty.fill_(False)
+
+    def known_runs(self, storage_step: int | None, being_written: Tensor | None = None) -> list[Tensor]:
+        """Contiguous runs of slots whose content is known, oldest first, int64 [n] each.
+
+        Args:
+            storage_step: the step that the storage has written last; None if it does not know.
+            being_written: slots that are left out.
+        """
+        layout, last_seen = self.layout, int(self.last_seen_step)
+        known = self.generation > 0
+        if being_written is not None:
+            known[being_written] = False
+        newest = last_seen if last_seen >= 0 else -1 if storage_step is None else storage_step
+        order = (newest + 1 + torch.arange(layout.steps, device=layout.device)) % layout.steps
+        if last_seen >= 0 and storage_step is not None:
+            order = order[(storage_step - last_seen) % layout.steps :]
+        slots = layout.slots_at(order)
+        is_known = known[slots].all(1)
+        ends = ((is_known[1:] != is_known[:-1]).nonzero().squeeze(1) + 1).cpu()
+        runs = zip(slots.tensor_split(ends), is_known.tensor_split(ends), strict=True)
+        return [run.reshape(-1) for run, kept in runs if kept.numel() and bool(kept[0])]
+
+    # --- state
+
+    def clear(self) -> None:
+        """Nothing is stored. Numbers of writes go on."""
+        self.generation.zero_()
+        self._cleared_at.copy_(self.num_writes)
+        self.last_seen_step.fill_(_UNKNOWN)
+        self._dirty.fill_(False)
+        self.last_written_slots = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save."""
+        return {
+            "generation": self.generation,
+            "num_writes": self.num_writes,
+            "num_writes_at_clear": self._cleared_at,
+            "last_seen_step": self.last_seen_step,
+        }
+
+    def rebuild(self) -> None:
+        """Called after :meth:`tensors` were replaced."""
+        self._dirty.fill_(False)
+        self.last_written_slots = None
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the log contradict each other. O(N)."""
+        if bool((self.generation > self.num_writes).any()):
+            raise AssertionError("WriteLog: a slot was written after the last write")
+
+    def __getstate__(self) -> dict[str, object]:
+        # what was written last matters to this process only
+        return {**vars(self), "last_written_slots": None}

@@ -1,0 +1,467 @@
+"""Draws from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, uniform
+from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.proportional import largest_priority
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.distributions.table_rejection import TableRejection, propose
+from torchrl_replay_ext.distributions.table_shares import TableShares
+from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
+from torchrl_replay_ext.functional.allocation import Allocation, table_ends
+from torchrl_replay_ext.functional.priorities import FEW
+
+Kind = Literal["proportional", "rank", "reaper"]
+# Units of mass for the first rank; the tree's own is too coarse for the last of a million.
+_RANK_UNIT = 2**36
+
+
+class EventTableMixture(Distribution):
+    """p(i) = Σ_k η_k q_k(i), with q_k uniform over table k or by priority.
+
+    See :class:`~torchrl_replay_ext.EventTableSampler`. A sum tree holds the mass of each entry of each table, one table
+    after the other.
+
+    Args:
+        log, priorities: the state of the slots.
+        tables: the tables.
+        shares: η of each table.
+        min_sizes: the entries that each table needs, int64 [tables]; -1 stands for the batch size.
+        allocation: how rows are divided among tables.
+        correction: which importance-sampling weights.
+        make_weights: makes the weights for a layout and the tables.
+        kind: how draws inside the tables follow priorities.
+        alpha, beta: exponents of priorities and of weights.
+        stale_fraction: share of the entries that may change before ranks are sorted.
+        make_reliability: makes the model of R, for ``kind="reaper"``.
+    """
+
+    requires_sequential_writer = True
+    writes_in_graphs = False
+    settings = ("eta",)
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities,
+        *,
+        tables: EventTables,
+        shares: TableShares,
+        min_sizes: Tensor,
+        allocation: Allocation,
+        correction: Correction | None,
+        make_weights: partial[TableWeights],
+        kind: Kind | None,
+        alpha: Hyperparameter,
+        beta: Hyperparameter,
+        stale_fraction: float,
+        make_reliability: Callable[[WriteLog], Reliability] | None,
+    ):
+        self._log, self._priorities, self._tables = log, priorities, tables
+        self._allocation, self._correction, self._kind = allocation, correction, kind
+        self._alpha, self._beta, self._stale_fraction = alpha, beta, stale_fraction
+        layout = log.layout
+        self._size, self._device = size, device = layout.size, layout.device
+        self._shares = shares
+        shares.to(device)
+        self._min_sizes = min_sizes.to(device)
+        self._weights = make_weights(layout, tables)
+        # whether all entries of a table are drawn alike
+        self._plain = kind is None and correction in (None, "mixture")
+        self.takes_priorities = kind is not None
+        # pinned tables choose slots
+        self.slots_in_ring_order = tables.retention == "ring"
+        begins = tables.regions(size)
+        self._begins = torch.tensor(begins, device=device)
+        self._nowhere = begins[-1]
+        self._tree = SumTree(self._nowhere + 1, device=device)
+        if layout.for_graphs:
+            self._tree.prepare()
+        self._reliability = None if make_reliability is None else make_reliability(log)
+        self._rejection = None
+        if self._reliability is not None:
+            self._rejection = TableRejection(
+                self._tree, self._begins, tables, self._reliability, for_graphs=layout.for_graphs
+            )
+        # rank-based: of each table behind one another, what the entries were sorted by, and how many there are
+        keys = self._nowhere if kind == "rank" else 0
+        self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
+        self._changes = torch.zeros((), dtype=torch.int64, device=device)
+        # whether the default table may have slots that cannot be drawn
+        self._holes = torch.zeros((), dtype=torch.bool, device=device)
+        # of the last batch outside graphs: what a table needs by default, where none is being drawn
+        self._batch_size = 1
+        if layout.known and layout.num_slots == size:
+            tables.allocate(size, device)
+            tables.attach(self)
+
+    @property
+    def max_priority(self) -> float:
+        if self._reliability is not None:
+            return min(largest_priority(self._tree, self._alpha), self._reliability.max_priority)
+        return 1e30 if self._kind != "proportional" else largest_priority(self._tree, self._alpha)
+
+    # --- masses
+
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor) -> Tensor:
+        """Masses of ``slots`` [n] at ``positions`` [n]; ``priority`` [n]: d, negative if never updated."""
+        if self._correction == "priority":
+            eta = 1 - self._shares.current[0]
+            inside = self._tables.holds(slots).any(0)
+            return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
+        if self._kind == "rank":
+            return self._rank_masses(positions, priority)
+        if self._kind is None:
+            return torch.full_like(positions, SumTree.UNIT)
+        return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
+
+    def _set(
+        self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
+    ) -> None:
+        """Bring the masses of ``slots`` [n] at ``positions`` [n] up to date."""
+        if priority is None:
+            priority = gather_in_bounds(self._priorities.of_slot, slots)
+        mass = self._masses(positions, slots, priority) * (positions != self._nowhere)
+        self._tree.write(positions, mass, mask=mask)
+
+    def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """All positions of ``slots`` [n], and the slots repeated accordingly."""
+        positions = self._tables.positions(slots)
+        if self._correction == "priority":
+            positions = positions[:1]
+        return positions.reshape(-1), slots.expand(positions.shape).reshape(-1)
+
+    def on_insert(self, positions: Tensor, slots: Tensor) -> None:
+        """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
+        self._changes.add_(len(slots))
+        if self._correction == "priority":
+            self._set(slots, slots)
+            return
+        self._set(positions, slots)
+        self._weights.move(slots)
+
+    def on_remove(self, positions: Tensor, slots: Tensor) -> None:
+        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
+        self._changes.add_(len(slots))
+        if self._correction == "priority":
+            self._set(slots, slots)
+            return
+        self._tree.write(positions, torch.zeros_like(positions))
+        # a slot may have left several tables
+        self._weights.move(slots.unique())
+
+    def on_relayout(self) -> None:
+        """Called by the tables: all entries may be at other positions now."""
+        self._log.mark_dirty()
+
+    def sync(self) -> None:
+        self._tables.recover()
+
+    def before_ingest(self, count: int, last_slot: int | None) -> None:
+        self._tables.adopt(count, last_slot)
+        self._weights.before_ingest()
+
+    def before_recovery(self, next_slot: int | None) -> None:
+        if self.slots_in_ring_order and next_slot is not None and self._tables.num_slots:
+            # rows may have been written without removing the entries that they wrote over
+            self._tables.overwrite(self._tables.skipped(next_slot))
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        if is_traced():
+            raise RuntimeError("EventTableSampler: events are not part of a graph; call extend outside of it.")
+        self._sort_if_due()
+        if self._reliability is not None:
+            self._reliability.insert(slots, priority, rows)
+        self._weights.insert(slots, rows)
+        positions, repeated = self._everywhere(slots)
+        self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
+        self._changes.add_(len(slots))
+
+    def remove(self, slots: Tensor) -> None:
+        self._tables.overwrite(slots)
+        self._holes.fill_(True)
+        if self._reliability is not None:
+            self._reliability.remove(slots)
+        if self.slots_in_ring_order:
+            self._tree.write(slots, torch.zeros_like(slots))
+        self._changes.add_(len(slots))
+        self._weights.remove(slots)
+
+    def before_full_overwrite(self) -> None:
+        if self._reliability is not None:
+            self._reliability.before_full_overwrite()
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        if self._reliability is not None:
+            self._reliability.update(slots, priority, mask)
+        positions, repeated = self._everywhere(slots)
+        if mask is not None:
+            count = positions.shape[0] // slots.shape[0]
+            mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
+        self._set(positions, repeated, mask)
+        self._changes.add_(slots.shape[0])
+
+    def reweight(self, slots: Tensor | None) -> None:
+        if self._kind == "rank" and slots is None:
+            self.sort()
+        elif slots is not None:
+            in_use = gather_in_bounds(self._log.generation, slots) > 0
+            in_use = in_use & (torch.arange(len(slots), device=self._device) < self._size)
+            positions, repeated = self._everywhere(slots)
+            count = positions.shape[0] // slots.shape[0]
+            self._set(positions, repeated, UpdateMask(in_use.repeat(count), in_use.repeat(count)))
+        elif self._tables.num_slots:
+            self._set(*self._everywhere(self.stored_slots()))
+
+    # --- ranks
+
+    def _table_of(self, positions: Tensor) -> Tensor:
+        return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
+
+    def _sort_keys(self, positions: Tensor, priority: Tensor) -> Tensor:
+        """What entries are sorted by: the table, then the priority, largest first, new ones ahead of all."""
+        bits = torch.where(priority < 0, math.inf, priority).view(torch.int32).to(torch.int64)
+        return (self._table_of(positions) << 32) - bits
+
+    def _rank_masses(self, positions: Tensor, priority: Tensor) -> Tensor:
+        table = self._table_of(positions)
+        ahead = torch.searchsorted(self._keys, self._sort_keys(positions, priority))
+        first = torch.searchsorted(self._keys, (table << 32) - 2**31)
+        return self._of_rank(ahead - first)
+
+    def _of_rank(self, rank: Tensor) -> Tensor:
+        alpha = self._alpha.value
+        return ((rank + 1).to(torch.float64) ** -alpha * _RANK_UNIT).ceil().to(torch.int64)
+
+    def _sort_if_due(self) -> None:
+        if self._kind == "rank":
+            changes = self._changes.item()
+            if changes and changes >= self._stale_fraction * self._tables.counts.sum().item():
+                self.sort()
+
+    @torch.no_grad()
+    def sort(self) -> None:
+        """Bring the ranks up to date, where there are any."""
+        if self._kind == "rank" and self._tables.num_slots:
+            with self._log.transaction():
+                self._sort()
+
+    def _sort(self) -> None:
+        everything = torch.arange(self._size, device=self._device)
+        positions, slots = self._everywhere(everything[self._log.generation > 0])
+        listed = positions != self._nowhere
+        positions, slots = positions[listed], slots[listed]
+        keys, order = self._sort_keys(positions, self._priorities.of_slot[slots]).sort(stable=True)
+        self._keys.fill_(torch.iinfo(torch.int64).max)
+        self._keys[: len(keys)] = keys
+        table = self._table_of(positions[order])
+        begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
+        rank = torch.arange(len(keys), device=self._device) - begins[table]
+        leaves = self._tree.leaves
+        leaves.zero_()
+        leaves[positions[order]] = self._of_rank(rank)
+        self._tree.rebuild_()
+        self._changes.zero_()
+
+    # --- draws
+
+    def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """η of the tables that are large enough, where each one's masses begin, and their sums; [tables] each."""
+        ends = self._tree.prefix(self._begins)
+        low, total = ends[:-1], ends[1:] - ends[:-1]
+        eta = self._shares.current
+        if self._correction == "priority":
+            eta = eta * 0
+        else:
+            needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
+            eta = eta * ((self._tables.counts >= needed) & (total > 0))
+        share = eta.sum()
+        # nothing but the default table where no other will do
+        only = (self._begins[:-1] == 0) * (share == 0)
+        eta = (eta + only) / (share + (share == 0))
+        return eta, low, total
+
+    def _plain_rows(
+        self, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
+        """A draw where all entries of a table are alike and none is dead: slots, tables, p(i), and η_k / |B_k|.
+
+        Then no tree is needed, and outside graphs most is done on numbers: this takes half the time.
+        """
+        runs = self._tables.runs()
+        if runs is None or self._has_holes():
+            return None
+        begins, lengths, oldest, sizes = zip(*runs, strict=True)
+        needed = [batch_size if d < 0 else d for d in self._min_sizes.tolist()]
+        eta = [share * (size >= d) for share, size, d in zip(self._shares.current.tolist(), sizes, needed, strict=True)]
+        total = sum(eta)
+        eta = [share / total for share in eta] if total else [1.0, *(0.0 for _ in eta[1:])]
+        u = uniform(batch_size + 1, device=self._device, generator=generator)
+        if self._allocation == "systematic" and batch_size <= FEW:
+            # as table_ends, in a quarter of the time
+            first, parts = u[0].item(), [*accumulate(eta)]
+            ends = [math.ceil(batch_size * (part / parts[-1]) - first) for part in parts]
+            counts = [end - begin for begin, end in pairwise([0, *ends])]
+            row_tables = [number for number, count in enumerate(counts) for _ in range(count)]
+            table = torch.tensor(row_tables, device=self._device)
+        else:
+            table = self._tables_of_rows(
+                torch.tensor(eta, dtype=torch.float64, device=self._device), batch_size, u, generator
+            )
+        # in the order of positions, as in the tree: first those that have wrapped around, then a gap
+        starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
+        wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
+        offsets = [begin + at - n for begin, at, n in zip(begins, starts, wrapped, strict=True)]
+        layout = torch.tensor([sizes, offsets, begins, wrapped], device=self._device)
+        size, offset, begin, before = layout.index_select(1, table).unbind()
+        position = (u[1:] * size).to(torch.int64)
+        if any(wrapped):
+            offset = torch.where(position >= before, offset, begin)
+        slots = self._tables.slot_at.index_select(0, position.add_(offset)).to(torch.int64)
+        share = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
+        return slots, table, self._tables.share(slots, share), share
+
+    def _tables_of_rows(self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The table of each row, in order, [B]; by the first of ``u``, or by numbers of its own."""
+        if self._allocation == "multinomial":
+            u = uniform(batch_size, device=self._device, generator=generator)
+        ends = table_ends(eta, batch_size, self._allocation, u)
+        return torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        if not is_traced():
+            self._batch_size = batch_size
+            plain = self._plain_rows(batch_size, generator) if self._plain else None
+            if plain is not None:
+                slots, table, probability, share = plain
+                weight = self._weights.of_plain(slots, probability, share)
+                self._count_batch()
+                extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
+                return Draw(slots, extras=extras)
+            self._sort_if_due()
+        eta, low, total = self._proportions(batch_size)
+        if not is_traced() and total[0].item() == 0:
+            raise RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0.")
+        u = uniform(batch_size + 1, device=self._device, generator=generator)
+        table = self._tables_of_rows(eta, batch_size, u, generator)
+        low_of_row, total_of_row = gather_in_bounds(low, table), gather_in_bounds(total, table)
+        if self._rejection is not None:
+            position, mass = self._rejection.draw(table, low, total, generator)
+            total = total * self._rejection.accepted_share()
+            total_of_row = gather_in_bounds(total, table)
+        else:
+            position, mass = propose(self._tree, u[1:], low_of_row, total_of_row)
+        slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
+        probability = self._mixture(slots, eta, total)
+        count = gather_in_bounds(self._tables.counts, table)
+        weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
+        if is_traced():
+            weight = torch.where(mass > 0, weight, 0.0)
+        self._count_batch()
+        extras = {
+            "priority_weight": weight.to(torch.float32),
+            "table": table,
+            "sample_probability": probability.to(torch.float32),
+        }
+        return Draw(slots, extras=extras)
+
+    def _count_batch(self) -> None:
+        """Move along the schedules that count batches."""
+        if self._kind is None:
+            self._beta.step()
+        self._shares.step()
+
+    def _mixture(self, slots: Tensor, eta: Tensor, total: Tensor) -> Tensor:
+        """p(i) of ``slots`` [n], float64 [n]."""
+        positions, _ = self._everywhere(slots)
+        mass = self._tree.get(positions).view(-1, slots.shape[0])
+        if self._rejection is not None:
+            mass = mass * self._rejection.factor(slots)
+        share = eta / torch.where(total > 0, total, 1.0)
+        return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
+
+    def _has_holes(self) -> bool:
+        """Whether the default table may have slots whose content is unknown."""
+        if bool(self._holes):
+            self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
+        return bool(self._holes)
+
+    def density(self, slots: Tensor) -> Tensor:
+        if not slots.numel():
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
+        self._sort_if_due()
+        eta, _, total = self._proportions(self._batch_size)
+        if self._rejection is not None:
+            stored = self.stored_slots()
+            positions = self._tables.positions(stored)
+            mass = self._tree.get(positions.reshape(-1)).view(positions.shape)
+            total = (mass * self._rejection.factor(stored)).sum(1)
+        return self._mixture(slots, eta, total)
+
+    def stored_slots(self) -> Tensor:
+        everything = torch.arange(self._size, device=self._device)
+        if not self._tables.num_slots:
+            return everything[:0]
+        held = (self._tables.positions(everything) != self._nowhere).any(0)
+        return everything[held & (self._log.generation > 0)]
+
+    # --- state
+
+    def clear(self) -> None:
+        self._holes.fill_(True)
+        self._tree.clear_()
+        self._keys.fill_(torch.iinfo(torch.int64).max)
+        self._changes.zero_()
+        self._weights.clear()
+        if self._reliability is not None and self._rejection is not None:
+            self._reliability.clear()
+            self._rejection.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = {"masses": self._tree.rows, "keys": self._keys, "changes": self._changes, "eta": self._shares.state}
+        state |= self._weights.tensors()
+        if self._reliability is not None and self._rejection is not None:
+            state |= self._rejection.tensors() | self._reliability.tensors()
+        return state
+
+    def rebuild(self) -> None:
+        self._holes.fill_(True)
+        self._tree.rebuild_()
+        self._shares.rebuild()
+        if self._reliability is not None:
+            self._reliability.rebuild()
+
+    def check_valid(self) -> None:
+        self._tables.check_valid()
+        self._tree.check_valid()
+        self._weights.check_valid()
+        if self._reliability is not None:
+            self._reliability.check_valid()
+        if self._correction != "priority" and self._tables.num_slots:
+            positions = self._tables.positions(self._log.stored_slots()).unique()
+            drawn = (self._tree.leaves > 0).nonzero().squeeze(1)
+            if not bool(torch.isin(drawn, positions).all()) or bool((drawn == self._nowhere).any()):
+                raise AssertionError("EventTableMixture: an entry that is in no table can be drawn")
+
+    def stats(self) -> dict[str, Tensor]:
+        names, eta = self._tables.names, self._shares.current
+        sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
+        stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
+        if self._rejection is not None:
+            stats |= self._rejection.stats(eta)
+        return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}

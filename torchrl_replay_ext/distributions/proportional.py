@@ -1,0 +1,140 @@
+"""P(i) proportional to a power of the priority (Schaul et al. 2016, proportional variant)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.arguments import WeightNorm
+from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+
+
+class PowerTree:
+    """The masses d^α of all slots in a sum tree.
+
+    Args:
+        log: the generations of the slots.
+        priorities: d of the slots.
+        alpha: the exponent.
+        track_min: whether the smallest mass is known.
+    """
+
+    def __init__(self, log: WriteLog, priorities: Priorities, alpha: Hyperparameter, *, track_min: bool = False):
+        self._log, self._priorities, self._alpha = log, priorities, alpha
+        self._size = log.layout.size
+        self.tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
+        if log.layout.for_graphs:
+            self.tree.prepare()
+
+    @property
+    def max_priority(self) -> float:
+        """The largest d whose d^α can be represented."""
+        return largest_priority(self.tree, self._alpha)
+
+    def mass(self, priority: Tensor) -> Tensor:
+        """d^α in fixed point, int64."""
+        # in float64: d^α in float32 is coarser than a unit of mass above 1
+        return SumTree.to_mass(priority.to(torch.float64) ** self._alpha.current())
+
+    def insert(self, slots: Tensor, priority: Tensor) -> None:
+        """``slots`` [n] get the priority [1] of new transitions."""
+        self.tree.write(slots, self.mass(priority).expand(slots.shape[0]))
+
+    def remove(self, slots: Tensor) -> None:
+        """``slots`` [n] cannot be drawn."""
+        self.tree.write(slots, torch.zeros_like(slots))
+
+    def reweight(self, slots: Tensor | None) -> None:
+        """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
+        generation, priority = self._log.generation, self._priorities.of_slot
+        if slots is None:
+            self.tree.leaves[: self._size] = self.mass(priority.abs()) * (generation > 0)
+            self.tree.rebuild_()
+            return
+        is_last = torch.arange(len(slots), device=slots.device) < self._size
+        mass = self.mass(gather_in_bounds(priority, slots).abs())
+        self.tree.write(slots, mass, mask=UpdateMask(gather_in_bounds(generation, slots) > 0, is_last))
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if sums are wrong, or a slot that holds nothing can be drawn. O(N)."""
+        self.tree.check_valid()
+        if bool(((self.tree.leaves[: self._size] > 0) & (self._log.generation == 0)).any()):
+            raise AssertionError("PowerTree: a slot that holds nothing can be drawn")
+
+
+def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
+    """The largest d whose d^α fits into ``tree``."""
+    return min(tree.max_priority ** (1 / max(alpha.bound, 0.05)), 1e30)
+
+
+class Proportional(Distribution):
+    """P(i) = d_i^α / Σ_k d_k^α.
+
+    Args:
+        log, priorities: the state of the slots.
+        alpha: the exponent.
+        stratified: draw one slot from each of B segments of equal mass.
+        weight_norm: whether weights are divided by the largest of the buffer or of the batch.
+    """
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities,
+        *,
+        alpha: Hyperparameter,
+        stratified: bool,
+        weight_norm: WeightNorm,
+    ):
+        self._log, self._stratified, self._tracks_min = log, stratified, weight_norm == "buffer"
+        self._power = PowerTree(log, priorities, alpha, track_min=self._tracks_min)
+        self._tree = self._power.tree
+
+    @property
+    def max_priority(self) -> float:
+        return self._power.max_priority
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        self._power.insert(slots, priority)
+
+    def remove(self, slots: Tensor) -> None:
+        self._power.remove(slots)
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        self._tree.write(slots, self._power.mass(priority), lazy=True, mask=mask)
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=generator)
+        if not self._tracks_min:
+            return Draw(slots, mass)
+        smallest = self._tree.min()
+        if isinstance(smallest, Tensor):
+            # in a graph: + 0, so that an update waits until the minima were read
+            slots = slots + (smallest.clamp(1, 2**62 - 1) >> 62)
+        return Draw(slots, mass, smallest)
+
+    def density(self, slots: Tensor) -> Tensor:
+        return self._tree.get(slots).double()
+
+    def reweight(self, slots: Tensor | None) -> None:
+        self._power.reweight(slots)
+
+    def clear(self) -> None:
+        self._tree.clear_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"masses": self._tree.rows}
+
+    def rebuild(self) -> None:
+        self._tree.rebuild_()
+
+    def stored_slots(self) -> Tensor:
+        return self._log.stored_slots()
+
+    def check_valid(self) -> None:
+        self._power.check_valid()

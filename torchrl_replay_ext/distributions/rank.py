@@ -1,0 +1,322 @@
+"""P(i) by the rank of the priority (Schaul et al. 2016, rank-based variant)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.arguments import WeightNorm
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    scalar,
+    scatter_in_bounds,
+    stratify,
+    uniform,
+    where_int64,
+)
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
+
+# Above this number of transitions the sort looks at 7 bits of the mantissa only, which is several times faster.
+_EXACT_SORT = 50_000
+_DROPPED_BITS = 16
+# Gaps that are tried, from where a transition belongs; and what spreads slots evenly (Knuth's multiplicative hash).
+_PROBES = (0, 1, -1, 2)
+_HASH = 2654435761
+# As how many changes one counts that could not move.
+_STAYED = 10
+
+Segments = Literal["exact", "piecewise"]
+
+
+def _rounded(number: Tensor) -> Tensor:
+    """Without the bits that a coarse sort does not look at."""
+    return ((number.view(torch.int32) >> _DROPPED_BITS) << _DROPPED_BITS).view(torch.float32)
+
+
+class RankBased(Distribution):
+    """P(i) = rank(i)^−α / Σ_r r^−α, with ranks of the last sort; see :class:`~torchrl_replay_ext.RankBasedSampler`.
+
+    Places in the order, the first rank first: those of what was written since the last sort, filled from their end;
+    those of the last sort, with a gap before each and more before and behind all; and one for slots that hold nothing.
+    A sum tree counts the places in use.
+
+    Args:
+        log, priorities: the state of the slots.
+        alpha: the exponent.
+        stratified: draw one slot from each of B segments of equal probability.
+        segments: whether these follow P exactly or are the paper's approximation.
+        stale_fraction: share of the transitions that may change before the next sort.
+        weight_norm: whether weights are divided by the largest of the buffer or of the batch.
+    """
+
+    # nothing is sorted in graphs, but by writes outside them
+    writes_in_graphs = False
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities,
+        *,
+        alpha: Hyperparameter,
+        stratified: bool,
+        segments: Segments,
+        stale_fraction: float,
+        weight_norm: WeightNorm,
+    ):
+        self._log, self._priorities, self._alpha = log, priorities, alpha
+        self._stratified, self._segments, self._stale_fraction = stratified, segments, stale_fraction
+        self._weight_norm = weight_norm
+        self._size, self._device = size, device = log.layout.size, log.layout.device
+        self._margin = size // 8 + 64
+        self._num_gaps = size + 2 * self._margin
+        self._nowhere = size + 2 * self._num_gaps
+        self._tree = SumTree(self._nowhere + 1, device=device)
+        self._slot_at = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
+        # the last one takes writes that are masked out
+        self._place = torch.full((size + 1,), self._nowhere, dtype=torch.int64, device=device)
+        # -d of the last sort in its order, then inf; and how many they are
+        self._keys = torch.full((size,), math.inf, device=device)
+        self._num_sorted = torch.zeros((), dtype=torch.int64, device=device)
+        # below, d is rounded in the keys
+        self._exact_above = torch.zeros(1, device=device)
+        self._probes = torch.tensor(_PROBES, device=device).unsqueeze(1)
+        # since the last sort: slots written; slots written or updated
+        self._written = torch.zeros((), dtype=torch.int64, device=device)
+        self._changes = torch.zeros((), dtype=torch.int64, device=device)
+        # Σ_{r≤k} r^-alpha, and its alpha
+        self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
+        self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
+        self._tabulate(alpha.value)
+        # piecewise: size of the last batch, which is the number of segments; 0 before, when probabilities are exact
+        self._num_segments = 0
+        if log.layout.for_graphs:
+            self._tree.prepare()
+
+    def _tabulate(self, alpha: Tensor) -> None:
+        self._table_alpha.copy_(alpha.reshape(1))
+        ranks = torch.arange(1, self._size + 1, dtype=torch.float64, device=self._device)
+        torch.cumsum(ranks.pow_(-self._table_alpha), 0, out=self._cumulative)
+
+    def clear(self) -> None:
+        self._tree.clear_()
+        self._slot_at.zero_()
+        self._place.fill_(self._nowhere)
+        self._keys.fill_(math.inf)
+        self._num_sorted.zero_()
+        self._exact_above.zero_()
+        self._written.zero_()
+        self._changes.zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "places_in_use": self._tree.rows,
+            "slot_at": self._slot_at,
+            "place": self._place,
+            "keys": self._keys,
+            "num_sorted": self._num_sorted,
+            "exact_above": self._exact_above,
+            "written": self._written,
+            "changes": self._changes,
+            "table_alpha": self._table_alpha,
+        }
+
+    def stored_slots(self) -> Tensor:
+        return self._log.stored_slots()
+
+    def check_valid(self) -> None:
+        self._tree.check_valid()
+        place = self._place[:-1]
+        placed = (place != self._nowhere).nonzero().squeeze(1)
+        if not torch.equal(placed, self._log.stored_slots()):
+            raise AssertionError("RankBased: a slot that holds nothing has a place, or the other way round")
+        in_use = (self._tree.leaves > 0).nonzero().squeeze(1)
+        places = place[placed]
+        if not torch.equal(places.sort().values, in_use) or not torch.equal(self._slot_at[places], placed):
+            raise AssertionError("RankBased: a place is in use for another slot")
+
+    def rebuild(self) -> None:
+        self._tree.rebuild_()
+        self._tabulate(self._table_alpha.clone())
+
+    @property
+    def max_priority(self) -> float:
+        return torch.finfo(torch.float32).max
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        count = slots.shape[0]
+        if not is_traced():
+            if self._log.layout.for_graphs:
+                self._sort_if_due()
+            if int(self._written) + count > self._size:
+                self.sort()
+        number = torch.arange(count, device=self._device)
+        place = self._size - 1 - (self._written + number) % self._size
+        self._move(slots, place, is_last_occurrence(slots))
+        self._written.add_(count)
+        self._changes.add_(count)
+
+    def remove(self, slots: Tensor) -> None:
+        left = self._place[slots]
+        self._tree.write(left, torch.zeros_like(left))
+        self._place[slots] = self._nowhere
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        """Move what is updated into the gap where it belongs; if that and the next ones are taken, it stays."""
+        count = slots.shape[0]
+        moves = is_last_occurrence(slots) if mask is None else mask.valid & mask.is_last
+        key = -torch.where(priority >= self._exact_above, priority, _rounded(priority))
+        low = torch.searchsorted(self._keys, key)
+        high = torch.searchsorted(self._keys, key, right=True)
+        # equal ones are spread over the gaps between them
+        gap = self._margin + low + slots * _HASH % (high - low + 1)
+        ahead, behind = self._outside(priority, slots)
+        gap = where_int64(high == 0, ahead, gap)
+        gap = where_int64(low == self._num_sorted, behind, gap)
+        gaps = (gap + self._probes).clamp(0, self._num_gaps - 1)
+        free = self._tree.get((self._size + 2 * gaps).reshape(-1)).view(gaps.shape) == 0
+        first = free.to(torch.int64).argmax(0, keepdim=True)
+        place = self._size + 2 * gaps.gather(0, first).squeeze(0)
+        # one of those that would take the same gap
+        wanted, moves = moves, moves & free.any(0)
+        moves = moves & (last_occurrence(place, moves) == torch.arange(count, device=self._device))
+        self._changes.add_(count + (_STAYED - 1) * (wanted & ~moves).sum())
+        self._move(slots, place, moves)
+
+    def _move(self, slots: Tensor, place: Tensor, moves: Tensor) -> None:
+        """Put ``slots`` [n] at ``place`` [n] where ``moves`` [n] says so, once per slot and place at most."""
+        nowhere = torch.full_like(place, self._nowhere)
+        left, taken = (
+            where_int64(moves, gather_in_bounds(self._place, slots), nowhere),
+            where_int64(moves, place, nowhere),
+        )
+        self._tree.write(torch.cat([left, taken]), torch.cat([torch.zeros_like(slots), moves.to(torch.int64)]))
+        scatter_in_bounds(self._slot_at, taken, slots)
+        scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
+
+    def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The gaps before all of the last sort, and behind all, for those that belong there."""
+        last = gather_in_bounds(self._keys, (self._num_sorted - 1).clamp_min(0).reshape(1))
+        largest, smallest = (torch.where(key.isfinite() & (key < 0), -key, 1.0) for key in (self._keys[:1], last))
+        ahead = self._margin / (1 + priority / largest)
+        behind = self._margin / 2 * (1 + 1 / (1 + priority / smallest))
+        spread = slots * _HASH % (self._margin // 4)
+        return ahead.to(torch.int64), self._margin + self._num_sorted + behind.to(torch.int64) - spread
+
+    def reweight(self, slots: Tensor | None) -> None:
+        if slots is None:
+            self._tabulate(self._alpha.value)
+
+    def _sort_if_due(self) -> None:
+        changes = self._changes.item()
+        if changes and changes >= self._stale_fraction * self._tree.total().item():
+            self.sort()
+
+    @torch.no_grad()
+    def sort(self) -> None:
+        """Bring the order up to date; O(N log N). Needed only where all writes are part of a graph."""
+        with self._log.transaction():
+            self._sort()
+
+    def _sort(self) -> None:
+        in_use = self._tree.leaves > 0
+        slots = self._slot_at[in_use.nonzero().squeeze(1)]
+        key = self._priorities.of_slot[slots]
+        key = torch.where(key < 0, math.inf, key)
+        count = len(slots)
+        if count > _EXACT_SORT and self._stale_fraction > 0:
+            order = (key.view(torch.int32) >> _DROPPED_BITS).to(torch.int16).sort(stable=True, descending=True).indices
+            # the first ranks differ most in probability
+            head = order[: count // 8]
+            order[: len(head)] = head[key[head].sort(stable=True, descending=True).indices]
+            self._exact_above.copy_(key[order[len(head) - 1]])
+            key = torch.where(key >= self._exact_above, key, _rounded(key))
+        else:
+            order = key.sort(stable=True, descending=True).indices
+            self._exact_above.zero_()
+        slots = slots[order]
+        places = self._size + 1 + 2 * (self._margin + torch.arange(count, device=self._device))
+        self._slot_at[places] = slots
+        self._place[slots] = places
+        self._keys.fill_(math.inf)
+        self._keys[:count] = -key[order]
+        self._num_sorted.fill_(count)
+        self._tree.leaves.zero_()
+        self._tree.leaves[places] = 1
+        self._tree.rebuild_()
+        self._written.zero_()
+        self._changes.zero_()
+        alpha = self._alpha.value
+        if alpha.item() != self._table_alpha.item():
+            self._tabulate(alpha)
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        if not is_traced():
+            self._sort_if_due()
+        num = self._tree.total()
+        u = uniform(batch_size, device=self._device, generator=generator)
+        if self._stratified:
+            u = stratify(u)
+        bounds = None
+        if self._segments == "exact":
+            rank = torch.searchsorted(self._cumulative, u * self._mass_of(num), right=True)
+            rank = torch.minimum(rank, num - 1)
+            smallest = num.to(torch.float64) ** -self._table_alpha
+        else:
+            self._num_segments = batch_size
+            bounds = begin, width = self._bounds(num, batch_size)
+            scaled = u * batch_size
+            segment = scaled.to(torch.int64).clamp_max(batch_size - 1)
+            rank = gather_in_bounds(begin, segment) + ((scaled - segment) * gather_in_bounds(width, segment)).to(
+                torch.int64
+            )
+            smallest = self._density(begin, bounds).amin()
+        rank = rank.clamp_min(0)
+        place, in_use = self._tree.find(rank)
+        slots = gather_in_bounds(self._slot_at, place)
+        density = self._density(rank, bounds) * (in_use > 0)
+        return Draw(slots, density, None if self._weight_norm == "batch" else scalar(smallest.reshape(())))
+
+    def _mass_of(self, num: Tensor) -> Tensor:
+        """Σ_{r≤num} r^-alpha, float64 [1]."""
+        return gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
+
+    def _bounds(self, num: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
+        parts = torch.arange(1, count + 1, dtype=torch.float64, device=self._device) / count
+        ends = torch.searchsorted(self._cumulative, parts * self._mass_of(num)) + 1
+        # the last one ends with the last rank, however small its probability
+        ends = torch.maximum(torch.minimum(ends, num), num * (parts == 1))
+        begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        return torch.minimum(begins, ends - 1), (ends - begins).clamp_min(1)
+
+    def _density(self, rank: Tensor, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
+        """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n].
+
+        ``bounds``: the segments (:meth:`_bounds`), None for exact probabilities.
+        """
+        if bounds is None:
+            return (rank + 1).to(torch.float64) ** -self._table_alpha
+        begin, width = bounds
+        # the segments that hold a rank are successive: one of any width, and those that fall on its last rank
+        first = torch.searchsorted(begin + width, rank, right=True)
+        behind = torch.searchsorted(begin, rank, right=True)
+        first_width = gather_in_bounds(width, first.clamp_max(len(width) - 1))
+        return 1 / first_width.to(torch.float64) + (behind - first - 1)
+
+    def density(self, slots: Tensor) -> Tensor:
+        self._sort_if_due()
+        place = self._place[slots]
+        bounds = self._bounds(self._tree.total(), self._num_segments) if self._num_segments else None
+        return self._density(self._tree.prefix(place), bounds) * self._tree.get(place)
+
+    def stats(self) -> dict[str, Tensor]:
+        return {"stale": self._changes / self._tree.total().clamp_min(1)}

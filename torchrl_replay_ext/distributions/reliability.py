@@ -1,0 +1,124 @@
+"""Reliability of the targets, from the TD errors of their episodes (Pleiss et al., arXiv 2506.18482)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
+from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
+
+Truncated = Literal["finished", "ongoing"]
+
+
+class Reliability(WriteObserver):
+    """R of Eq. 16: the share of an episode's TD errors that lies at or before a transition.
+
+    Args:
+        log: the generations of the slots.
+        omega: the exponent of R.
+        reader: reads where episodes end.
+        num_streams: number of environments whose transitions are interleaved in flat storage.
+        truncated: whether episodes that were truncated are finished.
+        terminated_key: where termination is stored; read if they are not.
+    """
+
+    def __init__(
+        self,
+        log: WriteLog,
+        *,
+        omega: Hyperparameter,
+        reader: EpisodeReader,
+        num_streams: int,
+        truncated: Truncated,
+        terminated_key: NestedKey,
+    ):
+        self._log, self.omega, self._reader = log, omega, reader
+        self._truncated, self._terminated_key = truncated, terminated_key
+        steps, lanes, assigned = log.layout.streams(num_streams)
+        self._episodes = EpisodeIndex(steps, lanes, assigned=assigned, device=log.layout.device)
+        if log.layout.for_graphs:
+            self._episodes.prepare()
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        ended, trajectory, initial = self._reader.read(rows, needs_ids=self._episodes.assigned)
+        finished = ended
+        if self._truncated == "ongoing":
+            terminated = rows.column(
+                self._terminated_key,
+                "which the environment writes and truncated='ongoing' needs; pass its name as terminated_key=.",
+            )
+            assert terminated is not None
+            finished = terminated.to(torch.bool)
+        mass = SumTree.to_mass(priority)
+        if rows.is_rewrite():
+            # the transition stays where it is in its episode
+            self._episodes.update(slots, mass.expand(slots.shape[0]), None)
+            return
+        self._episodes.write(
+            slots,
+            mass,
+            self._log.num_writes + 1,
+            ended=ended,
+            finished=finished,
+            trajectory=trajectory,
+            initial=initial,
+        )
+
+    def remove(self, slots: Tensor) -> None:
+        self._episodes.drop(slots)
+        self._episodes.streams.miss_ends()
+
+    def before_full_overwrite(self) -> None:
+        self._episodes.forget()
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        """D of ``slots`` [n] is now ``priority`` [n]; see :meth:`Distribution.update`."""
+        self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes, mask)
+
+    def of(self, slots: Tensor) -> Tensor:
+        """R of ``slots`` [n], float64 [n]."""
+        return self._episodes.reliability(slots, self._log.generation)
+
+    def factor(self, slots: Tensor, *, exact: bool = True) -> Tensor:
+        """R^ω of ``slots`` [n], [n]; with ``exact=False`` float32, and NaN in episodes whose TD errors are all 0."""
+        return self._episodes.reliability(slots, self._log.generation, exact=exact) ** self.omega.current()
+
+    @property
+    def max_priority(self) -> float:
+        """The largest d that can be represented."""
+        return self._episodes.max_priority
+
+    def graph_tensors(self) -> list[Tensor]:
+        """The tensors that :meth:`factor` reads and graphs change."""
+        return [*self._episodes.graph_tensors(), self._log.generation, *self.omega.tensors()]
+
+    def broken_off(self) -> Tensor:
+        """Number of episodes that broke off without an end, int64 []."""
+        return self._episodes.streams.broken_off.sum()
+
+    def clear(self) -> None:
+        self._episodes.clear_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
+
+    def rebuild(self) -> None:
+        self._episodes.rebuild_()
+
+    def check_valid(self) -> None:
+        self._episodes.check_valid()
+        slots = torch.arange(self._log.layout.num_slots, device=self._log.layout.device)
+        if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
+            raise AssertionError("Reliability: a slot that holds nothing has an episode, or the other way round")
+
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return self._episodes.nbytes()

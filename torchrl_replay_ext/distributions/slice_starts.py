@@ -1,0 +1,127 @@
+"""All transitions where a slice of a trajectory may begin, with the same probability."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.slices import SliceIndex
+from torchrl_replay_ext.core.sum_tree import UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+
+BEHAVIOUR = (
+    "the statistics of the behaviour policy. The policy in the collector writes them: torchrl's ProbabilisticActor "
+    "keeps the parameters of its distribution ('logits', or 'loc' and 'scale'), and with return_log_prob=True the "
+    "log-probability; pass their names as behaviour_keys=."
+)
+
+
+class SliceStarts(Distribution):
+    """Draws the starts of slices, and knows which transition follows each; it takes no priorities.
+
+    Args:
+        log: the generations of the slots.
+        priorities: not used.
+        slice_len: steps of a slice.
+        num_streams: number of environments whose transitions are interleaved in flat storage.
+        reader: reads where episodes end.
+        behaviour_keys: entries that rows must have.
+        pad: whether slices may begin where fewer steps follow.
+    """
+
+    needs_order = requires_sequential_writer = True
+    takes_priorities = False
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities | None = None,
+        *,
+        slice_len: int,
+        num_streams: int,
+        reader: EpisodeReader,
+        behaviour_keys: Sequence[NestedKey],
+        pad: bool,
+    ):
+        self._log, self._slice_len = log, slice_len
+        self._reader, self._behaviour_keys = reader, behaviour_keys
+        steps, lanes, assigned = log.layout.streams(num_streams)
+        self.slices = SliceIndex(
+            steps, lanes, length=slice_len, padded=pad, assigned=assigned, device=log.layout.device
+        )
+        self._tree = self.slices.starts
+        if log.layout.for_graphs:
+            self._tree.prepare()
+
+    @property
+    def max_priority(self) -> float:
+        return math.inf
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        for key in self._behaviour_keys:
+            rows.require(key, BEHAVIOUR)
+        ended, trajectory, initial = self._reader.read(rows, needs_ids=self.slices.streams.assigned)
+        if not rows.is_rewrite():
+            self.slices.write(slots, self._log.num_writes + 1, ended=ended, trajectory=trajectory, initial=initial)
+
+    def remove(self, slots: Tensor) -> None:
+        self.slices.drop(slots)
+        self.slices.streams.miss_ends()
+
+    def before_full_overwrite(self) -> None:
+        self.slices.forget()
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        raise NotImplementedError("SliceStarts takes no priorities.")
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        if not is_traced() and not int(self._tree.total()):
+            raise RuntimeError(
+                f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
+                f"{self._slice_len} steps in a row; wait for longer ones, pass a smaller slice_len=, or pad=True."
+            )
+        return Draw(self._tree.sample(batch_size, generator=generator)[0])
+
+    def may_start(self, slots: Tensor) -> Tensor:
+        """Whether a slice may begin at each of ``slots`` [n], bool [n]."""
+        return self._tree.get(slots) > 0
+
+    def density(self, slots: Tensor) -> Tensor:
+        return self._tree.get(slots).double()
+
+    def reweight(self, slots: Tensor | None) -> None:
+        pass
+
+    def stored_slots(self) -> Tensor:
+        return self._log.stored_slots()
+
+    def clear(self) -> None:
+        self.slices.clear_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
+
+    def rebuild(self) -> None:
+        self.slices.rebuild_(self._stored())
+
+    def check_valid(self) -> None:
+        self.slices.check_valid(self._stored())
+
+    def _stored(self) -> Tensor:
+        return self._log.generation[: self._log.layout.num_slots] > 0
+
+    def stats(self) -> dict[str, Tensor]:
+        """``num_items``, ``num_starts`` and ``broken_off``, see TrajectoryRetraceSampler."""
+        return {
+            "num_items": self._stored().sum(),
+            "num_starts": self._tree.leaves.sum(),
+            "broken_off": self.slices.streams.broken_off.sum(),
+        }

@@ -1,0 +1,125 @@
+"""What Retrace reads from a batch of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict.utils import expand_as_right
+from torch import Tensor
+
+from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
+from torchrl_replay_ext.objectives.trajectory import blank_invalid, separate_episodes
+
+_OWNER = "RetraceEstimator"
+# The component that should have written an entry, for error messages.
+_ENVIRONMENT = "the environment writes it"
+
+
+def require_entry(tensordict: TensorDictBase, key: NestedKey, written_by: str) -> Tensor:
+    """The entry ``key``; KeyError, with the component that should have written it, if it is missing."""
+    value = tensordict.get(key, None)
+    if value is None:
+        raise KeyError(f"{_OWNER}: the batch has no entry {unravel_key(key)!r}; {written_by}.")
+    return value
+
+
+class TrajectoryBatch:
+    r"""A batch of trajectories [\*B, T].
+
+    Args:
+        tensordict: the batch.
+        keys: the estimator's ``tensor_keys``.
+        time_dim: the dimension of time.
+        read: the entries that the estimator and its networks read.
+    """
+
+    def __init__(self, tensordict: TensorDictBase, keys: Any, time_dim: int, read: Iterable[NestedKey]):
+        mask = tensordict.get(keys.mask, None)
+        self._keys, self._time_dim = keys, time_dim
+        # the steps that are not masked, bool [*B, T]; None if there is no mask
+        self.valid = None if mask is None else mask.reshape(tensordict.batch_size)
+        self._data = blank_invalid(tensordict, read, self.valid)
+        # [*B, T, 1]; a step before a masked one is done
+        self.reward, done, terminated = (self._next_of_step(key) for key in (keys.reward, keys.done, keys.terminated))
+        self.done, self.terminated = done.to(torch.bool), terminated.to(torch.bool)
+        if self.valid is not None:
+            valid = self.valid.movedim(time_dim, 0)
+            continues = valid & torch.cat([valid[1:], torch.ones_like(valid[:1])])
+            self.done = self.done | ~continues.movedim(0, time_dim).unsqueeze(-1)
+
+    def _next_of_step(self, key: NestedKey) -> Tensor:
+        shape = (*self._data.batch_size, 1)
+        value = require_entry(self._data, ("next", key), _ENVIRONMENT)
+        if value.shape != shape:
+            raise ValueError(
+                f"{_OWNER}: {('next', key)!r} has shape {tuple(value.shape)}, expected {shape}; {_ENVIRONMENT}."
+            )
+        return value
+
+    def states(
+        self, observed: Iterable[NestedKey], networks: list[Any], existing: NestedKey | None
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """The inputs of the networks for x_t and for x_{t+1}.
+
+        Args:
+            observed: the entries that the networks read.
+            networks: the networks.
+            existing: an entry to pass on if it is in the batch.
+        """
+        written = [unravel_key(key) for network in networks for key in network.out_keys]
+        last = torch.zeros_like(self.done.movedim(self._time_dim, 0))
+        last[-1] = True
+        ended = (self.done | last.movedim(0, self._time_dim)).squeeze(-1)
+        shape = self._data.batch_size
+        state, following = TensorDict(batch_size=shape), TensorDict(batch_size=shape)
+        for key in observed:
+            next_key = unravel_key(("next", key))
+            written_by = f"the networks read it; {_ENVIRONMENT}"
+            value = require_entry(self._data, key, written_by)
+            after = require_entry(self._data, next_key, written_by)
+            if after.shape == value.shape and next_key in written:
+                # A hidden state. If the loss ran the network over the rows, zeros replaced those under "next", except
+                # at the ends of trajectories.
+                after = torch.where(expand_as_right(ended, value), after, value.roll(-1, self._time_dim))
+            if after.shape == value.shape:
+                # the state after a terminal one has no effect, but may be NaN, which distributions reject
+                after = torch.where(expand_as_right(self.terminated.squeeze(-1), value), value, after)
+            state.set(key, value)
+            following.set(key, after)
+        separate_episodes(state, following, networks)
+        if existing is not None:
+            for part, source in ((state, self._data), (following, self._data.get("next"))):
+                if source.get(existing, None) is not None:
+                    part.set(existing, source.get(existing))
+        return state, following
+
+    def action_taken(self, num_actions: int) -> Tensor:
+        """The index of the action that was taken, int64 [*B, T, 1]."""
+        key = self._keys.action
+        action = require_entry(self._data, key, "the collector stores what the policy chose")
+        return action_index(action, self._data.batch_size, num_actions, name=_OWNER, key=key, valid=self.valid)
+
+    def log_mu(self, taken: Tensor, num_actions: int) -> Tensor:
+        """Log-probability of the actions under the policy that took them, [*B, T, 1]."""
+        shape = self._data.batch_size
+        log_prob, behaviour = self._keys.sample_log_prob, self._keys.behaviour
+        for key, expected in ((log_prob, (shape, taken.shape)), (behaviour, ((*shape, num_actions),))):
+            value = self._data.get(key, None)
+            if value is None:
+                continue
+            if value.shape not in expected:
+                raise ValueError(
+                    f"{_OWNER}: {key!r} has shape {tuple(value.shape)}, expected {tuple(expected[0])}; the policy that "
+                    "acted wrote it."
+                )
+            if key == log_prob:
+                return value.reshape(taken.shape)
+            return log_probabilities(value, key).gather(-1, taken)
+        raise KeyError(
+            f"{_OWNER}: the batch has neither {log_prob!r} nor {behaviour!r}, the log-probability of the action or the "
+            "logits of the policy that took it; the collector stores what the policy writes, and "
+            "ProbabilisticActor(return_log_prob=True) writes both."
+        )

@@ -1,0 +1,427 @@
+"""Between TorchRL's replay buffers and our distributions: the only class that implements TorchRL's sampler contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
+from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
+from torchrl_replay_ext.core.write_log import Layout
+from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
+from torchrl_replay_ext.samplers import saved_state
+from torchrl_replay_ext.samplers.signature import ShowsArguments
+from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_in_range, unravel
+from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
+from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initialization, largest_td_error, td_errors
+
+# The entry of a sample with the generation of each row: the number of the write that filled its slot.
+STAMP_KEY = "write_stamp"
+
+
+class PrioritySampler(ShowsArguments, Sampler):
+    """A sampler for TorchRL's replay buffers, made of a distribution over slots.
+
+    It translates between TorchRL's indices and flat slots (a storage of shape [T, E, ...] has T·E·... slots in
+    row-major order), validates what it is given, logs writes, and turns TD errors into priorities and densities into
+    importance-sampling weights. Subclasses choose the distribution and declare the arguments; they override nothing.
+
+    * New transitions get the largest d = |δ| + eps seen so far (1 at first), or with ``max_priority_within_buffer``
+      the largest of the stored transitions that have been updated.
+    * Of duplicates in one update the last one wins.
+    * Rows of an update whose slot was overwritten since they were drawn are dropped and counted, see
+      :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`. Samples of a
+      :class:`~torchrl_replay_ext.CompilableReplayBuffer` carry the generation of each row, which decides exactly.
+    * In a compiled step nothing is kept in Python and no value is read: what eager mode refuses is counted.
+
+    Args:
+        capacity: number of slots, at least that of the storage; None: that of the storage.
+        make: makes the distribution for a log and priorities; can be pickled.
+        hyperparameters: by name. All of them count updates; ``"beta"`` is the exponent of the weights.
+        eps, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
+        on_bind: called with the storage before the distribution is made for it; returns whether it must be made anew.
+    """
+
+    # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
+    reduction = "max"
+    # read by CompilableReplayBuffer: samples carry the generation of each row
+    takes_stamps = True
+    _bound: Storage | None = None
+    _shape: tuple[int, ...] | None = None
+    # whether this is a copy in a process that was spawned, whose tensors are shared with the learner's
+    _is_spawned = False
+    # the memory of the index of the last write
+    _announced: int | None = None
+
+    def __init__(
+        self,
+        capacity: int | None,
+        make: MakeDistribution,
+        *,
+        hyperparameters: dict[str, Hyperparameter],
+        eps: float = 0.0,
+        td_error: TDError = "absolute",
+        max_priority_within_buffer: bool = False,
+        on_bind: Callable[[Storage], bool] | None = None,
+    ):
+        name = type(self).__name__
+        if capacity is not None:
+            require_integer(name, "capacity", capacity)
+        require_choice(name, "td_error", td_error, get_args(TDError))
+        require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
+        self.capacity = capacity
+        self._priority_arguments = PriorityArguments(
+            eps=require_finite(name, "eps", eps), td_error=td_error, within_buffer=max_priority_within_buffer
+        )
+        self.hyperparameters = hyperparameters
+        self.make, self._make_observers, self._on_bind = make, list[MakeObserver](), on_bind
+        self._default_priority = DefaultPriority()
+        self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
+
+    def _set_up(self, layout: Layout) -> None:
+        """Make empty state for ``layout``."""
+        arguments = self._make_observers, self.hyperparameters, self._priority_arguments
+        self.state = SlotState(type(self).__name__, layout, self.make, *arguments)
+
+    @property
+    def layout(self) -> Layout:
+        """The slots of the buffer."""
+        return self.state.layout
+
+    @property
+    def distribution(self) -> Distribution:
+        """How likely each slot is."""
+        return self.state.distribution
+
+    @property
+    def observers(self) -> list[WriteObserver]:
+        """What follows the writes beside the distribution."""
+        return self.state.observers
+
+    def observe(self, make: MakeObserver) -> None:
+        """Add state that follows the same writes, in the same log. It is saved and restored with the sampler."""
+        self._make_observers.append(make)
+        self.state.observe(make)
+
+    # --- the storage
+
+    def bind(self, storage: Storage | None) -> None:
+        """Take shape and device from the storage once it has them."""
+        if storage is None or storage is self._bound:
+            return
+        name = type(self).__name__
+        if self._bound is not None and not self.state.log.is_empty:
+            raise RuntimeError(f"{name}: holds the priorities of another storage; give each buffer its own sampler.")
+        is_new = self._on_bind is not None and self._on_bind(storage)
+        layout = layout_of(name, storage, self.capacity)
+        if layout is None:
+            return
+        if self._shape not in (None, layout.shape):
+            raise ValueError(
+                f"{name}: the sampler's state is for a storage of shape {self._shape}, not {layout.shape}."
+            )
+        if layout != self.layout._replace(known=True) or is_new:
+            if self._is_spawned:
+                raise RuntimeError(
+                    f"{name}: a process that was started by the learner cannot make the state for a storage of shape "
+                    f"{layout.shape}: the learner would not see it. Let the learner write to the buffer before it "
+                    "starts the process (rb.extend(data), then rb.empty())."
+                )
+            state = None if self.state.log.is_empty else self.state_dict()
+            self._set_up(layout)
+            if state is not None:
+                self.load_state_dict(state)
+        self._shape, self._bound = layout.shape, storage
+        mark_static(vars(self))
+
+    def require_bound(self, storage: Storage | None) -> None:
+        """A graph needs a storage and a sampler that exist already and keep nothing in Python."""
+        name = type(self).__name__
+        if storage is not self._bound:
+            raise RuntimeError(
+                f"{name}: the first write to the buffer, or the first sample of one that was filled before, must run "
+                "outside the compiled function: it sets up storage and sampler."
+            )
+        if not self.layout.for_graphs:
+            kind = type(storage).__name__
+            raise TypeError(
+                f"{name}: {kind} cannot be compiled; use CompilableReplayBuffer with CompilableTensorStorage."
+            )
+
+    def ready(self, storage: Storage | None) -> bool:
+        """Bring the state up to date with the storage, outside graphs. True if what it held was taken in just now."""
+        self.bind(storage)
+        self.state.discard_unseen_writes(storage)
+        if storage is not None and self.state.log.is_empty and _torchrl.length(storage):
+            self.state.ingest(storage)
+            return True
+        return False
+
+    # --- writes
+
+    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
+        """Called by the writer for slots just written: gives them the priority of new transitions."""
+        name = type(self).__name__
+        if is_traced():
+            self.require_bound(storage)
+            slots = flat_slots(name, index, self.layout)
+            self.state.insert(slots[-self.layout.num_slots :], storage)
+            self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
+            return
+        self.bind(storage)
+        slots = flat_slots(name, index, self.layout)
+        if len(self.layout.shape) == 1:
+            # TensorDictMaxValueWriter marks what it did not store by -1
+            slots = slots[slots >= 0]
+            if slots.numel():
+                require_in_range(name, slots, self.layout.num_slots, self.layout.shape)
+        if not slots.numel():
+            return
+        self._announced = index.untyped_storage().data_ptr() if isinstance(index, Tensor) else None
+        self.state.write(slots, storage)
+
+    # --- draws
+
+    @torch.no_grad()
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], dict]:
+        """Draw ``batch_size`` slots.
+
+        Returns:
+            The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with ``priority_weight``,
+            float32 [B], at most 1, and what else the rows carry.
+
+        Raises:
+            RuntimeError: if the buffer is empty, or all priorities are 0. In a traced step nothing is raised: the rows
+                are slot 0, with weight 0.
+            ValueError: if the buffer has ``sample_unit=Sequence(...)`` and slots are not in the order of time.
+        """
+        slots, info = self.draw(storage, batch_size)
+        if self.layout.for_graphs:
+            info[STAMP_KEY] = self.state.generation(slots)
+        if self.distribution.takes_priorities and not is_traced():
+            self.remember_draw(slots)
+        return unravel(slots, self.layout.shape), info
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Draw flat slots, [B], and what their rows carry; they cannot be handed back by index alone."""
+        name = type(self).__name__
+        if batch_size < 1:
+            raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
+        if is_traced():
+            self.require_bound(storage)
+        else:
+            if storage is not self._bound:
+                self.bind(storage)
+            self.state.discard_unseen_writes(storage)
+            if self.state.log.is_empty:
+                if not _torchrl.length(storage):
+                    raise RuntimeError(f"{name}: cannot sample from an empty storage.")
+                self.state.ingest(storage)
+            if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
+                raise ValueError(
+                    f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
+                    "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
+                )
+        slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
+        if density is None:
+            return slots, extras or {}
+        if smallest is None:
+            smallest = scalar(density.amin())
+        weight = (density / smallest).pow_(-self.hyperparameters["beta"].current())
+        if weight.dtype != torch.float32:
+            weight = weight.to(torch.float32)
+        if is_traced():
+            weight = torch.where(density > 0, weight, 0.0)
+        return slots, {"priority_weight": weight, **(extras or {})}
+
+    def remember_draw(self, slots: Tensor, *, comes_back: bool = True) -> None:
+        """Remember that ``slots`` [n] were handed out, and whether TD errors are expected of them."""
+        self.state.pending.add(slots, int(self.state.log.num_writes), comes_back=comes_back)
+
+    def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
+        """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""
+        return flat_slots(type(self).__name__, index, self.layout)
+
+    # --- priorities
+
+    @property
+    def default_priority(self) -> float:
+        """What ``update_priority`` would have to be given for the priority of a new transition."""
+        return self._default_priority.ask(self.state.priorities.default_td_error())
+
+    def lacks_td_errors(self, priority: Any, storage: Storage | None) -> bool:
+        """True, and counted as rejected, if TorchRL has filled in the default for a sample without TD errors."""
+        if not self._default_priority.is_filled_in(
+            priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
+        ):
+            return False
+        self.state.counters["rejected_updates"].add_(priority.shape[0])
+        return True
+
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether draws depend on TD errors. If not, :meth:`update_priority` does nothing."""
+        return self.distribution.takes_priorities
+
+    @property
+    def writes_in_graphs(self) -> bool:
+        """Whether writes lose nothing by being part of a graph."""
+        return self.distribution.writes_in_graphs
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | Tensor | tuple,
+        priority: float | Tensor,
+        *,
+        storage: Storage | None = None,
+        stamp: Tensor | None = None,
+    ) -> None:
+        """Set the priorities of slots from their TD errors.
+
+        Args:
+            index: slots, as TorchRL hands them out: int, [n], or [n, ndim] for a storage of more dimensions.
+            priority: TD errors, one per slot or a single number: δ² if ``td_error="squared"``, |δ| if ``"absolute"``.
+            storage: the buffer's storage.
+            stamp: the entry ``"write_stamp"`` of the sample, [B]; rows whose slot was overwritten since are dropped.
+                Without it, late rows are found as far as indices allow, see
+                :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`.
+
+        Raises:
+            ValueError: if a TD error is negative or not finite, or the shapes do not match.
+            IndexError: if a slot is out of range or holds nothing. The state is unchanged in all these cases.
+                In a traced step neither is an error: such rows change nothing and are counted in :meth:`stats`.
+        """
+        if not self.distribution.takes_priorities:
+            return
+        if is_traced():
+            self.require_bound(storage)
+            error = torch.as_tensor(priority, device=self.layout.device)
+            self.state.update_compiled(self.flat_slots(index), error, stamp)
+            return
+        name = type(self).__name__
+        if self.ready(storage) and is_initialization(priority, storage, self.state.priorities):
+            return
+        slots, state = self.flat_slots(index), self.state
+        error = td_errors(name, priority, len(slots), self.layout.device)
+        if not len(slots) or self.lacks_td_errors(priority, storage):
+            return
+        largest = largest_td_error(name, error, slots, state.priorities, self.distribution.max_priority)
+        is_own_write = self._is_last_write(index, slots)
+        # TensorDictReplayBuffer.add() sends the default back for a transition without a TD error
+        if is_own_write and torch.as_tensor(index).ndim == 0 and state.priorities.is_default(largest):
+            return
+        late = None if is_own_write else state.late_rows(slots, stamp)
+        state.update(slots, error, late, largest)
+
+    def _is_last_write(self, index: Any, slots: Tensor) -> bool:
+        """Whether these are the TD errors that came with the rows of the last write, which its buffer hands on."""
+        written, self.state.log.last_written_slots = self.state.log.last_written_slots, None
+        if written is None or written.shape != slots.shape:
+            return False
+        if isinstance(index, Tensor) and index.ndim and index.untyped_storage().data_ptr() != self._announced:
+            return False
+        return torch.equal(written, slots)
+
+    # --- inspection and state
+
+    def probabilities(self, storage: Storage) -> Tensor:
+        """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
+        self.bind(storage)
+        self.state.discard_unseen_writes(storage)
+        density = self.distribution.density(torch.arange(_torchrl.length(storage), device=self.layout.device))
+        return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
+
+    def stats(self) -> TensorDict:
+        """Numbers worth logging, as a TensorDict of float32 scalars. O(N).
+
+        ``num_items``: transitions stored. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 is
+        uniform. ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
+        ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
+        largest |δ| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because their
+        slot had been overwritten. ``rejected_updates``: rows not updated, in a graph because their TD errors were
+        negative, not finite or too large (elsewhere an error), in TorchRL's TensorDictReplayBuffer because the sample
+        had no entry ``priority_key`` (an error in CompilableReplayBuffer). And each hyperparameter's current value.
+
+        A TensorDict prints shapes. To print the numbers, use ``to_dict()``.
+
+        Examples:
+            >>> from torchrl_replay_ext import ProportionalSampler
+            >>> {name: round(number.item(), 2) for name, number in ProportionalSampler(8).stats().to_dict().items()}
+            {'num_items': 0.0, 'effective_sample_size': 1.0, 'priority_min': 1.0, 'priority_median': 1.0,
+             'priority_max': 1.0, 'never_updated': 0.0, 'max_priority': 1.0, 'dropped_updates': 0.0,
+             'rejected_updates': 0.0, 'alpha': 0.6, 'beta': 0.4}
+        """
+        self.state.recover(self._bound)
+        values = self.state.stats()
+        device = self.layout.device
+        scalars = {key: value.to(device, torch.float32).reshape(()) for key, value in values.items()}
+        return TensorDict(scalars, device=device)
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        self.state.check_valid()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that sampling depends on, as tensors."""
+        self.state.recover(self._bound)
+        state = {key: value.clone() for key, value in self.state.tensors().items()}
+        state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
+        state["storage_shape"] = torch.tensor(self._shape or (), dtype=torch.int64)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
+        name = f"{type(self).__name__}.load_state_dict"
+        saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
+        layout = saved_state.layout_of(name, state_dict, self.layout, self._shape, self.capacity)
+        before = vars(self).copy()
+        if layout is None:
+            self.state.clear()
+        else:
+            self._shape = layout.shape if layout.known else None
+            if layout != self.layout:
+                self._set_up(layout)
+            try:
+                saved_state.require_shapes(name, state_dict, self.state.tensors())
+            except ValueError:
+                vars(self).clear()
+                vars(self).update(before)
+                raise
+        for key, tensor in self.state.tensors().items():
+            if layout is not None or key in self.distribution.settings:
+                tensor.copy_(state_dict[key])
+        for key, hyperparameter in self.hyperparameters.items():
+            hyperparameter.load(state_dict[key])
+        self.state.rebuild()
+        mark_static(vars(self))
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the state under the directory ``path``, as memory-mapped tensors."""
+        TensorDict(self.state_dict(), device="cpu").memmap(str(path), copy_existing=True)
+
+    def loads(self, path: str | Path) -> None:
+        """Restore what :meth:`dumps` saved."""
+        self.load_state_dict({str(k): v.clone() for k, v in TensorDict.load_memmap(str(path)).items()})
+
+    def _empty(self) -> None:
+        self.state.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the storage comes with the buffer
+        own = {"_bound": None, "_announced": None}
+        return {**super().__getstate__(), **own, "_is_spawned": get_spawning_popen() is not None}
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={float(h.value):g}" for name, h in self.hyperparameters.items())
+        td_error = self._priority_arguments["td_error"]
+        return f"{type(self).__name__}(capacity={self.capacity}, {values}, td_error={td_error!r})"

@@ -1,0 +1,183 @@
+"""Scores of candidate batches by their distance to the current policy (DPER, arXiv 2512.05320)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.arguments import require_finite, require_integer
+from torchrl_replay_ext.functional.gaussian import Covariance, as_noise_scale, divergence, require_noise_scale
+from torchrl_replay_ext.policies import inside_bounds
+
+Score = Literal["kl", "mse", "logprob"]
+Granularity = Literal["batch", "group", "transition"]
+
+_OWNER = "DecoupledSampler"
+
+
+class PolicyOutput(NamedTuple):
+    """What the current policy would do in the states of n rows.
+
+    Args:
+        action: its actions, or the means of a stochastic policy, [n, A].
+        scale: standard deviations of a stochastic policy, [n, A]; None for a deterministic one.
+        is_squashed: True if the actions are the tanh of a Gaussian.
+    """
+
+    action: Tensor
+    scale: Tensor | None
+    is_squashed: bool
+
+
+class Choice(NamedTuple):
+    """The rows that were chosen for a batch.
+
+    Args:
+        rows: row numbers among the candidates, int64 [B].
+        score: score of each row, or of its group or batch, [B].
+        candidate_scores: scores of the K candidates for each row, [B, K].
+    """
+
+    rows: Tensor
+    score: Tensor
+    candidate_scores: Tensor
+
+
+class CandidateScorer:
+    """Scores K candidates for a batch and chooses the nearest to the policy. It reads and returns tensors only.
+
+    Args:
+        num_candidates: see :class:`~torchrl_replay_ext.DecoupledSampler`, as for the other arguments.
+        noise_scale: standard deviation [] or [A] of the exploration noise, or its covariance [A, A].
+        score: how to score.
+        covariance: of the candidates, for ``score="kl"``.
+        eps: added to the variances of the candidates.
+        granularity: what is chosen: whole batches, groups or single transitions.
+        group_size: rows of a group.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_candidates: int,
+        noise_scale: float | Tensor,
+        score: Score,
+        covariance: Covariance,
+        eps: float,
+        granularity: Granularity,
+        group_size: int,
+    ):
+        for name, value in (("num_candidates", num_candidates), ("group_size", group_size)):
+            require_integer(_OWNER, name, value)
+        for name, value, allowed in (
+            ("score", score, get_args(Score)),
+            ("covariance", covariance, get_args(Covariance)),
+            ("granularity", granularity, get_args(Granularity)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{_OWNER}({name}={value!r}): {name} must be one of {', '.join(allowed)}.")
+        require_noise_scale(_OWNER, noise_scale)
+        self.num_candidates, self.granularity, self.group_size = num_candidates, granularity, group_size
+        self.score: Score = score
+        self._covariance: Covariance = covariance
+        self._eps = require_finite(_OWNER, "eps", eps)
+        self._scale = scale = torch.as_tensor(noise_scale, dtype=torch.float32)
+        self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
+
+    @property
+    def has_correlated_noise(self) -> bool:
+        """True if ``noise_scale`` is a covariance matrix."""
+        return self._whitening is not None
+
+    def to(self, device: torch.device) -> None:
+        """Move the tensors to ``device``."""
+        self._scale = self._scale.to(device)
+        self._whitening = None if self._whitening is None else self._whitening.to(device)
+
+    def require_whole_groups(self, batch_size: int) -> None:
+        """ValueError if groups do not divide the batch."""
+        if self.granularity == "group" and batch_size % self.group_size:
+            raise ValueError(
+                f"{_OWNER}: actor's batch_size is {batch_size}, group_size={self.group_size} must divide it."
+            )
+
+    def _require_enough_rows(self, rows: int, dims: int) -> None:
+        uses_covariance = self.score == "kl" and self._covariance == "full" and self.granularity != "transition"
+        if uses_covariance and rows <= dims:
+            what = "group_size" if self.granularity == "group" else "the actor's batch_size"
+            raise ValueError(
+                f"{_OWNER}(covariance='full'): {what} is {rows}, and actions have {dims} dimensions; the covariance "
+                f"of fewer than {dims + 1} rows is singular, and every score would be inf. Use at least {dims + 1} "
+                "rows, or covariance='diag'."
+            )
+
+    def choose(self, action: Tensor, policy: PolicyOutput) -> Choice:
+        """Score K candidates of B rows each and choose.
+
+        Args:
+            action: stored actions of the candidates, one candidate after the other, [K·B, A].
+            policy: the policy's output for these rows.
+
+        Raises:
+            ValueError: if the actions are not continuous or not [K·B, A], ``noise_scale`` does not fit them, or there
+                are too few rows for ``covariance="full"``.
+        """
+        count, batch_size = self.num_candidates, len(action) // self.num_candidates
+        whitened, correction = self._whiten(action, policy)
+        size = {"batch": batch_size, "group": self.group_size, "transition": 1}[self.granularity]
+        self._require_enough_rows(size, whitened.shape[-1])
+        parts = whitened.reshape(count, -1, size, whitened.shape[-1])
+        scores = self._scores(parts, correction.reshape(count, -1, size), policy.scale is not None)
+        scores = scores.nan_to_num(nan=math.inf, posinf=math.inf)
+        if self.granularity == "transition":
+            rows = scores.reshape(-1).argsort(stable=True)[:batch_size]
+            return Choice(rows, scores.reshape(-1)[rows], scores.reshape(count, batch_size).T)
+        best = scores.argmin(0)
+        groups = torch.arange(best.shape[0], device=best.device)
+        rows = (best * best.shape[0] + groups).unsqueeze(1) * size + torch.arange(size, device=best.device)
+        return Choice(rows.reshape(-1), scores.amin(0).repeat_interleave(size), scores.T.repeat_interleave(size, 0))
+
+    def _whiten(self, action: Tensor, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        """Return z, [n, A]; and the terms of −log π that depend on the row, except ½ |z|², [n].
+
+        For ``score="kl"`` and a deterministic policy, z is u − π(s): the divergence takes the scale itself.
+        """
+        expected, scale, is_squashed = policy
+        continuous = action.is_floating_point() and expected.is_floating_point()
+        if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
+            raise ValueError(
+                f"{_OWNER}: stored actions are {action.dtype} of shape {tuple(action.shape)}, the policy's "
+                f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A]."
+            )
+        if scale is not None:
+            correction = scale.log().sum(-1)
+            if is_squashed:
+                action = inside_bounds(action, _OWNER)
+                correction = correction + (1 - action.square()).log().sum(-1)
+                action = action.atanh()
+            return (action - expected) / scale, correction
+        difference = action - expected
+        # the number of dimensions is known only here
+        noise_scale = as_noise_scale(self._scale, difference)
+        no_correction = difference[:, 0] * 0
+        if self.score == "kl":
+            return difference, no_correction
+        return self._divide_by_noise(difference, noise_scale), no_correction
+
+    def _divide_by_noise(self, difference: Tensor, scale: Tensor) -> Tensor:
+        return difference / scale if self._whitening is None else difference @ self._whitening.to(scale).mT
+
+    def _scores(self, parts: Tensor, correction: Tensor, is_stochastic: bool) -> Tensor:
+        """Scores of parts [K, n, size, A], [K, n]."""
+        if self.score == "kl" and self.granularity != "transition":
+            scale = 1.0 if is_stochastic else self._scale.to(parts.device)
+            return divergence(parts, scale, self._covariance, self._eps)
+        if self.score == "kl" and not is_stochastic:
+            parts = self._divide_by_noise(parts, self._scale.to(parts))
+        distance = parts.square().sum(-1)
+        if self.score == "logprob":
+            distance = distance / 2 + correction
+        return distance.mean(-1)

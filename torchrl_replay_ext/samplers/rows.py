@@ -1,0 +1,84 @@
+"""How distributions read the rows that were just written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NestedKey, is_tensor_collection
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
+
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.write_log import WriteLog
+
+
+def stored_tensordict(owner: str, storage: Storage | None) -> Any:
+    """The stored TensorDict; TypeError if the storage holds something else."""
+    data = _torchrl.stored_data(storage)
+    if not is_tensor_collection(data):
+        raise TypeError(f"{owner}: TensorDicts in a tensor storage are needed, LazyTensorStorage for example.")
+    return data
+
+
+class StoredRows:
+    """The rows at ``slots`` [n] of a storage.
+
+    Args:
+        owner: the sampler, for messages.
+        storage: the storage.
+        slots: int64 [n].
+        num_slots: number of slots of the storage.
+        log: what is known of earlier writes.
+    """
+
+    def __init__(self, owner: str, storage: Storage | None, slots: Tensor, log: WriteLog):
+        self.owner, self.slots = owner, slots
+        self._storage, self._log, self._num_slots = storage, log, log.layout.num_slots
+
+    def is_rewrite(self) -> bool:
+        """Whether these rows were written before, and announced again outside of the ring's order; False in graphs.
+
+        Raises:
+            ValueError: if they are new, and do not follow each other in the ring.
+        """
+        if is_traced():
+            return False
+        if self._log.is_rewrite(self.slots, _torchrl.last_step(self._storage)):
+            return True
+        in_order = torch.arange(self.slots.shape[0], device=self.slots.device)
+        if not torch.equal(self.slots, (self.slots[0] + in_order) % self._num_slots):
+            raise ValueError(f"{self.owner}: slots must be written in turn; use a round-robin writer, the default.")
+        return False
+
+    def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
+        """One number per row, [n]; None if the entry is missing and no reason is given why it must be there."""
+        if self._storage is None:
+            raise ValueError(f"{self.owner}.mark_update: the storage is needed, to read {key!r}.")
+        column = stored_tensordict(self.owner, self._storage).get(key, None)
+        if column is None:
+            if why is None:
+                return None
+            raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
+        if column.numel() != self._num_slots:
+            raise ValueError(
+                f"{self.owner}: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is needed."
+            )
+        return column.reshape(-1).index_select(0, self.slots)
+
+    def require(self, key: NestedKey, why: str) -> None:
+        """KeyError if an entry is missing."""
+        if stored_tensordict(self.owner, self._storage).get(key, None) is None:
+            raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
+
+    def entry(self, key: NestedKey, why: str) -> Tensor:
+        """An entry of any shape, [n, ...]; KeyError if it is missing."""
+        storage: Any = self._storage
+        if getattr(storage, "is_stacked", lambda key: False)(key):
+            return storage.take_columns([key], self.slots).get(key).flatten(1)
+        data = _torchrl.stored_data(storage)
+        column = data.get(key, None) if is_tensor_collection(data) else None
+        if column is None:
+            raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
+        return column.reshape(self._num_slots, -1)[self.slots]

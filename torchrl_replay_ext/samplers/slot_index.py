@@ -1,0 +1,92 @@
+"""The slots of a storage, and TorchRL's indices that name them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
+
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.write_log import Layout
+
+
+def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Flat slots, in row-major order, of an index [n, ndim] into a storage of this shape; [n]."""
+    slots = index[:, 0]
+    for dim, length in enumerate(shape[1:], start=1):
+        slots = slots * length + index[:, dim]
+    return slots
+
+
+def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...]:
+    """TorchRL's index of flat ``slots`` [n]: [n], or a tuple of [n] for a storage of more dimensions."""
+    if len(shape) == 1:
+        return slots
+    index = []
+    for length in reversed(shape[1:]):
+        index.append(slots % length)
+        slots = slots // length
+    return (slots, *reversed(index))
+
+
+def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tensor:
+    """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""
+    shape, device = layout.shape, layout.device
+    if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
+        return index if index.device == device else index.to(device)
+    if isinstance(index, tuple):
+        index = torch.stack([torch.as_tensor(i) for i in index], -1)
+    coordinates = torch.as_tensor(index, device=device)
+    if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
+        raise TypeError(f"{owner}: index must hold integers, got {coordinates.dtype}.")
+    coordinates = coordinates.to(torch.int64)
+    if len(shape) == 1:
+        return coordinates.reshape(-1)
+    if coordinates.ndim < 1 or coordinates.shape[-1] != len(shape):
+        raise ValueError(
+            f"{owner}: index has shape {tuple(coordinates.shape)}; a storage of shape {shape} needs [n, {len(shape)}]."
+        )
+    coordinates = coordinates.reshape(-1, len(shape))
+    if not is_traced():
+        require_in_range(owner, coordinates, torch.tensor(shape, device=device), shape)
+    return row_major(coordinates, shape)
+
+
+def require_in_range(owner: str, index: Tensor, high: int | Tensor, shape: tuple[int, ...]) -> None:
+    """IndexError if an entry of ``index`` [n] or [n, ndim] is negative or not below ``high``."""
+    outside = (index < 0) | (index >= high)
+    if bool(outside.any()):
+        wrong = index[outside if index.ndim == 1 else outside.any(1)][0].tolist()
+        raise IndexError(f"{owner}: index {wrong} is out of range for a storage of shape {shape}.")
+
+
+def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:
+    """The slots of a storage, at least ``capacity`` of them; None before its first write.
+
+    Raises:
+        ValueError: if the storage holds several transitions per slot, or has more slots than ``capacity``.
+    """
+    found = _torchrl.shape_and_device(storage)
+    if found is None:
+        return None
+    shape, device = found
+    data: Any = _torchrl.stored_data(storage)
+    if is_tensor_collection(data) and data.ndim > len(shape):
+        raise ValueError(
+            f"{owner}: the storage holds entries of shape {tuple(data.shape[len(shape) :])} in each slot, not single "
+            f"transitions. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data before it is written: "
+            "rb.append_transform(lambda td: td.reshape(-1), invert=True)."
+        )
+    num_slots = math.prod(shape)
+    # TorchRL rounds the size of a storage of ndim >= 2 up to a multiple of its columns
+    if capacity is not None and -(-capacity // math.prod(shape[1:])) < shape[0]:
+        raise ValueError(
+            f"{owner}(capacity={capacity}): capacity must not be smaller than the storage, which has {num_slots} "
+            "slots; leave it out to take that of the storage."
+        )
+    return Layout(shape, max(capacity or 1, num_slots), device, _torchrl.is_compilable(storage), known=True)

@@ -1,0 +1,432 @@
+"""What a sampler knows about the slots of its buffer, and how it follows the writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
+
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.arguments import TDError
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
+from torchrl_replay_ext.core.pending_draws import PendingDraws
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import UpdateMask
+from torchrl_replay_ext.core.write_log import Layout, WriteLog
+from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
+from torchrl_replay_ext.functional import last_occurrence
+from torchrl_replay_ext.samplers.rows import StoredRows
+from torchrl_replay_ext.samplers.slot_index import require_in_range
+
+# Slots per update to which an annealed alpha is applied, one group after the other, in graphs.
+_REWEIGHTED = 64
+# Errors by which a write is refused before it has changed anything; also a warning that is turned into an error.
+REFUSALS = (KeyError, TypeError, ValueError, Warning)
+
+MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
+MakeObserver = Callable[[WriteLog], WriteObserver]
+
+
+class PriorityArguments(TypedDict):
+    """Arguments of :class:`~torchrl_replay_ext.core.priorities.Priorities`."""
+
+    eps: float
+    td_error: TDError
+    within_buffer: bool
+
+
+class SlotState:
+    """The write log, the priorities and the distribution of the slots of one buffer.
+
+    Args:
+        owner: the sampler's class, for messages.
+        layout: the slots.
+        make: makes the distribution.
+        make_observers: make further state that follows the same writes.
+        hyperparameters: of the sampler, by name.
+        priority_arguments: how TD errors become priorities.
+    """
+
+    # whether the storage holds only rows of a rejected first write
+    holds_only_rejected_write = False
+    # whether the order of slots matters and could not be known when the storage's content was ingested
+    _order_is_unknown = False
+    # how many parts have accepted the rows of the last write
+    _accepting_parts = 0
+
+    def __init__(
+        self,
+        owner: str,
+        layout: Layout,
+        make: MakeDistribution,
+        make_observers: Sequence[MakeObserver],
+        hyperparameters: dict[str, Hyperparameter],
+        priority_arguments: PriorityArguments,
+    ):
+        self.owner, self.layout, self._hyperparameters = owner, layout, hyperparameters
+        for hyperparameter in hyperparameters.values():
+            hyperparameter.to(layout.device)
+        self.log = WriteLog(layout)
+        self.pending = PendingDraws(self.log)
+        self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
+        if layout.for_graphs:
+            self.priorities.prepare()
+        self.counters = {
+            name: torch.zeros((), dtype=torch.int64, device=layout.device)
+            for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
+        }
+        # float64 numbers have shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim ones
+        self._max_priority = torch.zeros(1, dtype=torch.float64, device=layout.device)
+        self.distribution = make(self.log, self.priorities)
+        self.observers = [make(self.log) for make in make_observers]
+        self.hyperparameters_changed()
+
+    @property
+    def _parts(self) -> list[WriteObserver]:
+        """What follows the writes; observers first, since they may refuse rows."""
+        return [*self.observers, self.distribution]
+
+    def observe(self, make: MakeObserver) -> None:
+        """Add state that follows the same writes."""
+        self.observers.append(make(self.log))
+        if not self.log.is_empty:
+            self.log.mark_dirty()
+
+    def hyperparameters_changed(self) -> None:
+        """Called after hyperparameters were replaced."""
+        self._max_priority.fill_(self.distribution.max_priority)
+
+    def set_hyperparameter(self, name: str, value: float | Tensor | Anneal) -> None:
+        """Assign a number or a schedule; ValueError if it does not fit the largest priority, with nothing changed."""
+        hyperparameter = self._hyperparameters[name]
+        before, saved = float(hyperparameter.value), hyperparameter.state()
+        hyperparameter.set(value)
+        largest = max(self.priorities.largest.item(), self.priorities.of_slot.abs().max().item())
+        if name == "alpha" and largest > self.distribution.max_priority:
+            bound = hyperparameter.bound
+            hyperparameter.load(saved)
+            raise ValueError(
+                f"{self.owner}(alpha={bound:g}): alpha is too large for the largest priority so far, {largest:g}."
+            )
+        self.hyperparameters_changed()
+        if name == "alpha" and float(hyperparameter.value) != before:
+            self.reweight()
+
+    # --- writes
+
+    def ingest(self, storage: Storage) -> None:
+        """Insert what a storage held before this sampler was attached, oldest first, as new transitions."""
+        steps = torch.arange(_torchrl.length(storage) // self.layout.slots_per_step, device=self.layout.device)
+        last = _torchrl.last_step(storage)
+        if last is not None:
+            steps = (steps + last + 1) % len(steps)
+        # a storage that was loaded does not know where its ring begins, but will after the next write
+        self._order_is_unknown = last is None and len(steps) == self.layout.steps
+        slots = self.layout.slots_at(steps).reshape(-1)
+        with self.log.transaction():
+            for part in self._parts:
+                part.before_ingest(len(slots), None if last is None else (last + 1) * self.layout.slots_per_step - 1)
+            self.insert(slots, storage)
+
+    def discard_unseen_writes(self, storage: Storage | None) -> None:
+        """Remove slots that were written without an announcement; they may be partially written."""
+        self.recover(storage)
+        last, last_seen = _torchrl.last_step(storage), self.log.last_seen_step.item()
+        if last is not None and last_seen >= 0 and last != last_seen:
+            with self.log.transaction():
+                self.remove(self.log.unannounced(last))
+                self.log.see_step(last)
+
+    def recover(self, storage: Storage | None, being_written: Tensor | None = None) -> None:
+        """Rebuild the state if a change of it was interrupted, from the log and the stored rows.
+
+        What was stored is kept, with the last priority of each transition. Lost are the exponents that transitions got
+        while alpha was annealed, and which of those that were never updated are newer.
+        """
+        self.distribution.sync()
+        if storage is None or not self.log.needs_recovery:
+            return
+        last = _torchrl.last_step(storage)
+        runs, priority = self.log.known_runs(last, being_written), self.priorities.of_slot.clone()
+        unseen = self.log.unannounced(last)
+        if unseen.numel():
+            self.distribution.remove(unseen)
+        next_slot = None if last is None else (last + 1) * self.layout.slots_per_step
+        for part in self._parts:
+            part.before_recovery(next_slot)
+            part.clear()
+        self.log.forget_contents()
+        if not self.priorities.within_buffer:
+            self.priorities.largest.copy_(torch.maximum(self.priorities.largest, priority.abs().max()))
+        self.priorities.clear()
+        for run in runs:
+            self.insert(run, storage)
+        updated = ((self.log.generation > 0) & (priority > 0)).nonzero().squeeze(1)
+        if updated.numel():
+            self.priorities.update(updated, priority[updated], 0.0)
+            self.distribution.update(updated, priority[updated], None)
+        self.log.last_written_slots = None
+        self.log.mark_clean()
+
+    def write(self, slots: Tensor, storage: Storage | None) -> None:
+        """Follow a write of ``slots`` [n], outside graphs.
+
+        Raises:
+            KeyError, TypeError, ValueError: if the rows do not fit; nothing is changed then.
+        """
+        self.recover(storage, slots)
+        try:
+            with self.log.transaction():
+                self._apply_write(slots, storage)
+        except REFUSALS:
+            if not self._accepting_parts:
+                # nothing was changed
+                self.log.mark_clean()
+            self.holds_only_rejected_write |= storage is not None and _torchrl.length(storage) <= slots.numel()
+            raise
+
+    def _apply_write(self, slots: Tensor, storage: Storage | None) -> None:
+        """A write of ``slots`` [n], of which the first may be overwritten by the last."""
+        last, log, distribution = _torchrl.last_step(storage), self.log, self.distribution
+        if distribution.needs_order and self._order_is_unknown and last is not None:
+            self.clear()
+            log.mark_dirty()
+        is_first = log.is_empty and not self.holds_only_rejected_write
+        if is_first and storage is not None and _torchrl.length(storage) > slots.numel():
+            self.ingest(storage)
+            log.see_step(self._place(slots, storage)[0])
+            return
+        end, skipped = self._place(slots, storage)
+        if skipped.numel():
+            self.remove(skipped)
+        if slots.numel() > self.layout.num_slots:
+            # some rows are overwritten by later rows of the same write; nothing from before is left either
+            for part in self._parts:
+                part.before_full_overwrite()
+        self.insert(slots[-self.layout.num_slots :], storage)
+        # only now: the write may have been refused
+        log.see_step(end)
+
+    def _place(self, slots: Tensor, storage: Storage | None) -> tuple[int, Tensor]:
+        """Where the write of ``slots`` [n] ends in the ring, and which slots it has skipped."""
+        last = _torchrl.last_step(storage) if self.distribution.slots_in_ring_order else None
+        return self.log.place_write(
+            slots,
+            last,
+            lambda: self.distribution.requires_sequential_writer or _torchrl.has_round_robin_writer(storage),
+        )
+
+    def insert(self, slots: Tensor, storage: Storage | None) -> None:
+        """Insert newly written ``slots`` [n]."""
+        rows = StoredRows(self.owner, storage, slots, self.log)
+        largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
+        self.priorities.overwrite(slots)
+        if is_traced():
+            for part in self._parts:
+                part.insert(slots, self.priorities.largest, rows)
+        else:
+            self._accepting_parts = 0
+            try:
+                for part in self._parts:
+                    part.insert(slots, self.priorities.largest, rows)
+                    self._accepting_parts += 1
+            except REFUSALS:
+                if largest is not None:
+                    self.priorities.undo_overwrite(slots, largest)
+                raise
+        self.log.record(slots)
+        self.priorities.insert(slots)
+
+    def remove(self, slots: Tensor) -> None:
+        """``slots`` [n], all different, hold nothing until they are written again."""
+        if slots.numel():
+            for part in self._parts:
+                part.remove(slots)
+            self.log.invalidate(slots)
+            self.priorities.remove(slots)
+
+    # --- updates
+
+    def generation(self, slots: Tensor) -> Tensor:
+        """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 where nothing is stored."""
+        return gather_in_bounds(self.log.generation, slots)
+
+    def generation_if_current(self, slots: Tensor) -> Tensor:
+        """The generation of each of ``slots`` [n], which have come back; -1 where it is not the one that was drawn."""
+        late, generation = self.late_rows(slots, None), self._generation_in_range(slots)
+        return generation if late is None else torch.where(late, -1, generation)
+
+    def late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
+        """Which rows of an update name content that was overwritten, bool [n]; None if none does.
+
+        Raises:
+            IndexError: if a slot is out of range, or holds nothing and was never drawn.
+        """
+        num_writes = int(self.log.num_writes)
+        draw = self.pending.find(slots, num_writes)
+        generation = None if draw is not None and stamp is None else self._generation_in_range(slots)
+        if stamp is not None and generation is not None:
+            if draw is not None:
+                self.pending.returned(draw, len(slots))
+            late = generation != stamp.reshape(-1)
+            return late if bool(late.any()) else None
+        late = self.pending.is_late(slots, draw, num_writes, lambda: len(self.distribution.stored_slots()))
+        if generation is not None:
+            missing = generation == 0 if late is None else (generation == 0) & ~late
+            if bool(missing.any()):
+                raise IndexError(
+                    f"{self.owner}.update_priority: slot {int(slots[missing][0])} is out of range: nothing is "
+                    "stored there."
+                )
+        return late
+
+    def _generation_in_range(self, slots: Tensor) -> Tensor:
+        name, layout = self.owner, self.layout
+        if layout.device.type != "cpu":
+            # there, an index out of range would stop the device
+            require_in_range(name, slots, layout.size, layout.shape)
+        try:
+            return self.log.generation.index_select(0, slots)
+        except (IndexError, RuntimeError):
+            require_in_range(name, slots, layout.size, layout.shape)
+            raise
+
+    def update(self, slots: Tensor, error: Tensor, late: Tensor | None, largest: float) -> None:
+        """Set priorities from TD errors that were checked.
+
+        Args:
+            slots: int64 [n].
+            error: TD errors, float32 [n].
+            late: rows that are left out, bool [n], or None.
+            largest: the largest TD error.
+        """
+        if late is not None:
+            self.counters["dropped_updates"].add_(late.sum())
+            slots, error = slots[~late], error[~late]
+            largest = float(error.max()) if slots.numel() else 0.0
+        if slots.numel():
+            priority = self.priorities.from_td_error(error)
+            with self.log.transaction():
+                self.priorities.update(slots, priority, self.priorities.from_td_error(largest))
+                self.distribution.update(slots, priority, None)
+        self._step()
+
+    def update_compiled(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
+        """Set priorities from TD errors [n] in a graph; what would be an error elsewhere is left out and counted.
+
+        Args:
+            slots: int64 [n].
+            error: TD errors.
+            stamp: the generations of the rows, int64 [n]; -1 for padded ones.
+        """
+        error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
+        priority = self.priorities.from_td_error(error)
+        given, slots = slots, slots.clamp(0, self.layout.num_slots - 1)
+        # False for NaN too
+        valid = (error >= 0) & (priority <= self._max_priority) & (given == slots)
+        generation = self.generation(slots)
+        is_current = generation > 0
+        # generation -1: a padded row, which is no update
+        is_padded = torch.zeros_like(is_current) if stamp is None else stamp.reshape(-1) < 0
+        if stamp is not None:
+            is_current = is_current & (generation == stamp.reshape(-1))
+        self.counters["rejected_updates"].add_((~valid & ~is_padded).sum())
+        self.counters["dropped_updates"].add_((valid & ~is_current & ~is_padded).sum())
+        applied = valid & is_current
+        source = last_occurrence(slots, applied)
+        is_last = source == torch.arange(slots.shape[0], device=slots.device)
+        priority = torch.where(applied, priority, 0.0)
+        largest = torch.where(applied, error, 0.0).amax().to(torch.float64)
+        priority, applied = gather_in_bounds(priority, source), gather_in_bounds(applied, source)
+        self.priorities.update_compiled(slots, priority, applied, self.priorities.from_td_error(largest))
+        self.distribution.update(slots, priority, UpdateMask(applied, is_last))
+        self._step()
+
+    def _step(self) -> None:
+        """Count an update, move the schedules along, and apply an annealed alpha to what is stored."""
+        for hyperparameter in self._hyperparameters.values():
+            hyperparameter.step()
+        alpha = self._hyperparameters.get("alpha")
+        if alpha is None:
+            return
+        if not self.layout.for_graphs:
+            if alpha.just_ended():
+                with self.log.transaction():
+                    self.distribution.reweight(None)
+        elif alpha.annealed:
+            cursor, size = self.counters["reweight_cursor"], self.layout.size
+            slots = (cursor + torch.arange(_REWEIGHTED, device=self.layout.device)) % size
+            cursor.add_(_REWEIGHTED)
+            self.distribution.reweight(slots)
+
+    def reweight(self) -> None:
+        """Recompute the density of everything stored, after an exponent was changed."""
+        with self.log.transaction():
+            self.distribution.reweight(None)
+
+    # --- state
+
+    def clear(self) -> None:
+        """Nothing was ever stored."""
+        for part in self._parts:
+            part.clear()
+        self.log.clear()
+        self.priorities.reset()
+        for counter in self.counters.values():
+            counter.zero_()
+        self.holds_only_rejected_write = self._order_is_unknown = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save, which is restored in place."""
+        tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.counters}
+        for part in self._parts:
+            tensors |= part.tensors()
+        return tensors
+
+    def rebuild(self) -> None:
+        """Recompute derived state, after :meth:`tensors` were replaced."""
+        self.hyperparameters_changed()
+        self.log.rebuild()
+        self.priorities.rebuild()
+        self.pending.forget_contents()
+        for part in self._parts:
+            part.rebuild()
+
+    def stats(self) -> dict[str, Tensor]:
+        """Numbers worth logging, scalars."""
+        density = self.distribution.density(self.distribution.stored_slots())
+        count = density.numel()
+        if not count or not bool(density.sum() > 0):
+            density = torch.ones(1, dtype=torch.float64, device=density.device)
+        relative = density / density.mean()
+        return {
+            "num_items": torch.tensor(count),
+            "effective_sample_size": 1 / (relative**2).mean(),
+            "priority_min": relative.min(),
+            "priority_median": relative.median(),
+            "priority_max": relative.max(),
+            "never_updated": (self.priorities.of_slot < 0).sum() / max(count, 1),
+            "max_priority": self.priorities.largest,
+            **{name: self.counters[name] for name in ("dropped_updates", "rejected_updates")},
+            **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
+            **self.distribution.stats(),
+        }
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        self.log.check_valid()
+        self.priorities.check_valid(self.log.generation)
+        for part in self._parts:
+            part.check_valid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # draws belong to one process
+        return {**vars(self), "pending": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.pending = PendingDraws(self.log)
