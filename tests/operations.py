@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 import random
 import tempfile
@@ -32,6 +33,7 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    RecencySampler,
     TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
@@ -101,6 +103,10 @@ def reaper(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
     return {"sampler": ReaPERSampler(capacity, num_streams=streams, **choices), "choices": choices}
 
 
+def recency(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+    return {"sampler": RecencySampler(capacity, half_life=rng.choice([0.5, 3, math.inf]), beta=rng.choice([0.0, 0.5]))}
+
+
 def events(kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
     specs = [EventSpec(name, ("next", name), history, table=table) for name, (history, table) in HISTORY.items()]
     sizes = {"a": max(capacity // 2, 3), "b": 4}
@@ -151,6 +157,7 @@ CASES = {
     "proportional": Case(proportional, NaivePER),
     "rank": Case(rank, ranked=True),
     "reaper": Case(reaper, NaiveReaPER, reliable=True),
+    "recency": Case(recency),
     "tables": Case(partial(events, None, "ring")),
     "tables, pinned": Case(partial(events, None, "pinned"), ndims=(1,), pinned=True),
     "tables, proportional": Case(partial(events, "proportional", "ring")),

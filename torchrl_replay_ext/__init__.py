@@ -14,6 +14,7 @@ from torchrl_replay_ext.samplers import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    RecencySampler,
     TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.steps import compile_step
@@ -39,6 +40,7 @@ __all__ = [
     "ProportionalSampler",
     "RankBasedSampler",
     "ReaPERSampler",
+    "RecencySampler",
     "RetraceEstimator",
     "SeparateValueNetworks",
     "StochasticDuelingNetwork",

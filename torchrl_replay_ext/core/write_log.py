@@ -14,7 +14,7 @@ from torchrl_replay_ext.compilation import is_traced
 
 # In place of the step at which the last write ended.
 _UNKNOWN = -1
-_OUT_OF_ORDER = -2
+OUT_OF_ORDER = -2
 
 
 class Layout(NamedTuple):
@@ -170,7 +170,7 @@ class WriteLog:
             first = self.step_of(slots[0])
             if first != (last_seen + 1) % steps:
                 if not is_sequential():
-                    return _OUT_OF_ORDER, nothing
+                    return OUT_OF_ORDER, nothing
                 return storage_step, self.layout.slots_at(self.steps_until((first - 1) % steps)).reshape(-1)
         return storage_step, nothing
 

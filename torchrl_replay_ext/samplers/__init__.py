@@ -5,6 +5,7 @@ from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
 from torchrl_replay_ext.samplers.rank import RankBasedSampler
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
+from torchrl_replay_ext.samplers.recency import RecencySampler
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "ProportionalSampler",
     "RankBasedSampler",
     "ReaPERSampler",
+    "RecencySampler",
     "TrajectoryRetraceSampler",
 ]

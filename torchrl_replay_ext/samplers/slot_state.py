@@ -16,7 +16,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.pending_draws import PendingDraws
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
-from torchrl_replay_ext.core.write_log import Layout, WriteLog
+from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, Layout, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.functional import last_occurrence
 from torchrl_replay_ext.samplers.rows import StoredRows
@@ -212,13 +212,20 @@ class SlotState:
         log.see_step(end)
 
     def _place(self, slots: Tensor, storage: Storage | None) -> tuple[int, Tensor]:
-        """Where the write of ``slots`` [n] ends in the ring, and which slots it has skipped."""
+        """Where the write of ``slots`` [n] ends in the ring, and which slots it has skipped.
+
+        Raises:
+            ValueError: if another writer has left a gap, and the distribution needs the order.
+        """
         last = _torchrl.last_step(storage) if self.distribution.slots_in_ring_order else None
-        return self.log.place_write(
+        end, skipped = self.log.place_write(
             slots,
             last,
             lambda: self.distribution.requires_sequential_writer or _torchrl.has_round_robin_writer(storage),
         )
+        if end == OUT_OF_ORDER and self.distribution.needs_order:
+            raise ValueError(f"{self.owner}: slots must be written in turn; use a round-robin writer, the default.")
+        return end, skipped
 
     def insert(self, slots: Tensor, storage: Storage | None) -> None:
         """Insert newly written ``slots`` [n]."""

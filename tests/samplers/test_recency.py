@@ -1,0 +1,292 @@
+"""RecencySampler: P falls geometrically with age."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
+
+from tests.chi_square import p_value
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    RecencySampler,
+    TrajectoryRetraceSampler,
+    compile_step,
+)
+
+DRAWS, LEVEL = 20_000, 1e-4
+
+
+def rows(*shape, first=0):
+    """``shape``: rows, or steps and environments."""
+    count = math.prod(shape)
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    number = torch.arange(first, first + count)
+    data = TensorDict({"number": number, "next": {"done": done}}, [count]).reshape(*shape)
+    # TorchRL takes [environments, steps]
+    return data if len(shape) == 1 else data.transpose(0, 1)
+
+
+def buffer_of(capacity=10, *, ndim=1, compilable=False, batch_size=8, **sampler):
+    storage, kind = (
+        (CompilableTensorStorage, CompilableReplayBuffer) if compilable else (LazyTensorStorage, TensorDictReplayBuffer)
+    )
+    sampler = RecencySampler(**{"half_life": 3.0, **sampler})
+    return kind(storage=storage(capacity, ndim=ndim), sampler=sampler, batch_size=batch_size)
+
+
+def naive(newest_first, size, half_life=3.0):
+    """P of each slot, from the slots in the order of age."""
+    q = 0.5 ** (1 / half_life)
+    result = [0.0] * size
+    for age, slot in enumerate(newest_first):
+        result[slot] = q**age / sum(q**k for k in range(len(newest_first)))
+    return torch.tensor(result, dtype=torch.float64)
+
+
+def assert_ages(buffer, newest_first, half_life=3.0):
+    found = buffer.sampler.probabilities(buffer.storage)
+    torch.testing.assert_close(found, naive(newest_first, len(buffer), half_life), rtol=1e-12, atol=1e-300)
+    buffer.sampler.check_valid()
+
+
+@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize("half_life", [0.2, 1, 3.5, 1e6])
+def test_probabilities_in_a_ring_that_fills_and_wraps(half_life, compilable):
+    buffer = buffer_of(half_life=half_life, compilable=compilable)
+    buffer.extend(rows(4))
+    assert_ages(buffer, [3, 2, 1, 0], half_life)
+    buffer.extend(rows(6))
+    assert_ages(buffer, range(9, -1, -1), half_life)
+    buffer.extend(rows(3))
+    assert_ages(buffer, [2, 1, 0, *range(9, 2, -1)], half_life)
+    buffer.extend(rows(14))
+    assert_ages(buffer, [*range(6, -1, -1), 9, 8, 7], half_life)
+
+
+def test_a_larger_capacity_than_that_of_the_storage():
+    buffer = buffer_of(capacity=10)
+    buffer.set_sampler(RecencySampler(1000, half_life=3.0))
+    buffer.extend(rows(13))
+    assert_ages(buffer, [2, 1, 0, *range(9, 2, -1)])
+
+
+@pytest.mark.parametrize("compilable", [False, True])
+def test_slots_of_one_step_are_ordered_by_number(compilable):
+    buffer = buffer_of(12, ndim=2, compilable=compilable)
+    buffer.extend(rows(3, 2))
+    assert_ages(buffer, [5, 4, 3, 2, 1, 0])
+    buffer.extend(rows(5, 2))
+    # 6 steps of 2 slots, and steps 6 and 7 are in the place of 0 and 1
+    assert_ages(buffer, [3, 2, 1, 0, *range(11, 3, -1)])
+
+
+@pytest.mark.parametrize("half_life", [2.0, math.inf])
+def test_a_slot_whose_write_was_not_announced_is_not_drawn_and_has_no_age(half_life):
+    buffer = buffer_of(half_life=half_life, batch_size=2000)
+    buffer.extend(rows(10))
+    # a write that was interrupted before the sampler heard of it
+    buffer.storage.set(torch.arange(3), rows(3, first=90))
+    buffer.writer._cursor = 3
+    buffer.extend(rows(2, first=100))
+    probabilities = buffer.sampler.probabilities(buffer.storage)
+    torch.testing.assert_close(probabilities, naive([4, 3, 9, 8, 7, 6, 5], 10, half_life), rtol=1e-12, atol=0)
+    numbers = buffer.sample()["number"]
+    assert set(numbers.tolist()) == {100, 101, 5, 6, 7, 8, 9}
+
+
+def test_an_announced_rewrite_keeps_the_age():
+    buffer = buffer_of()
+    buffer.extend(rows(13))
+    for again in (torch.arange(5, 8), 4):
+        buffer.mark_update(again)
+        assert_ages(buffer, [2, 1, 0, *range(9, 2, -1)])
+
+
+def test_a_buffer_that_was_filled_before():
+    storage = LazyTensorStorage(10)
+    source = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4)
+    source.extend(rows(13))
+    source.set_sampler(RecencySampler(half_life=3.0))
+    source.sample()
+    assert_ages(source, [2, 1, 0, *range(9, 2, -1)])
+
+
+def test_a_full_ring_that_was_loaded_has_the_right_order_after_the_next_write(tmp_path):
+    source = buffer_of()
+    source.extend(rows(13))
+    source.dumps(tmp_path)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
+    state = source.state_dict()
+    buffer.load_state_dict({**state, "_sampler": buffer.sampler.state_dict()})
+    buffer.set_sampler(RecencySampler(half_life=3.0))
+    buffer.sample()
+    buffer.extend(rows(1))
+    assert_ages(buffer, [3, 2, 1, 0, *range(9, 3, -1)])
+    restored = buffer_of()
+    restored.loads(tmp_path)
+    assert_ages(restored, [2, 1, 0, *range(9, 2, -1)])
+
+
+def test_a_list_storage_wraps():
+    buffer = ReplayBuffer(storage=ListStorage(4), sampler=RecencySampler(half_life=3.0), batch_size=4, collate_fn=list)
+    for letters, newest_first in (("ab", [1, 0]), ("cde", [0, 3, 2, 1]), ("f", [1, 0, 3, 2]), ("ghijk", [2, 1, 0, 3])):
+        buffer.extend(list(letters))
+        assert_ages(buffer, newest_first)
+
+
+def test_writers_that_choose_slots_are_refused():
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(6), sampler=RecencySampler(half_life=3.0), writer=writer, batch_size=2
+    )
+
+    def ranked(*ranks):
+        return rows(len(ranks)).set("rank", torch.tensor(ranks))
+
+    buffer.extend(ranked(5.0, 0.0, 4.0, 1.0, 3.0, 2.0))
+    with pytest.raises(ValueError, match="round-robin"):
+        buffer.add(ranked(9.0)[0])
+
+
+# --- draws
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_draws_follow_the_probabilities(ndim):
+    buffer = buffer_of(10, ndim=ndim, half_life=4.0, batch_size=DRAWS)
+    buffer.set_rng(torch.Generator().manual_seed(0))
+    buffer.extend(rows(13) if ndim == 1 else rows(7, 2))
+    index = buffer.sample()["index"]
+    drawn = index if ndim == 1 else index[:, 0] * 2 + index[:, 1]
+    probabilities = buffer.sampler.probabilities(buffer.storage)
+    assert p_value(drawn, probabilities) > LEVEL
+    # a negative control: the test sees a shift by one slot, and a slightly longer half-life
+    assert p_value(drawn, probabilities.roll(1)) < LEVEL
+    assert p_value(drawn, probabilities**0.8) < LEVEL
+
+
+def test_an_infinite_half_life_is_uniform():
+    buffer = buffer_of(10, half_life=math.inf, batch_size=DRAWS)
+    buffer.set_rng(torch.Generator().manual_seed(0))
+    buffer.extend(rows(13))
+    assert buffer.sampler.probabilities(buffer.storage).tolist() == [0.1] * 10
+    drawn = buffer.sample()["index"]
+    assert p_value(drawn, torch.ones(10)) > LEVEL
+    assert p_value(drawn, naive(range(10), 10, half_life=20)) < LEVEL
+
+
+@pytest.mark.parametrize("half_life", [1e-320, 0.001, 1e12, 1e300])
+def test_extreme_half_lives(half_life):
+    buffer = buffer_of(1000, half_life=half_life, beta=1.0, batch_size=DRAWS)
+    buffer.extend(rows(1000))
+    batch = buffer.sample()
+    if half_life < 1:
+        assert batch["number"].unique().tolist() == [999]
+    else:
+        assert p_value(batch["number"] // 100, torch.ones(10)) > LEVEL
+    weight = batch["priority_weight"]
+    assert bool((weight.isfinite() & (weight >= 0) & (weight <= 1)).all())
+
+
+def test_weights_undo_the_bias():
+    plain = buffer_of(half_life=3.0)
+    plain.extend(rows(13))
+    assert plain.sample()["priority_weight"].tolist() == [1.0] * 8
+    buffer = buffer_of(half_life=3.0, beta=0.7, batch_size=100)
+    buffer.extend(rows(13))
+    batch, probability = buffer.sample(), naive([2, 1, 0, *range(9, 2, -1)], 10)
+    expected = (10 * probability) ** -0.7
+    expected = (expected / expected.max())[batch["index"]].float()
+    torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-5, atol=0)
+    buffer.sampler.beta = 0.0
+    assert bool((buffer.sample()["priority_weight"] == 1).all())
+
+
+def test_td_errors_change_nothing():
+    buffer = buffer_of()
+    buffer.extend(rows(10))
+    batch = buffer.sample()
+    batch["td_error"] = torch.full((8,), 100.0)
+    buffer.update_tensordict_priority(batch)
+    buffer.sampler.update_priority(torch.arange(3), torch.ones(3), storage=buffer.storage)
+    assert_ages(buffer, range(9, -1, -1))
+
+
+def test_slices_that_begin_at_recent_transitions():
+    sampler = TrajectoryRetraceSampler(20, slice_len=2, behaviour_keys=(), anchors=RecencySampler(half_life=0.01))
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8)
+    buffer.extend(rows(10))
+    assert buffer.sample().reshape(-1, 2)["number"][:, 0].tolist() == [9] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"half_life": 0}, ValueError, r"RecencySampler\(half_life=0\): half_life must be > 0; use math.inf"),
+        ({"half_life": -1.0}, ValueError, "half_life must be > 0"),
+        ({"half_life": math.nan}, ValueError, "half_life must be > 0"),
+        ({"half_life": "9"}, TypeError, "half_life must be a number"),
+        ({"half_life": Anneal(1, 2, 3)}, TypeError, "half_life must be a number, not Anneal"),
+        ({"beta": 1.5}, ValueError, r"beta must be in \[0, 1\]"),
+        ({"beta": Anneal(0.4, 1.0, 10)}, TypeError, "beta must be a number, not Anneal"),
+        ({"capacity": 0}, ValueError, "capacity must be an integer >= 1"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RecencySampler(**arguments)
+
+
+def test_an_empty_buffer_cannot_be_drawn_from():
+    buffer = buffer_of()
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+
+
+# --- graphs
+
+
+@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_compiled_step_draws_by_the_same_probabilities(ndim):
+    """Write and draw in one graph, while the ring fills and wraps."""
+    torch._dynamo.reset()
+    eager, compiled = (buffer_of(10, ndim=ndim, compilable=True, beta=0.5, batch_size=DRAWS) for _ in range(2))
+    shape = (3, 2) if ndim == 2 else (3,)
+
+    def step(data):
+        compiled.extend(data)
+        return compiled.sample()
+
+    graph = compile_step(step)
+    torch.manual_seed(0)
+    for number in range(5):
+        data = rows(*shape, first=100 * number)
+        eager.extend(data.clone())
+        if number == 0:
+            compiled.extend(data.clone())
+            continue
+        batch = graph(data.clone())
+        assert_ages(compiled, eager.sampler.probabilities(eager.storage).argsort(descending=True).tolist())
+        index = batch["index"] if ndim == 1 else batch["index"][:, 0] * 2 + batch["index"][:, 1]
+        probabilities = eager.sampler.probabilities(eager.storage)
+        assert p_value(index, probabilities) > LEVEL
+        assert p_value(index, probabilities.flip(0)) < LEVEL
+        assert torch.equal(compiled.storage[:]["number"].reshape(-1)[index], batch["number"])
+        weight = (probabilities / probabilities.min()) ** -0.5
+        torch.testing.assert_close(batch["priority_weight"], weight[index].float(), rtol=1e-5, atol=0)
+    torch._dynamo.reset()
+
+
+def test_it_is_not_a_prioritized_sampler():
+    """So that TorchRL does not ask for TD errors."""
+    buffer = buffer_of(compilable=True)
+    buffer.extend(rows(10))
+    buffer.update_tensordict_priority(buffer.sample())
+    assert not buffer.sampler.takes_priorities and ProportionalSampler(10).takes_priorities

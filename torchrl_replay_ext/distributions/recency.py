@@ -1,0 +1,80 @@
+"""P falls geometrically with age (the idea of arXiv 2605.10236)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.compilation import is_traced, uniform
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+
+
+class Recency(Distribution):
+    """P(k) = (1 − q) q^k / (1 − q^N) for the ages k = 0, ..., N − 1 of the stored slots; q = 2^(−1 / half_life)."""
+
+    needs_order, takes_priorities, max_priority = True, False, math.inf
+
+    def __init__(self, log: WriteLog, priorities: Priorities, *, half_life: float):
+        self._log, self._lanes, self._half_life = log, log.layout.slots_per_step, half_life
+        self._tree = SumTree(log.layout.size, device=log.layout.device)  # mass 1 for each stored slot
+        if log.layout.for_graphs:
+            self._tree.prepare()
+        self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot behind the newest step
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        # if the storage does not know its position, a write to a full ring looks like a rewrite
+        if not rows.is_rewrite() or self._log.next_step() is None:
+            self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
+        self._tree.write(slots, torch.ones_like(slots))
+
+    def remove(self, slots: Tensor) -> None:
+        self._tree.write(slots, torch.zeros_like(slots))
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        raise NotImplementedError("Recency takes no priorities.")
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        total = self._tree.total()
+        if not is_traced() and not int(total):
+            raise RuntimeError("RecencySampler: no stored transition can be drawn; write to the buffer first.")
+        u = uniform(batch_size, device=total.device, generator=generator)
+        # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
+        rate = math.log(2) / self._half_life
+        age = -torch.log1p(u * torch.expm1(-rate * total.double())) / rate if rate else u * total
+        age = torch.minimum(age.to(torch.int64), total - 1)
+        rank = self._tree.prefix(self._end) - 1 - age
+        slots, mass = self._tree.find(rank + total * (rank < 0))
+        return Draw(slots, self._decay(age) * mass, self._decay(total - 1).clamp_min(2.0**-1022))  # not rounded to 0
+
+    def density(self, slots: Tensor) -> Tensor:
+        age = (self._tree.prefix(self._end) - 1 - self._tree.prefix(slots)) % self._tree.total().clamp_min(1)
+        return self._decay(age) * self._tree.get(slots)
+
+    def _decay(self, age: Tensor) -> Tensor:
+        return torch.exp2(-age.double() / self._half_life)
+
+    def reweight(self, slots: Tensor | None) -> None:
+        pass
+
+    def stored_slots(self) -> Tensor:
+        return self._log.stored_slots()
+
+    def clear(self) -> None:
+        self._tree.clear_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ring_end": self._end}
+
+    def rebuild(self) -> None:
+        self._tree.leaves[: len(self._log.generation)] = (self._log.generation > 0).to(torch.int64)
+        self._tree.rebuild_()
+
+    def check_valid(self) -> None:
+        self._tree.check_valid()
+        if not torch.equal(self._tree.leaves.nonzero(), self._log.generation.nonzero()):
+            raise AssertionError("Recency: the tree does not hold the stored slots")
