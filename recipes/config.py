@@ -18,7 +18,7 @@ OmegaConf.register_new_resolver("family", lambda env: env.split("/")[0], replace
 
 
 # Values of sampler.name: samplers that make_sampler of recipes.replay builds, ...
-PLAIN = ("uniform", "per", "rank", "reaper")
+PLAIN = ("uniform", "per", "rank", "reaper", "recency")
 # ... event tables, and samplers that draw batches of their own for the actor.
 EVENT_TABLES = ("sset", "sset_per")
 DECOUPLED = ("dper", "dper_uniform")

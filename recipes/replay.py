@@ -32,10 +32,11 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    RecencySampler,
 )
 
 # in the order of PLAIN
-_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler)
+_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler)
 SAMPLERS: dict[str, Callable[..., Sampler]] = dict(zip(PLAIN, _CLASSES, strict=True))
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
@@ -202,6 +203,8 @@ def make_sampler(
         prioritized = {"td_error": td_error, **keywords}
         if sampler is RandomSampler:
             return RandomSampler(**keywords)
+        if sampler is RecencySampler:
+            return RecencySampler(capacity, **keywords)
         if sampler is ReaPERSampler:
             prioritized = {"num_streams": num_envs, **prioritized}
         return sampler(capacity, **prioritized)

@@ -1,4 +1,4 @@
-"""Runs the examples of the docstrings and of the README."""
+"""Runs the examples of the docstrings and of the READMEs."""
 
 import doctest
 import importlib
@@ -11,7 +11,8 @@ import torch
 
 import torchrl_replay_ext
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, PACKAGE_README = ROOT / "README.md", ROOT / "torchrl_replay_ext" / "README.md"
 MODULES = [
     "torchrl_replay_ext",
     *sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")),
@@ -19,9 +20,9 @@ MODULES = [
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def readme_blocks(of_ray=False):
-    """Every block of Python in the README that needs Ray or not, with the number of its first line."""
-    text = README.read_text(encoding="utf-8")
+def readme_blocks(of_ray=False, readme=README):
+    """Every block of Python in a README that needs Ray or not, with the number of its first line."""
+    text = readme.read_text(encoding="utf-8")
     for match in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if ("RayReplayBuffer" in match[1]) != of_ray:
             continue
@@ -43,10 +44,23 @@ def test_docstring_examples_are_found():
 namespaces: list[dict[str, object]] = []
 
 
+def run(block, readme):
+    # kept, since graphs must not outlive the names they were made of
+    namespaces.append({"__name__": "__main__"})
+    exec(compile(block, str(readme), "exec"), namespaces[-1])
+
+
 # without any block, pytest skips it
 @pytest.mark.parametrize("block", list(readme_blocks()))
 def test_readme(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # kept, since graphs must not outlive the names they were made of
-    namespaces.append({"__name__": "__main__"})
-    exec(compile(block, str(README), "exec"), namespaces[-1])
+    run(block, README)
+
+
+@pytest.mark.parametrize("block", list(readme_blocks(readme=PACKAGE_README)))
+def test_readme_of_the_package(block):
+    run(block, PACKAGE_README)
+
+
+def test_the_readme_of_the_package_has_an_example():
+    assert list(readme_blocks(readme=PACKAGE_README))

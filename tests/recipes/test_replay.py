@@ -47,6 +47,15 @@ def test_the_actor_learns_from_batches_of_its_own(tmp_path, recipe, sampler):
     assert ("sampler/max_priority" in last) == ("uniform" not in sampler)
 
 
+@pytest.mark.parametrize("recipe", [dqn, td3, sac])
+def test_recent_transitions_are_drawn_more_often(tmp_path, recipe):
+    name = recipe.__name__.split(".")[-1]
+    assert recipe.train(configuration(name, "sampler=recency", "sampler.half_life=8"), tmp_path) == DONE
+    assert int(rows(tmp_path)[-1]["updates"]) > 0
+    with pytest.raises(ConfigError, match="half_life must be > 0"):
+        recipe.train(configuration(name, "sampler=recency", "sampler.half_life=0"), tmp_path / "wrong")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
 def test_in_one_graph(tmp_path):
