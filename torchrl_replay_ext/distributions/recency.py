@@ -17,17 +17,17 @@ from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowVie
 class Recency(Distribution):
     """P(k) = (1 − q) q^k / (1 − q^N) for the ages k = 0, ..., N − 1 of the stored slots; q = 2^(−1 / half_life)."""
 
-    needs_order, takes_priorities, max_priority = True, False, math.inf
+    needs_order, takes_priorities, max_priority = True, False, property(lambda self: math.inf)
 
     def __init__(self, log: WriteLog, priorities: Priorities, *, half_life: float):
         self._log, self._lanes, self._half_life = log, log.layout.slots_per_step, half_life
         self._tree = SumTree(log.layout.size, device=log.layout.device)  # mass 1 for each stored slot
+        self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot behind the newest step
         if log.layout.for_graphs:
             self._tree.prepare()
-        self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot behind the newest step
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        # if the storage does not know its position, a write to a full ring looks like a rewrite
+        # a ListStorage does not know its position: every write to a full one looks like a rewrite
         if not rows.is_rewrite() or self._log.next_step() is None:
             self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
         self._tree.write(slots, torch.ones_like(slots))
@@ -43,10 +43,10 @@ class Recency(Distribution):
         if not is_traced() and not int(total):
             raise RuntimeError("RecencySampler: no stored transition can be drawn; write to the buffer first.")
         u = uniform(batch_size, device=total.device, generator=generator)
-        # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
         rate = math.log(2) / self._half_life
-        age = -torch.log1p(u * torch.expm1(-rate * total.double())) / rate if rate else u * total
-        age = torch.minimum(age.to(torch.int64), total - 1)
+        # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
+        real = -torch.log1p(u * torch.expm1(-rate * total.double())) / rate if rate else u * total
+        age = torch.minimum(real.to(torch.int64), total - 1)
         rank = self._tree.prefix(self._end) - 1 - age
         slots, mass = self._tree.find(rank + total * (rank < 0))
         return Draw(slots, self._decay(age) * mass, self._decay(total - 1).clamp_min(2.0**-1022))  # not rounded to 0
@@ -76,5 +76,5 @@ class Recency(Distribution):
 
     def check_valid(self) -> None:
         self._tree.check_valid()
-        if not torch.equal(self._tree.leaves.nonzero(), self._log.generation.nonzero()):
+        if not torch.equal(self._tree.leaves.nonzero()[:, 0], self.stored_slots()):
             raise AssertionError("Recency: the tree does not hold the stored slots")
