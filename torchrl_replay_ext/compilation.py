@@ -12,7 +12,7 @@ from torch import Tensor
 
 _EXACT_BITS = 53
 # Modules whose objects hold state.
-_STATE = ("torchrl_replay_ext.annealing", "torchrl_replay_ext.core.", "torchrl_replay_ext.distributions.")
+_STATE = tuple(f"torchrl_replay_ext.{name}" for name in ("annealing", "core.", "distributions.", "samplers.slot_state"))
 
 
 def is_traced() -> bool:

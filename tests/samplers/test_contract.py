@@ -381,6 +381,58 @@ def test_a_state_of_an_earlier_version_is_refused_by_name():
     assert all(torch.equal(before[key], value) for key, value in buffer.sampler.state_dict().items())
 
 
+@pytest.mark.parametrize("make", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
+def test_a_checkpoint_may_be_loaded_into_a_buffer_in_use(make):
+    source, used = (buffer_of(make, capacity=20) for _ in range(2))
+    source.extend(rows(10, done=[9]))
+    used.extend(rows(6, done=[5]))
+    used.load_state_dict(source.state_dict())
+    used.sample()
+    assert used.sampler.stats()["num_items"] == 10
+    used.extend(rows(3))
+    used.sampler.check_valid()
+    assert used.sampler.stats()["num_items"] == len(used) == 13
+
+
+def test_an_exponent_that_does_not_fit_changes_nothing():
+    buffer = buffer_of()
+    buffer.extend(rows(4))
+    before = buffer.sampler.state_dict()
+    wrong = {**ReaPERSampler(10, alpha=0.9).state_dict(), "omega": torch.zeros(2), "storage_shape": torch.tensor([10])}
+    with pytest.raises(ValueError, match="omega has shape"):
+        buffer.sampler.load_state_dict(wrong)
+    assert all(torch.equal(before[key], value) for key, value in buffer.sampler.state_dict().items())
+
+
+def test_slices_with_anchors_wait_for_the_order_of_a_loaded_ring(tmp_path):
+    source = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=20)
+    for first in (0, 20):
+        data = rows(20 if first == 0 else 7)
+        data["number"] = torch.arange(first, first + len(data))
+        source.extend(data)
+    source.dumps(tmp_path)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=20)
+    buffer.loads(tmp_path)
+    anchors = ProportionalSampler(20)
+    buffer.set_sampler(TrajectoryRetraceSampler(20, slice_len=5, behaviour_keys=(), anchors=anchors))
+    buffer.sample()
+    data = rows(2)
+    data["number"] = torch.arange(27, 29)
+    buffer.extend(data)
+    for _ in range(20):
+        batch = buffer.sample().reshape(-1, 5)
+        follows = batch["number"][:, 1:] == batch["number"][:, :-1] + 1
+        assert bool((follows | ~batch["collector", "mask"][:, 1:]).all())
+
+
+def test_slices_with_anchors_take_in_a_filled_storage_as_new():
+    storage = LazyTensorStorage(20)
+    TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4).extend(rows(15))
+    sampler = TrajectoryRetraceSampler(20, slice_len=5, behaviour_keys=(), anchors=ProportionalSampler(20))
+    TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=5)
+    assert sampler.stats()["never_updated"] == 1
+
+
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("make", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
 def test_without_a_capacity_it_is_that_of_the_storage(make, ndim):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +10,14 @@ from torch import Tensor
 
 from torchrl_replay_ext.core.write_log import WriteLog
 
-# Draws that are remembered one by one; all of them are also counted, slot by slot, when that is needed.
-_REMEMBERED = 128
+# Draws that are remembered. A batch that has not come back after so many others is considered lost.
+_REMEMBERED = 256
 # So many rows are not equal to a batch, or part of one, by chance.
 _UNMISTAKABLE = 8
-# A batch that has not come back after so many draws is considered lost.
-_EXPIRY = 1024
+# Rows that a draw must contain on average, if several draws together contain all.
+_PER_DRAW = 4
+# Of so many draws that have not come back, the latest, rows are compared whether they are a copy.
+_COMPARED = 4
 
 
 @dataclass
@@ -46,14 +47,12 @@ class PendingDraws:
     TorchRL's own buffers hand back indices only. A batch may come back whole or split, shuffled, concatenated, twice,
     or after hundreds of others, and its slots may have been overwritten since. The rules:
 
-    * Rows that share the memory of one of the last draws (the whole batch, or a slice of it), or are a copy of the
+    * Rows that share the memory of one of the last 256 draws (the whole batch, or a slice of it), or are a copy of a
       whole batch, belong to that draw. They are late where their slots were written since.
-    * Other rows are attributed to draws if these can account for all of them: each slot as often as it was drawn and
-      has not come back. Then a row is late if a draw of its slot's earlier content has not come back, since it may
-      belong to that draw.
-    * Otherwise the caller has made up the index, and no row is late. The same holds for less than 8 rows, unless they
-      are a whole batch in another order, and for an index of all slots that hold something.
-    * A draw that has not come back after 1,024 others is considered lost.
+    * Other rows, at least 8 of them, are taken for parts of draws if one of the last 256 draws contains them all, or a
+      few of them together do. Then a row is late if a draw of its slot's earlier content has not come back: the row may
+      belong to that draw, and new content must not get an old TD error.
+    * Everything else is an index that the caller has made up, and so is an index in increasing order: no row is late.
 
     Args:
         log: the generations of the slots.
@@ -63,8 +62,6 @@ class PendingDraws:
         self._log = log
         self._draws: OrderedDict[int, _Draw] = OrderedDict()
         self._num_draws = 0
-        # of those that are remembered, how many have not come back
-        self._num_waiting = 0
         # Of each slot, made when first needed: the number of writes at its last draw (0: never drawn); the draws of its
         # present and of its earlier content that have not come back; the number of the last one of the latter.
         self._drawn_at: Tensor | None = None
@@ -73,40 +70,36 @@ class PendingDraws:
     def add(self, slots: Tensor, num_writes: int, *, comes_back: bool = True) -> None:
         """Remember a draw of ``slots`` [n], made after ``num_writes`` writes; whether an update is expected of it."""
         memory = _memory(slots)
-        if memory in self._draws or len(self._draws) >= 2 * _REMEMBERED:
-            self._count()
-            for key in [memory, *list(self._draws)[:_REMEMBERED]]:
-                forgotten = self._draws.pop(key, None)
-                self._num_waiting -= forgotten is not None and forgotten.waiting > 0
+        self._draws.pop(memory, None)
+        if len(self._draws) >= _REMEMBERED:
+            self._draws.popitem(last=False)
         self._num_draws += 1
-        self._num_waiting += comes_back
         self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if comes_back else 0)
 
-    def find(self, slots: Tensor, num_writes: int) -> _Draw | None:
-        """The draw that ``slots`` [n] are part of; None if that cannot be told.
+    def come_back(self, slots: Tensor) -> None:
+        """Note that ``slots`` [n] have come back together with their generations."""
+        draw = self._draws.get(_memory(slots))
+        if draw is not None:
+            draw.waiting -= slots.shape[0]
+
+    def judge(self, slots: Tensor, num_writes: int) -> tuple[bool, Tensor | None]:
+        """Whether ``slots`` [n], within range, were drawn; and which of them are late, bool [n], or None if none is.
 
         Args:
             slots: int64 [n].
             num_writes: the number of writes so far.
         """
-        return self._draws.get(_memory(slots)) or self._copied_draw(slots, num_writes)
-
-    def is_late(
-        self, slots: Tensor, draw: _Draw | None, num_writes: int, num_stored: Callable[[], int]
-    ) -> Tensor | None:
-        """Which rows of an update name content that was overwritten, bool [n]; None if none does.
-
-        Args:
-            slots: int64 [n], within range.
-            draw: the draw that they are part of, see :meth:`find`.
-            num_writes: the number of writes so far.
-            num_stored: counts the slots that hold something.
-        """
+        draw, is_drawn = self._draws.get(_memory(slots)), True
         if draw is None:
-            late = self._judge_by_slot(slots, num_stored)
-            return late if bool(late.any()) else None
+            attribute = self._attribute_few if len(slots) < _UNMISTAKABLE else self._attribute_many
+            draw, is_drawn = attribute(slots)
+        if not is_drawn:
+            return False, None
+        if draw is None:
+            late = self._judge_by_slot(slots)
+            return True, late if bool(late.any()) else None
         comes_back_again = draw.waiting <= 0
-        self.returned(draw, slots.shape[0])
+        draw.waiting -= slots.shape[0]
         late = None
         if draw.num_writes != num_writes:
             generation = self._log.generation.index_select(0, slots)
@@ -114,26 +107,38 @@ class PendingDraws:
         if draw.counted and not comes_back_again:
             self._age(slots)
             self._come_back(slots, torch.ones_like(slots, dtype=torch.bool) if late is None else ~late)
-        return late
+        return True, late
 
-    def _copied_draw(self, slots: Tensor, num_writes: int) -> _Draw | None:
-        """The remembered draw of which ``slots`` [n] are a copy, if there is one such draw only."""
-        if not self._draws:
-            return None
-        latest = next(reversed(self._draws.values()))
-        only_latest = self._num_waiting == 1 and latest.waiting > 0 and latest.num_writes == num_writes
-        if only_latest and torch.equal(latest.slots, slots):
-            return latest
-        equal = [draw for draw in self._draws.values() if torch.equal(draw.slots, slots)]
-        waiting = [draw for draw in equal if draw.waiting > 0]
-        if waiting:
-            return waiting[0] if len(waiting) == 1 else None
-        return equal[-1] if equal and len(slots) >= _UNMISTAKABLE else None
+    def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
+        """The draw of which a few ``slots`` [n] are a copy, if there is one; and whether they were drawn at all."""
+        waiting = [draw for draw in self._draws.values() if draw.waiting > 0 and len(draw.slots) == len(slots)]
+        equal = [draw for draw in waiting if torch.equal(draw.slots, slots)]
+        if len(equal) == 1:
+            return equal[0], True
+        order = slots.sort().values
+        return None, any(torch.equal(draw.slots.sort().values, order) for draw in waiting)
 
-    def returned(self, draw: _Draw, count: int) -> None:
-        """``count`` rows of ``draw`` have come back."""
-        self._num_waiting -= draw.waiting > 0 and draw.waiting <= count
-        draw.waiting -= count
+    def _attribute_many(self, slots: Tensor) -> tuple[_Draw | None, bool]:
+        """The draw of which many ``slots`` [n] are a copy, if there is one; and whether they were drawn at all."""
+        draws = list(self._draws.values())
+        waiting = [draw for draw in reversed(draws) if draw.waiting > 0]
+        for draw in waiting[:_COMPARED]:
+            if torch.equal(draw.slots, slots):
+                return draw, True
+        if not draws or (_is_increasing(slots) and not bool((draws[-1].slots.diff() >= 0).all())):
+            return None, False
+        inside = _membership(slots.unique(), draws).cpu()
+        containing = [draws[number] for number in inside.all(1).nonzero().flatten().tolist()]
+        # the latest that has not come back, or the latest
+        for draw in sorted(reversed(containing), key=lambda draw: draw.waiting <= 0):
+            if torch.equal(draw.slots, slots):
+                return draw, True
+        missing = torch.ones_like(inside[0])
+        for _ in range(1 + len(slots) // _PER_DRAW):
+            missing &= ~inside[int((inside & missing).sum(1).argmax())]
+            if not bool(missing.any()):
+                return None, True
+        return None, False
 
     def _count(self) -> None:
         """Add the draws that were not counted to the counts per slot."""
@@ -163,34 +168,21 @@ class PendingDraws:
         overwritten = self._drawn_at.index_select(0, slots) < self._log.generation.index_select(0, slots)
         present, earlier = self._present.index_select(0, slots), self._earlier.index_select(0, slots)
         since = self._earlier_draw.index_select(0, slots)
-        earlier = earlier * (self._num_draws - since <= _EXPIRY) + present * overwritten
+        earlier = earlier * (self._num_draws - since <= _REMEMBERED) + present * overwritten
         self._earlier_draw[slots] = torch.where(overwritten & (present > 0), self._num_draws, since)
         self._earlier[slots] = earlier
         self._present[slots] = present * ~overwritten
 
-    def _judge_by_slot(self, slots: Tensor, num_stored: Callable[[], int]) -> Tensor:
-        """Which rows of no known draw are late, bool [n]."""
-        nothing = torch.zeros_like(slots, dtype=torch.bool)
-        if len(slots) < _UNMISTAKABLE and not self._is_shuffled_draw(slots):
-            return nothing
+    def _judge_by_slot(self, slots: Tensor) -> Tensor:
+        """Which rows that belong to unknown draws are late, bool [n]."""
         self._count()
+        late = self._log.generation.index_select(0, slots) == 0
         if self._drawn_at is None:
-            return nothing
-        distinct, count = slots.unique(return_counts=True)
-        self._age(distinct)
-        waiting = self._present.index_select(0, distinct) + self._earlier.index_select(0, distinct)
-        if bool((count > waiting).any()) or len(distinct) == len(slots) == num_stored():
-            # no draws could give these rows, or these are all rows there are: the caller has made up the index
-            return nothing
-        is_gone = self._log.generation.index_select(0, slots) == 0
-        late = (self._earlier.index_select(0, slots) > 0) | is_gone
+            return late
+        self._age(slots)
+        late |= self._earlier.index_select(0, slots) > 0
         self._come_back(slots, torch.ones_like(late))
         return late
-
-    def _is_shuffled_draw(self, slots: Tensor) -> bool:
-        order = slots.sort().values
-        waiting = (draw.slots for draw in self._draws.values() if draw.waiting > 0 and len(draw.slots) == len(slots))
-        return any(torch.equal(drawn.sort().values, order) for drawn in waiting)
 
     def _come_back(self, slots: Tensor, is_present: Tensor) -> None:
         """Count rows that have come back: draws of the present content where ``is_present``, as long as there are any.
@@ -213,3 +205,18 @@ class PendingDraws:
             draw.num_writes = -1
         if self._drawn_at is not None:
             self._drawn_at.copy_(torch.where(self._drawn_at != 0, -1, 0))
+
+
+def _is_increasing(slots: Tensor) -> bool:
+    return bool((slots.diff() > 0).all())
+
+
+def _membership(distinct: Tensor, draws: list[_Draw]) -> Tensor:
+    """Which of ``draws`` contain each of ``distinct`` [n] slots, in increasing order; bool [draws, n]."""
+    slots = torch.cat([draw.slots for draw in draws])
+    lengths = torch.tensor([len(draw.slots) for draw in draws], device=slots.device)
+    number = torch.arange(len(draws), device=slots.device).repeat_interleave(lengths)
+    place = torch.searchsorted(distinct, slots).clamp_max(len(distinct) - 1)
+    found = torch.zeros(len(draws) * len(distinct), dtype=torch.int32, device=slots.device)
+    found.index_add_(0, number * len(distinct) + place, (distinct[place] == slots).to(torch.int32))
+    return (found > 0).view(len(draws), -1)

@@ -247,11 +247,11 @@ class WriteLog:
             "generation": self.generation,
             "num_writes": self.num_writes,
             "num_writes_at_clear": self._cleared_at,
-            "last_seen_step": self.last_seen_step,
         }
 
     def rebuild(self) -> None:
-        """Called after :meth:`tensors` were replaced."""
+        """Called after :meth:`tensors` were replaced: where the ring of the storage stands is not known."""
+        self.last_seen_step.fill_(_UNKNOWN)
         self._dirty.fill_(False)
         self.last_written_slots = None
 

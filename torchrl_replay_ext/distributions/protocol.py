@@ -67,6 +67,11 @@ class RowView(Protocol):
 class WriteObserver(ABC):
     """State that follows what is written to the slots of a buffer."""
 
+    # whether slots must be written in the order of the ring, one after the other
+    needs_order = False
+    # whether a gap between writes means that a write was interrupted, whoever writes
+    requires_sequential_writer = False
+
     @abstractmethod
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         """Slots were written.
@@ -116,10 +121,6 @@ class Distribution(WriteObserver):
     In graphs (``log.layout.for_graphs``) every method but :meth:`insert` must be free of branches on values.
     """
 
-    # whether slots must be written in the order of the ring, one after the other
-    needs_order = False
-    # whether a gap between writes means that a write was interrupted, whoever writes
-    requires_sequential_writer = False
     # whether slots are numbered in the order of time
     slots_in_ring_order = True
     # whether writes lose nothing by being part of a graph

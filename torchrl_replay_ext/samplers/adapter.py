@@ -141,7 +141,8 @@ class PrioritySampler(ShowsArguments, Sampler):
             if state is not None:
                 self.load_state_dict(state)
         self._shape, self._bound = layout.shape, storage
-        mark_static(vars(self))
+        # a distribution may be defined elsewhere
+        mark_static(vars(self), vars(self.distribution))
 
     def require_bound(self, storage: Storage | None) -> None:
         """A graph needs a storage and a sampler that exist already and keep nothing in Python."""
@@ -232,11 +233,12 @@ class PrioritySampler(ShowsArguments, Sampler):
                     "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
                 )
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
-        if density is None:
+        beta = self.hyperparameters.get("beta")
+        if density is None or beta is None:
             return slots, extras or {}
         if smallest is None:
             smallest = scalar(density.amin())
-        weight = (density / smallest).pow_(-self.hyperparameters["beta"].current())
+        weight = (density / smallest).pow_(-beta.current())
         if weight.dtype != torch.float32:
             weight = weight.to(torch.float32)
         if is_traced():
@@ -385,25 +387,29 @@ class PrioritySampler(ShowsArguments, Sampler):
         saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
         layout = saved_state.layout_of(name, state_dict, self.layout, self._shape, self.capacity)
         before = vars(self).copy()
-        if layout is None:
-            self.state.clear()
-        else:
+        if layout is not None:
             self._shape = layout.shape if layout.known else None
             if layout != self.layout:
                 self._set_up(layout)
-            try:
-                saved_state.require_shapes(name, state_dict, self.state.tensors())
-            except ValueError:
-                vars(self).clear()
-                vars(self).update(before)
-                raise
-        for key, tensor in self.state.tensors().items():
-            if layout is not None or key in self.distribution.settings:
-                tensor.copy_(state_dict[key])
+        tensors = self.state.tensors()
+        restored = tensors if layout is not None else {key: tensors[key] for key in self.distribution.settings}
+        try:
+            saved_state.require_shapes(name, state_dict, restored)
+            exponents = {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
+            saved_state.require_shapes(name, state_dict, exponents)
+        except ValueError:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+        if layout is None:
+            self.state.clear()
+        for key, tensor in restored.items():
+            tensor.copy_(state_dict[key])
         for key, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(state_dict[key])
         self.state.rebuild()
-        mark_static(vars(self))
+        # a distribution may be defined elsewhere
+        mark_static(vars(self), vars(self.distribution))
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""

@@ -45,9 +45,10 @@ def layout_of(
         ValueError: if the state is for another storage.
     """
     size = state["generation"].numel()
-    if size < current.size and int(state["num_writes"]) == int(state["num_writes_at_clear"]):
-        return None
     saved = tuple(state["storage_shape"].tolist()) or None
+    is_empty = int(state["num_writes"]) == int(state["num_writes_at_clear"])
+    if is_empty and (size < current.size or (saved is None and current.known)):
+        return None
     if shape is not None and saved not in (None, shape):
         raise ValueError(f"{call}: the state is for a storage of shape {saved}, not {shape}.")
     if capacity is not None and size < capacity:

@@ -90,6 +90,10 @@ class SlotState:
         """What follows the writes; observers first, since they may refuse rows."""
         return [*self.observers, self.distribution]
 
+    @property
+    def _needs_order(self) -> bool:
+        return any(part.needs_order for part in self._parts)
+
     def observe(self, make: MakeObserver) -> None:
         """Add state that follows the same writes."""
         self.observers.append(make(self.log))
@@ -105,8 +109,10 @@ class SlotState:
         hyperparameter = self._hyperparameters[name]
         before, saved = float(hyperparameter.value), hyperparameter.state()
         hyperparameter.set(value)
-        largest = max(self.priorities.largest.item(), self.priorities.of_slot.abs().max().item())
-        if name == "alpha" and largest > self.distribution.max_priority:
+        largest = 0.0
+        if name == "alpha":
+            largest = max(self.priorities.largest.item(), self.priorities.of_slot.abs().max().item())
+        if largest > self.distribution.max_priority:
             bound = hyperparameter.bound
             hyperparameter.load(saved)
             raise ValueError(
@@ -179,6 +185,7 @@ class SlotState:
             KeyError, TypeError, ValueError: if the rows do not fit; nothing is changed then.
         """
         self.recover(storage, slots)
+        self._accepting_parts = 0
         try:
             with self.log.transaction():
                 self._apply_write(slots, storage)
@@ -191,8 +198,8 @@ class SlotState:
 
     def _apply_write(self, slots: Tensor, storage: Storage | None) -> None:
         """A write of ``slots`` [n], of which the first may be overwritten by the last."""
-        last, log, distribution = _torchrl.last_step(storage), self.log, self.distribution
-        if distribution.needs_order and self._order_is_unknown and last is not None:
+        last, log = _torchrl.last_step(storage), self.log
+        if self._needs_order and self._order_is_unknown and last is not None:
             self.clear()
             log.mark_dirty()
         is_first = log.is_empty and not self.holds_only_rejected_write
@@ -205,8 +212,10 @@ class SlotState:
             self.remove(skipped)
         if slots.numel() > self.layout.num_slots:
             # some rows are overwritten by later rows of the same write; nothing from before is left either
+            self._accepting_parts = 1
             for part in self._parts:
                 part.before_full_overwrite()
+            self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
         self.insert(slots[-self.layout.num_slots :], storage)
         # only now: the write may have been refused
         log.see_step(end)
@@ -221,9 +230,11 @@ class SlotState:
         end, skipped = self.log.place_write(
             slots,
             last,
-            lambda: self.distribution.requires_sequential_writer or _torchrl.has_round_robin_writer(storage),
+            lambda: (
+                any(part.requires_sequential_writer for part in self._parts) or _torchrl.has_round_robin_writer(storage)
+            ),
         )
-        if end == OUT_OF_ORDER and self.distribution.needs_order:
+        if end == OUT_OF_ORDER and self._needs_order:
             raise ValueError(f"{self.owner}: slots must be written in turn; use a round-robin writer, the default.")
         return end, skipped
 
@@ -236,7 +247,6 @@ class SlotState:
             for part in self._parts:
                 part.insert(slots, self.priorities.largest, rows)
         else:
-            self._accepting_parts = 0
             try:
                 for part in self._parts:
                     part.insert(slots, self.priorities.largest, rows)
@@ -273,23 +283,19 @@ class SlotState:
         Raises:
             IndexError: if a slot is out of range, or holds nothing and was never drawn.
         """
-        num_writes = int(self.log.num_writes)
-        draw = self.pending.find(slots, num_writes)
-        generation = None if draw is not None and stamp is None else self._generation_in_range(slots)
-        if stamp is not None and generation is not None:
-            if draw is not None:
-                self.pending.returned(draw, len(slots))
-            late = generation != stamp.reshape(-1)
+        if stamp is not None:
+            self.pending.come_back(slots)
+            late = self._generation_in_range(slots) != stamp.reshape(-1)
             return late if bool(late.any()) else None
-        late = self.pending.is_late(slots, draw, num_writes, lambda: len(self.distribution.stored_slots()))
-        if generation is not None:
-            missing = generation == 0 if late is None else (generation == 0) & ~late
-            if bool(missing.any()):
-                raise IndexError(
-                    f"{self.owner}.update_priority: slot {int(slots[missing][0])} is out of range: nothing is "
-                    "stored there."
-                )
-        return late
+        is_drawn, late = self.pending.judge(slots, int(self.log.num_writes))
+        if is_drawn:
+            return late
+        missing = self._generation_in_range(slots) == 0
+        if bool(missing.any()):
+            raise IndexError(
+                f"{self.owner}.update_priority: slot {int(slots[missing][0])} is out of range: nothing is stored there."
+            )
+        return None
 
     def _generation_in_range(self, slots: Tensor) -> Tensor:
         name, layout = self.owner, self.layout

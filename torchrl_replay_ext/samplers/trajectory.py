@@ -24,6 +24,7 @@ from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import unravel
+from torchrl_replay_ext.samplers.td_errors import is_initialization
 
 MASK_KEY = ("collector", "mask")
 # Batches whose padded rows are remembered until their TD errors come back.
@@ -357,9 +358,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         if is_traced():
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return
+        if sampler.ready(storage) and is_initialization(priority, storage, sampler.state.priorities):
+            return
         if sampler.lacks_td_errors(priority, storage):
             return
-        sampler.ready(storage)
         slots, error = sampler.flat_slots(index), torch.as_tensor(priority)
         mask = self._real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
