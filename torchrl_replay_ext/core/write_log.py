@@ -82,7 +82,9 @@ class WriteLog:
         # always on the CPU, where reading is cheap: the number of writes at the last clear(), and the dirty flag
         self._cleared_at = torch.zeros((), dtype=torch.int64)
         self._dirty = torch.zeros((), dtype=torch.bool)
+        # the slots of the last write, and the memory of the index that announced them
         self.last_written_slots: Tensor | None = None
+        self._announced: int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -99,6 +101,22 @@ class WriteLog:
             self.last_written_slots = slots
         self.num_writes.add_(1)
         self.generation[slots] = self.num_writes
+
+    def announce(self, index: object) -> None:
+        """Note the index by which the last write was announced."""
+        self._announced = index.untyped_storage().data_ptr() if isinstance(index, Tensor) else None
+
+    def is_last_write(self, index: object, slots: Tensor) -> bool:
+        """Whether an update of ``index``, that is ``slots`` [n], names the rows of the last write; asked only once.
+
+        TorchRL's buffers hand on the TD errors that come with the data, by the index that has announced the write.
+        """
+        written, self.last_written_slots = self.last_written_slots, None
+        if written is None or written.shape != slots.shape:
+            return False
+        if isinstance(index, Tensor) and index.ndim and index.untyped_storage().data_ptr() != self._announced:
+            return False
+        return torch.equal(written, slots)
 
     def invalidate(self, slots: Tensor) -> None:
         """``slots`` [n] hold nothing until they are written again. Batches that were drawn before may be late now."""
@@ -262,4 +280,4 @@ class WriteLog:
 
     def __getstate__(self) -> dict[str, object]:
         # what was written last matters to this process only
-        return {**vars(self), "last_written_slots": None}
+        return {**vars(self), "last_written_slots": None, "_announced": None}

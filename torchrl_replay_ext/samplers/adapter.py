@@ -17,7 +17,6 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
 from torchrl_replay_ext.core.write_log import Layout
-from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_in_range, unravel
@@ -59,8 +58,6 @@ class PrioritySampler(ShowsArguments, Sampler):
     _shape: tuple[int, ...] | None = None
     # whether this is a copy in a process that was spawned, whose tensors are shared with the learner's
     _is_spawned = False
-    # the memory of the index of the last write
-    _announced: int | None = None
 
     def __init__(
         self,
@@ -91,21 +88,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Make empty state for ``layout``."""
         arguments = self._make_observers, self.hyperparameters, self._priority_arguments
         self.state = SlotState(type(self).__name__, layout, self.make, *arguments)
-
-    @property
-    def layout(self) -> Layout:
-        """The slots of the buffer."""
-        return self.state.layout
-
-    @property
-    def distribution(self) -> Distribution:
-        """How likely each slot is."""
-        return self.state.distribution
-
-    @property
-    def observers(self) -> list[WriteObserver]:
-        """What follows the writes beside the distribution."""
-        return self.state.observers
+        self.layout, self.distribution = layout, self.state.distribution
 
     def observe(self, make: MakeObserver) -> None:
         """Add state that follows the same writes, in the same log. It is saved and restored with the sampler."""
@@ -153,10 +136,8 @@ class PrioritySampler(ShowsArguments, Sampler):
                 "outside the compiled function: it sets up storage and sampler."
             )
         if not self.layout.for_graphs:
-            kind = type(storage).__name__
-            raise TypeError(
-                f"{name}: {kind} cannot be compiled; use CompilableReplayBuffer with CompilableTensorStorage."
-            )
+            other = f"{name}: {type(storage).__name__} cannot be compiled"
+            raise TypeError(f"{other}; use CompilableReplayBuffer with CompilableTensorStorage.")
 
     def ready(self, storage: Storage | None) -> bool:
         """Bring the state up to date with the storage, outside graphs. True if what it held was taken in just now."""
@@ -187,8 +168,8 @@ class PrioritySampler(ShowsArguments, Sampler):
                 require_in_range(name, slots, self.layout.num_slots, self.layout.shape)
         if not slots.numel():
             return
-        self._announced = index.untyped_storage().data_ptr() if isinstance(index, Tensor) else None
         self.state.write(slots, storage)
+        self.state.log.announce(index)
 
     # --- draws
 
@@ -208,8 +189,8 @@ class PrioritySampler(ShowsArguments, Sampler):
         slots, info = self.draw(storage, batch_size)
         if self.layout.for_graphs:
             info[STAMP_KEY] = self.state.generation(slots)
-        if self.distribution.takes_priorities and not is_traced():
-            self.remember_draw(slots)
+        if self.takes_priorities and not is_traced():
+            self.state.remember_draw(slots)
         return unravel(slots, self.layout.shape), info
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
@@ -244,10 +225,6 @@ class PrioritySampler(ShowsArguments, Sampler):
         if is_traced():
             weight = torch.where(density > 0, weight, 0.0)
         return slots, {"priority_weight": weight, **(extras or {})}
-
-    def remember_draw(self, slots: Tensor, *, comes_back: bool = True) -> None:
-        """Remember that ``slots`` [n] were handed out, and whether TD errors are expected of them."""
-        self.state.pending.add(slots, int(self.state.log.num_writes), comes_back=comes_back)
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""
@@ -318,21 +295,12 @@ class PrioritySampler(ShowsArguments, Sampler):
         if not len(slots) or self.lacks_td_errors(priority, storage):
             return
         largest = largest_td_error(name, error, slots, state.priorities, self.distribution.max_priority)
-        is_own_write = self._is_last_write(index, slots)
+        is_own_write = state.log.is_last_write(index, slots)
         # TensorDictReplayBuffer.add() sends the default back for a transition without a TD error
         if is_own_write and torch.as_tensor(index).ndim == 0 and state.priorities.is_default(largest):
             return
         late = None if is_own_write else state.late_rows(slots, stamp)
         state.update(slots, error, late, largest)
-
-    def _is_last_write(self, index: Any, slots: Tensor) -> bool:
-        """Whether these are the TD errors that came with the rows of the last write, which its buffer hands on."""
-        written, self.state.log.last_written_slots = self.state.log.last_written_slots, None
-        if written is None or written.shape != slots.shape:
-            return False
-        if isinstance(index, Tensor) and index.ndim and index.untyped_storage().data_ptr() != self._announced:
-            return False
-        return torch.equal(written, slots)
 
     # --- inspection and state
 
@@ -354,7 +322,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         negative, not finite or too large (elsewhere an error), in TorchRL's TensorDictReplayBuffer because the sample
         had no entry ``priority_key`` (an error in CompilableReplayBuffer). And each hyperparameter's current value.
 
-        A TensorDict prints shapes. To print the numbers, use ``to_dict()``.
+        To print the numbers, use ``to_dict()``: a TensorDict prints shapes.
 
         Examples:
             >>> from torchrl_replay_ext import ProportionalSampler
@@ -424,8 +392,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         # the storage comes with the buffer
-        own = {"_bound": None, "_announced": None}
-        return {**super().__getstate__(), **own, "_is_spawned": get_spawning_popen() is not None}
+        return {**super().__getstate__(), "_bound": None, "_is_spawned": get_spawning_popen() is not None}
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={float(h.value):g}" for name, h in self.hyperparameters.items())

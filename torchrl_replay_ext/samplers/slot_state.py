@@ -268,6 +268,10 @@ class SlotState:
 
     # --- updates
 
+    def remember_draw(self, slots: Tensor, *, comes_back: bool = True) -> None:
+        """Remember that ``slots`` [n] were handed out, and whether TD errors are expected of them."""
+        self.pending.add(slots, int(self.log.num_writes), comes_back=comes_back)
+
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 where nothing is stored."""
         return gather_in_bounds(self.log.generation, slots)

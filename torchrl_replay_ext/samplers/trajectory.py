@@ -187,7 +187,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
     @property
     def _starts(self) -> SliceStarts:
-        starts = self._sampler.observers[-1] if self._is_prioritized else self._sampler.distribution
+        starts = self._sampler.state.observers[-1] if self._is_prioritized else self._sampler.distribution
         assert isinstance(starts, SliceStarts)
         return starts
 
@@ -290,7 +290,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
             if not is_traced():
                 # the newest rows are drawn by nobody, and seldom come back
-                self._sampler.remember_draw(slots, comes_back=drawn is not None)
+                self._sampler.state.remember_draw(slots, comes_back=drawn is not None)
                 self._masks[_memory(slots)] = (slots, mask)
                 if len(self._masks) > _REMEMBERED:
                     self._masks.popitem(last=False)
