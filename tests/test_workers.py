@@ -61,7 +61,7 @@ class SideBySide(Sampler):
             sampler._empty()
 
     def update_priority(self, index, priority, *, storage=None, **_):
-        """Called with the locks of the buffer, which nobody writes to meanwhile."""
+        """Called while the locks of the buffer are held, so that there are no writes."""
         self.locked()
 
 

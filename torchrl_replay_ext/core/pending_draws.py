@@ -16,7 +16,7 @@ _REMEMBERED = 256
 _UNMISTAKABLE = 8
 # Rows that a draw must contain on average, if several draws together contain all.
 _PER_DRAW = 4
-# Of so many draws that have not come back, the latest, rows are compared whether they are a copy.
+# How many of the latest draws that have not come back are compared with an update first.
 _COMPARED = 4
 
 

@@ -145,7 +145,7 @@ class Priorities:
         """Raise AssertionError if parts of the state contradict each other or ``generation`` [size]. O(N)."""
         if bool(((generation == 0) & (self.of_slot != 0)).any()):
             raise AssertionError("Priorities: a slot that holds nothing has a priority")
-        # those of new transitions are what was the largest when they were written
+        # a new transition has the largest priority of the time when it was written
         if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):
             raise AssertionError("Priorities: a priority is larger than the largest so far")
         if self._updated is not None:

@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 
 
 class WriteLog:
-    """The only owner of the ring position, the generations of slots, and the dirty flag.
+    """Owns what a sampler knows about writes: the ring position, the generations of slots, and the dirty flag.
 
     Each write has a number, counted from 1. The generation of a slot is the number of the write that filled it; 0 means
     that the slot holds nothing. Numbers are never used twice, not even after the buffer was emptied.
@@ -279,5 +279,5 @@ class WriteLog:
             raise AssertionError("WriteLog: a slot was written after the last write")
 
     def __getstate__(self) -> dict[str, object]:
-        # what was written last matters to this process only
+        # only the process that wrote them hands on the TD errors of the last rows
         return {**vars(self), "last_written_slots": None, "_announced": None}

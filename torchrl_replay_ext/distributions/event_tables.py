@@ -301,7 +301,7 @@ class EventTableMixture(Distribution):
     ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
         """A draw where all entries of a table are alike and none is dead: slots, tables, p(i), and η_k / |B_k|.
 
-        Then no tree is needed, and outside graphs most is done on numbers: this takes half the time.
+        No tree is needed then, and outside graphs most steps use Python numbers, which takes half the time.
         """
         runs = self._tables.runs()
         if runs is None or self._has_holes():

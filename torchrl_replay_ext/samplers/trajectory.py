@@ -289,7 +289,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 # no write has the number of a padded row
                 info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
             if not is_traced():
-                # the newest rows are drawn by nobody, and seldom come back
+                # the batch of newest() was not drawn, and no TD errors are expected of it
                 self._sampler.state.remember_draw(slots, comes_back=drawn is not None)
                 self._masks[_memory(slots)] = (slots, mask)
                 if len(self._masks) > _REMEMBERED:
