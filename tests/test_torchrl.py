@@ -40,6 +40,7 @@ READ = {
         "_batch_size",
         "_collate_fn",
         "_prefetch",
+        "_replay_lock",
         "_rng",
         "_sample_unit",
         "_sampler",

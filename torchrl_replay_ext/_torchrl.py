@@ -8,6 +8,7 @@ that are read here, and fails if a release of TorchRL drops one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ def attached_buffers(storage: Any) -> list[Any]:
     """The buffers that read from this storage or write to it."""
     # the list itself: torch.compile does not trace the property that returns it
     return storage._attached_entities_list
+
+
+def exclusive(storage: Any) -> ExitStack:
+    """Holds the locks under which the buffers of this storage write, draw and update, also in other threads."""
+    locks = ExitStack()
+    for buffer in attached_buffers(storage) if isinstance(storage, Storage) else ():
+        locks.enter_context(getattr(buffer, "_replay_lock", None) or ExitStack())
+    return locks
 
 
 def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batch_size: torch.Size) -> Any:

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -585,6 +587,38 @@ def test_batches_drawn_ahead_hold_what_was_stored(name):
                 used.buffer.update_tensordict_priority(batch)
     used.buffer.synchronize()
     used.buffer.sampler.check_valid()
+
+
+@every_sampler
+def test_inspection_waits_for_a_draw_of_another_thread(name):
+    """With ``prefetch``, draws run in other threads; some inspection changes state, such as the order of ranks."""
+    used = driven(name)
+    buffer, sampler = used.buffer, used.sampler
+    storage, is_drawing, may_go_on = buffer.storage, threading.Event(), threading.Event()
+    get = storage.get
+
+    def slow_get(index):
+        is_drawing.set()
+        assert may_go_on.wait(60)
+        return get(index)
+
+    storage.get = slow_get
+    draw = threading.Thread(target=lambda: buffer.sample(used.batch_size()))
+    draw.start()
+    assert is_drawing.wait(60)
+    uses = [sampler.stats, sampler.check_valid, sampler.state_dict, lambda: sampler.probabilities(storage)]
+    if used.sampler_has_tables:
+        uses.append(lambda: setattr(sampler, "eta", sampler.eta))
+    waiting = [threading.Thread(target=use) for use in uses]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    still_waiting = [thread.is_alive() for thread in waiting]
+    may_go_on.set()
+    for thread in (draw, *waiting):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert all(still_waiting)
 
 
 def test_small_checks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, get_args
@@ -143,33 +144,31 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Bring the state up to date with the storage, outside graphs. True if what it held was taken in just now."""
         self.bind(storage)
         self.state.discard_unseen_writes(storage)
-        if storage is not None and self.state.log.is_empty and _torchrl.length(storage):
-            self.state.ingest(storage)
-            return True
-        return False
+        if storage is None or not self.state.log.is_empty or not _torchrl.length(storage):
+            return False
+        self.state.ingest(storage)
+        return True
 
     # --- writes
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Called by the writer for slots just written: gives them the priority of new transitions."""
-        name = type(self).__name__
         if is_traced():
             self.require_bound(storage)
-            slots = flat_slots(name, index, self.layout)
+            slots = self.flat_slots(index)
             self.state.insert(slots[-self.layout.num_slots :], storage)
             self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
-        slots = flat_slots(name, index, self.layout)
+        slots = self.flat_slots(index)
         if len(self.layout.shape) == 1:
             # TensorDictMaxValueWriter marks what it did not store by -1
             slots = slots[slots >= 0]
             if slots.numel():
-                require_in_range(name, slots, self.layout.num_slots, self.layout.shape)
-        if not slots.numel():
-            return
-        self.state.write(slots, storage)
-        self.state.log.announce(index)
+                require_in_range(type(self).__name__, slots, self.layout.num_slots, self.layout.shape)
+        if slots.numel():
+            self.state.write(slots, storage)
+            self.state.log.announce(index)
 
     # --- draws
 
@@ -201,13 +200,9 @@ class PrioritySampler(ShowsArguments, Sampler):
         if is_traced():
             self.require_bound(storage)
         else:
-            if storage is not self._bound:
-                self.bind(storage)
-            self.state.discard_unseen_writes(storage)
+            self.ready(storage)
             if self.state.log.is_empty:
-                if not _torchrl.length(storage):
-                    raise RuntimeError(f"{name}: cannot sample from an empty storage.")
-                self.state.ingest(storage)
+                raise RuntimeError(f"{name}: cannot sample from an empty storage.")
             if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
                 raise ValueError(
                     f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
@@ -304,11 +299,16 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     # --- inspection and state
 
+    def exclusive(self) -> ExitStack:
+        """Keeps other threads from drawing (``prefetch``), writing and updating."""
+        return _torchrl.exclusive(self._bound)
+
     def probabilities(self, storage: Storage) -> Tensor:
         """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
-        self.bind(storage)
-        self.state.discard_unseen_writes(storage)
-        density = self.distribution.density(torch.arange(_torchrl.length(storage), device=self.layout.device))
+        with _torchrl.exclusive(storage):
+            self.bind(storage)
+            self.state.discard_unseen_writes(storage)
+            density = self.distribution.density(torch.arange(_torchrl.length(storage), device=self.layout.device))
         return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
     def stats(self) -> TensorDict:
@@ -331,23 +331,24 @@ class PrioritySampler(ShowsArguments, Sampler):
              'priority_max': 1.0, 'never_updated': 0.0, 'max_priority': 1.0, 'dropped_updates': 0.0,
              'rejected_updates': 0.0, 'alpha': 0.6, 'beta': 0.4}
         """
-        self.state.recover(self._bound)
-        values = self.state.stats()
-        device = self.layout.device
-        scalars = {key: value.to(device, torch.float32).reshape(()) for key, value in values.items()}
-        return TensorDict(scalars, device=device)
+        with self.exclusive():
+            self.state.recover(self._bound)
+            values = self.state.stats()
+        scalars = {key: value.to(self.layout.device, torch.float32).reshape(()) for key, value in values.items()}
+        return TensorDict(scalars, device=self.layout.device)
 
     def check_valid(self) -> None:
         """Raise AssertionError if parts of the state contradict each other. O(N)."""
-        self.state.check_valid()
+        with self.exclusive():
+            self.state.check_valid()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on, as tensors."""
-        self.state.recover(self._bound)
-        state = {key: value.clone() for key, value in self.state.tensors().items()}
-        state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
-        state["storage_shape"] = torch.tensor(self._shape or (), dtype=torch.int64)
-        return state
+        with self.exclusive():
+            self.state.recover(self._bound)
+            state = {key: value.clone() for key, value in self.state.tensors().items()}
+            state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
+        return state | {"storage_shape": torch.tensor(self._shape or (), dtype=torch.int64)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
@@ -376,7 +377,6 @@ class PrioritySampler(ShowsArguments, Sampler):
         for key, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(state_dict[key])
         self.state.rebuild()
-        # a distribution may be defined elsewhere
         mark_static(vars(self), vars(self.distribution))
 
     def dumps(self, path: str | Path) -> None:
@@ -396,5 +396,5 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={float(h.value):g}" for name, h in self.hyperparameters.items())
-        td_error = self._priority_arguments["td_error"]
-        return f"{type(self).__name__}(capacity={self.capacity}, {values}, td_error={td_error!r})"
+        values += f", td_error={self._priority_arguments['td_error']!r}"
+        return f"{type(self).__name__}(capacity={self.capacity}, {values})"

@@ -284,10 +284,11 @@ class EventTableSampler(PrioritySampler):
 
     @eta.setter
     def eta(self, value: Mapping[str, float | Anneal]) -> None:
-        before = self._shares.current.clone()
-        self._shares.set(value)
-        if self._correction == "priority" and not torch.equal(before, self._shares.current):
-            self.state.reweight()
+        with self.exclusive():
+            before = self._shares.current.clone()
+            self._shares.set(value)
+            if self._correction == "priority" and not torch.equal(before, self._shares.current):
+                self.state.reweight()
 
     @property
     def event_share(self) -> float:
@@ -302,7 +303,8 @@ class EventTableSampler(PrioritySampler):
         """Rank-based: bring the ranks up to date; needed only where nothing is written or drawn outside of graphs."""
         distribution = self.distribution
         assert isinstance(distribution, EventTableMixture)
-        distribution.sort()
+        with self.exclusive():
+            distribution.sort()
 
 
 def _reliability(settings: dict[str, Any], hyperparameters: dict[str, Hyperparameter]) -> partial[Reliability]:

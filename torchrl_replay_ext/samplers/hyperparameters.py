@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -35,6 +36,10 @@ class HasHyperparameters(Protocol):
     hyperparameters: dict[str, Hyperparameter]
     state: SlotState
 
+    def exclusive(self) -> ExitStack:
+        """Keeps other threads from drawing, writing and updating."""
+        ...
+
 
 class exponent:
     """A hyperparameter of a sampler as an attribute: reads its value, assigns a number or schedule."""
@@ -50,7 +55,8 @@ class exponent:
 
     def __set__(self, sampler: HasHyperparameters, value: float | Tensor | Anneal) -> None:
         self._require(sampler)
-        sampler.state.set_hyperparameter(self._name, value)
+        with sampler.exclusive():
+            sampler.state.set_hyperparameter(self._name, value)
 
     def _require(self, sampler: HasHyperparameters) -> None:
         if self._name not in sampler.hyperparameters:

@@ -107,4 +107,5 @@ class RankBasedSampler(PrioritySampler):
         """Bring the order up to date; O(N log N). Needed only where all writes are part of a graph."""
         distribution = self.distribution
         assert isinstance(distribution, RankBased)
-        distribution.sort()
+        with self.exclusive():
+            distribution.sort()

@@ -394,7 +394,8 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         that broke off without an end, and those that were too many for ``num_streams`` in a compiled step, which cannot
         raise. And those of the anchors' sampler.
         """
-        ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}
+        with self._sampler.exclusive():
+            ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}
         ours = TensorDict(ours, device=self._sampler.layout.device)
         return self._sampler.stats().update(ours) if self._is_prioritized else ours
 
