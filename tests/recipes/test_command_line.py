@@ -143,7 +143,7 @@ def test_help_explains_every_option_and_lists_games_on_request(monkeypatch, caps
     text = shown("sampler=sset", "env=threerooms")
     for option in (
         "  seed=1\n",
-        "  num_threads=1               of torch: more threads slow such small networks down\n",
+        "  num_threads=1               CPU threads of torch, 1 to 1024; more than 1 slow such small networks down\n",
         "dqn.gradient_steps=",
         "sampler.retention=pinned",
         "env.reward_threshold=",
