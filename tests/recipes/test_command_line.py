@@ -142,7 +142,7 @@ def test_help_explains_every_option_and_lists_games_on_request(monkeypatch, caps
 
     text = shown("sampler=sset", "env=threerooms")
     for option in (
-        "  seed=1\n",
+        "  seed=1                      seed of environments, networks and sampling, in [0, 2^31)\n",
         "  num_threads=1               CPU threads of torch, 1 to 1024; more than 1 slow such small networks down\n",
         "dqn.gradient_steps=",
         "sampler.retention=pinned",
