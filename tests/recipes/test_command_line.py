@@ -67,7 +67,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn env.nmae=x", "did you mean name?"),
         ("dqn sampler.beta.strat=.4", "sampler.beta has no key strat; did you mean start?"),
         ("dqn seed.x=3", "seed is a value and has no keys"),
-        ("dqn sampler.num_streams=4", "a keyword that its file does not list is added with +sampler.num_streams=4"),
+        ("dqn sampler.num_streams=4", "add a keyword that the file does not list with +sampler.num_streams=4"),
         ("dqn env.truncation=terminal", "write +env.truncation=terminal"),
         ("dqn sampler=reapr", "did you mean reaper?"),
         ("dqn logger=tensorbord", "did you mean tensorboard?"),

@@ -37,7 +37,7 @@ composer = Composer("distributed", distributed.Config, TINY)
         ("num_collectors=0", "num_collectors=0: must be >= 1"),
         ("prefetch=17", r"prefetch=17: must be in \[0, 16\]"),
         ("+compile=true", "compile=true: the buffer is in another process"),
-        ("dqn.cagrad=0.5", "dqn.cagrad=0.5: not here"),
+        ("dqn.cagrad=0.5", "dqn.cagrad=0.5: recipes.distributed does not support it"),
         ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
     ],
 )

@@ -129,7 +129,7 @@ def test_ratio_of_means():
         ("draws=1", "draws=1: must be >= 2"),
         ("seed=-1", "seed=-1: must be >= 0"),
         ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
-        ("num_candidates=[]", "num_candidates=[]: name at least one"),
+        ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
         ("granularity=[row]", "granularity must be one of batch, group, transition"),
         ("granularity=batch", "granularity"),
         ("+beta=1", "Key 'beta' not in 'Config'"),

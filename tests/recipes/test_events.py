@@ -203,7 +203,7 @@ def test_priorities_by_reliability_know_the_environments():
     ("words", "message"),
     [
         ("env=cartpole", "sampler=sset: env=cartpole has no events; "),
-        ("env.events.done.eta=0.9", "env.events: their eta sum to 1.15, must be <= 1"),
+        ("env.events.done.eta=0.9", "env.events: the sum of all eta is 1.15, must be <= 1"),
         ("env.events.done.eta=-1", "env.events.done.eta=-1.0: must be in [0, 1]"),
         ("env.events.done.history=0", "env.events.done.history=0: must be >= 1"),
         (
@@ -229,7 +229,7 @@ def test_priorities_by_reliability_know_the_environments():
         ("dqn.target_update_interval=9", "dqn.tau=0.01: one of it and dqn.target_update_interval=9 must be null"),
         ("dqn.loss_function=l3", "dqn.loss_function=l3: choose smooth_l1, l2"),
         ("dqn.cagrad=1", "dqn.cagrad=1.0: must be in [0, 1)"),
-        ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables, sampler=sset or sset_per"),
+        ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables; use sampler=sset or sset_per"),
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, words, message):
