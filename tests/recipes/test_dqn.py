@@ -169,7 +169,7 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     run_dir.mkdir(), whole.mkdir()
     monkeypatch.setattr(training, "evaluate", interrupt)
     assert dqn.train(configuration(), run_dir) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={run_dir}\n"
+    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
     monkeypatch.setattr(training, "evaluate", evaluate)
     first = rows(run_dir)
     assert dqn.train(resumed(run_dir), run_dir) == DONE
@@ -209,7 +209,7 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
     monkeypatch.setattr(VectorCollector, "load_state_dict", load_but_one)
     monkeypatch.setattr(training, "end_last_episodes", spy)
     assert dqn.train(resumed(tmp_path), tmp_path) == DONE
-    assert "1 of 4 environments cannot be brought back to where they were" in capsys.readouterr().err
+    assert "the state of 1 of 4 environments cannot be restored" in capsys.readouterr().err
     assert ended in ([([2], 1)], [([2], 0)])  # the last step may have ended it
 
 

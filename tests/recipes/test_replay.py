@@ -69,9 +69,9 @@ def test_in_one_graph(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        (dqn, ["sampler=dper"], "there is no actor here"),
+        (dqn, ["sampler=dper"], "this recipe has no actor"),
         (td3, ["sampler=dper", "sampler.num_candidates=0"], "num_candidates must be an integer >= 1"),
-        (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler of its own"),
+        (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler, for example"),
         (td3, ["sampler=dper", "sampler.critic={name:magic}"], "sampler.name=magic: choose"),
         (sac, ["sampler=dper", "+sampler.magic=1"], "magic"),
         (td3, ["sampler=dper", "sampler.critic={name:sset}"], "env=pendulum has no events"),
