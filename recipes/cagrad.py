@@ -13,7 +13,7 @@ MOST_GRADIENTS = 12
 
 
 def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) -> Tensor:
-    """The update that most improves the loss that improves least, within a ball around the average gradient.
+    """The update that maximizes the smallest improvement over all losses, in a ball around the average gradient.
 
         d = argmax min_i <g_i, d>  subject to  ||d - g_0|| <= c ||g_0||,   g_0 = mean_i g_i
 

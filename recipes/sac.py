@@ -56,9 +56,7 @@ def make_actor(policy: nn.Module) -> ProbabilisticActor:
         TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         distribution_class=TanhNormal,
-        distribution_kwargs={
-            "safe_tanh": False
-        },  # clamping is needed only to invert tanh; the loss has the pre-tanh values
+        distribution_kwargs={"safe_tanh": False},  # needed only to invert tanh, which the loss does not do
         return_log_prob=True,
     )
 

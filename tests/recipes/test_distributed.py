@@ -201,7 +201,7 @@ def test_too_few_cpus(monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     with (
-        pytest.raises(ConfigError, match="num_collectors=2: with the buffer that takes 3 CPUs, the cluster has 2"),
+        pytest.raises(ConfigError, match="num_collectors=2: collectors and buffer need 3 CPUs, the cluster has 2"),
         remote.runtime("auto", 3),
     ):
         pass

@@ -170,7 +170,7 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
             record.write({"env_steps": step, "loss": 0.25})
         with pytest.raises(OSError, match="No space left"):
             record.flush()
-    assert "No space left on device; 2 rows wait to be written\n" in capsys.readouterr().err
+    assert "No space left on device; 2 rows are kept and written later\n" in capsys.readouterr().err
     assert [row["env_steps"] for row in rows(tmp_path)] == ["1"]
     record.write({"env_steps": 4, "loss": 0.125})
     assert [row["env_steps"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
