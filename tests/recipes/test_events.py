@@ -214,7 +214,7 @@ def test_priorities_by_reliability_know_the_environments():
         ("env.events.done.history=50", "history=50, more than the 38 transitions"),
         (
             "+env.events.at_lava={history: 1, eta: 0.1}",
-            "env.events: the info of recipes.envs:TwoRooms-v0 has no flag at_lava; its flags are at_gap, done, near_goal",
+            "env.events: the info of recipes.envs:TwoRooms-v0 has no flag at_lava; its flags are at_gap, done",
         ),
         ("+env.options.size=9", "env.id=recipes.envs:TwoRooms-v0: "),
         ("env.options.shaping=none", "must be one of None, 'gap'"),

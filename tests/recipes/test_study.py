@@ -160,7 +160,7 @@ def test_interrupted(tmp_path, processes, monkeypatch, capsys):
 
     monkeypatch.setattr(FakeRun, "wait", interrupting)
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1", "workers=1"), tmp_path) == INTERRUPTED
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "repeat the command to continue" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plot", f"study={tmp_path}"])
     with pytest.raises(SystemExit) as exit_:
         plot.main()
-    assert exit_.value.code == 2 and "python -m recipes.study makes it" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "python -m recipes.study writes it" in capsys.readouterr().err
 
 
 def test_published_studies_can_be_drawn(tmp_path):
