@@ -153,7 +153,7 @@ def test_runs_that_do_not_serve(tmp_path, run_dir):
     words = [f"td3.{word}" for word in TINY if not word.startswith("batch_size")]
     assert td3.train(composed("td3", *words, "td3.batch_size=8"), small) == DONE
     for path, message in (
-        (other, f"run={other}: its config.yaml is not one of recipes.td3"),
+        (other, f"run={other}: not a run of recipes.td3"),
         (without, f"run={without}: no checkpoint.zip there"),
         (small, "actor's batch_size is 8, group_size=16 must divide it"),
     ):
