@@ -61,7 +61,7 @@ class Rooms(gymnasium.Env):
     The paper only says that distances are normalised; φ = 1 - d / max d increases towards the target and is in [0, 1],
     like the potential of the gap. In terminal states φ = 0 (Grzes, 2017). The discounted sum of F over an episode of T
     steps is γ^T φ(s_T) - φ(s_0). Only if the first term is 0 is this sum the same for all policies, so that optimal
-    policies stay optimal. A state at a time limit is not terminal: the target bootstraps from it, and φ keeps its value.
+    policies stay optimal. A state at a time limit is not terminal: targets bootstrap from it, and φ keeps its value.
 
     Args:
         rewards: (goal, step), the rewards of a step that reaches the goal and of any other step. Default: (1, -0.1).
