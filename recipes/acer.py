@@ -25,8 +25,7 @@ progress.csv has one row per evaluation, with the columns
     return_0, return_1 ... return of each episode
     human_normalized       return_mean scaled to 0 for random actions and 1 for humans (Atari games with known scores)
     training_return        mean return of the last 100 training episodes, played with sampled actions
-    loss_...               losses (loss_qvalue and loss_value are the critic's); means over the updates since the
-                           previous row, as for the next five columns
+    loss_...               losses; loss_qvalue and loss_value are the critic's
     entropy                entropy of the policy
     kl                     divergence of the average policy from the current policy, in nats
     rho                    truncated importance weights
@@ -34,6 +33,8 @@ progress.csv has one row per evaluation, with the columns
     tr_active              share of steps that the trust region changed
     wall_time              seconds, including the time before a resume
     sampler/...            scalars of the sampler's stats()
+
+Columns from loss_... to tr_active are means over the updates since the previous row.
 """
 
 if __name__ == "__main__":

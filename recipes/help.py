@@ -26,7 +26,10 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
     """
     if "atari" in words and atari_note(recipe):
         return _wrapped("", "env=atari/<game>, where <game> is one of: " + ", ".join(GAMES))
-    parts = [_description(recipe), f"Options of python -m recipes.{recipe}, as key=value, with their defaults:"]
+    parts = [
+        _description(recipe),
+        f"Options of python -m recipes.{recipe}, as key=value with their defaults, and groups with their choices:",
+    ]
     parts.append(_explained(CONF / f"{recipe}.yaml", ""))
     choices = _defaults(recipe)
     for word in words:

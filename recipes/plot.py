@@ -180,9 +180,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
     parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
     parser.add_argument(
-        "--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys, a line per value [sampler]"
+        "--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys; one line per value [sampler]"
     )
-    parser.add_argument("--solved", type=float, metavar="VALUE", help="print the steps until runs keep this value")
+    parser.add_argument(
+        "--solved",
+        type=float,
+        metavar="VALUE",
+        help="print the env steps until runs solve the task: three evaluations >= VALUE",
+    )
     arguments = parser.parse_args()
     first, *others = map(str, arguments.runs)
     try:

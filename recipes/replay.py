@@ -128,7 +128,7 @@ def make_replay(
     name = settings["name"]
     if name in DECOUPLED:
         if policy is None:
-            raise ConfigError(f"sampler={name}: this recipe has no actor; use recipes.td3 or recipes.sac")
+            raise ConfigError(f"sampler={name}: this recipe does not support it; use recipes.td3 or recipes.sac")
         settings = settings.pop("critic", None) or {}
         if not isinstance(settings, dict) or "name" not in settings:
             raise ConfigError(f"sampler={name}: sampler.critic must be a sampler, for example {{name: per}}")

@@ -14,11 +14,12 @@ progress.csv has one row per evaluation, with the columns
     return_mean            mean return of the evaluation's episodes, played with the mode of the policy
     return_0, return_1 ... return of each episode
     loss_actor, loss_qvalue, loss_alpha
-                           means over the updates since the previous row, as for alpha and entropy
     alpha                  weight of the entropy
     entropy                entropy of the policy
     wall_time              seconds, including the time before a resume
     sampler/...            scalars of the sampler's stats()
+
+Losses, alpha and entropy are means over the updates since the previous row.
 """
 
 if __name__ == "__main__":

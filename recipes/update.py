@@ -62,7 +62,7 @@ class Learner:
         optimizers: Adam or RMSProp, each with one group of parameters. No parameter may be in two optimizers. The
             losses are added up, so no parameter may receive a gradient from the loss of another optimizer.
         gradient_steps: updates per call, > 0.
-        max_grad_norm: the gradients of an optimizer are scaled down to this norm if theirs is larger. Default: None, no
+        max_grad_norm: gradients of an optimizer with a larger norm are scaled down to this norm. Default: None, no
             clipping.
         target_step: updates the target networks after each update (``SoftUpdate(...).step``). Default: None.
         gradients: see :data:`Gradients`. Default: None, gradients of the sum of the losses.

@@ -69,7 +69,7 @@ def test_in_one_graph(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        (dqn, ["sampler=dper"], "this recipe has no actor"),
+        (dqn, ["sampler=dper"], "this recipe does not support it"),
         (td3, ["sampler=dper", "sampler.num_candidates=0"], "num_candidates must be an integer >= 1"),
         (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler, for example"),
         (td3, ["sampler=dper", "sampler.critic={name:magic}"], "sampler.name=magic: choose"),
