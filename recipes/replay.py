@@ -264,7 +264,7 @@ def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
 
 
 def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
-    """The slots of all stored transitions, oldest first; with event tables, of those in the default table."""
+    """The slots of all stored transitions, or with event tables of the default table's transitions; oldest first."""
     if isinstance(replay.writer, EventTableWriter):
         return replay.writer.tables["default"].index()
     count = len(replay)

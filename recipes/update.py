@@ -17,8 +17,8 @@ from torchrl_replay_ext import AdamStep, clip_gradients, compile_step
 # begin with "loss" are minimised; the others are only logged.
 LossFunction = Callable[[TensorDictBase], Mapping[str, Tensor] | TensorDictBase]
 
-# Maps the result of a loss function and a list of parameters to the gradients of these parameters, contiguous as the
-# parameters are.
+# Maps the result of a loss function and a list of parameters to the gradients of these parameters. Each gradient must
+# be contiguous, as its parameter is.
 Gradients = Callable[[Mapping[str, Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -195,7 +195,7 @@ def eager_update(
 
 
 class CompiledUpdate:
-    """``num_updates`` updates as one compiled graph, optionally with the write before them.
+    """``num_updates`` updates as one compiled graph, which optionally starts with a write of new data.
 
     The graph changes parameters, optimizer state and buffer in place, so checkpoints include the changes. It is
     compiled at the first call. Shapes and objects must not change afterwards
