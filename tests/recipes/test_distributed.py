@@ -14,21 +14,10 @@ from recipes import distributed, remote, training
 from recipes.remote import ReplayActor, from_arrays, stored_rows
 from recipes.replay import STORED_KEYS, make_sampler
 from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT, Composer, checkpoint, needs, rows
+from tests.recipes.runs import ROOT, Composer, checkpoint, needs, rows, tiny
 from torchrl_replay_ext import CompilableTensorStorage
 
-TINY = [
-    "dqn.total_steps=96",
-    "dqn.learning_starts=32",
-    "dqn.train_interval=16",
-    "dqn.gradient_steps=2",
-    "dqn.batch_size=8",
-    "dqn.buffer_size=64",
-    "dqn.num_evaluations=3",
-    "dqn.evaluation_episodes=2",
-    "env.reward_threshold=null",
-]
-composer = Composer("distributed", distributed.Config, TINY)
+composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
 @pytest.mark.parametrize(
