@@ -160,12 +160,17 @@ def eager_and_compiled(train, configuration, path, *words):
     return tables
 
 
+def command(recipe, *words, **options):
+    """Starts the command of a recipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"recipes.{recipe}", *words],
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
+    )
+
+
 def assert_commands(recipe, expected):
     """Runs the command of a recipe once per entry; ``expected`` maps its words to exit code and start of stderr."""
-    processes = [
-        subprocess.Popen([sys.executable, "-m", f"recipes.{recipe}", *words], cwd=ROOT, stderr=-1, stdout=-1, text=True)
-        for words in expected
-    ]
+    processes = [command(recipe, *words) for words in expected]
     for process, (code, message) in zip(processes, expected.values(), strict=True):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == code and errors.lstrip().startswith(message), errors

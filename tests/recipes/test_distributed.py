@@ -1,8 +1,9 @@
+"""The distributed DQN: its errors, the actor that owns the buffer, and runs with several collectors."""
+
 import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,7 +15,7 @@ from recipes import distributed, remote, training
 from recipes.remote import ReplayActor, from_arrays, stored_rows
 from recipes.replay import STORED_KEYS, make_sampler
 from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT, Composer, checkpoint, needs, rows, tiny
+from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
 from torchrl_replay_ext import CompilableTensorStorage
 
 composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
@@ -209,14 +210,7 @@ def test_command_line(tmp_path, sampler):
     """Ctrl-C in a terminal reaches every process of the run; none is left behind."""
     run_dir = tmp_path / "run"
     words = [f"sampler={sampler}", f"hydra.run.dir={run_dir}"]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "recipes.distributed", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    running = command("distributed", *words, start_new_session=True)
     deadline = time.monotonic() + 300
     while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.1)

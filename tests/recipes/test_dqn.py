@@ -5,8 +5,6 @@ import importlib.util
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -23,11 +21,11 @@ from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError
 from recipes.update import Learner
 from tests.params import slow_but
 from tests.recipes.runs import (
-    ROOT,
     Composer,
     assert_config_error,
     assert_same_runs,
     assert_trained,
+    command,
     eager_and_compiled,
     needs,
     rows,
@@ -39,16 +37,6 @@ from torchrl_replay_ext import RankBasedSampler
 ENVS = ["cartpole", "acrobot", pytest.param("lunarlander", marks=needs("Box2D"))]
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
 composer = Composer("dqn", dqn.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
-
-
-def command(*words):
-    return subprocess.Popen(
-        [sys.executable, "-m", "recipes.dqn", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -304,15 +292,15 @@ def test_resumed_run_keeps_its_configuration(tmp_path):
 def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command: bad configurations, and Ctrl-C."""
     bad = [
-        (command("alpha=1"), "did you mean sampler.alpha?"),
+        (command("dqn", "alpha=1"), "did you mean sampler.alpha?"),
         (
-            command("env=gridworld"),
+            command("dqn", "env=gridworld"),
             "env=gridworld: there is no such environment; choose one of acrobot, cartpole, ",
         ),
-        (command("env=pendulum"), "use recipes.sac or recipes.td3"),
+        (command("dqn", "env=pendulum"), "use recipes.sac or recipes.td3"),
     ]
     run_dir = tmp_path / "run"
-    running = command("sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
+    running = command("dqn", "sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
     deadline = time.monotonic() + 300
     while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -329,8 +317,8 @@ def test_command_line(tmp_path):
 
     os.truncate(run_dir / "checkpoint.zip", 10_000)
     for process, message in (
-        (command(f"resume={run_dir}"), "checkpoint.zip is damaged: "),
-        (command(f"resume={run_dir}", "dqn.gamma=0.9"), "a resumed run keeps its configuration"),
+        (command("dqn", f"resume={run_dir}"), "checkpoint.zip is damaged: "),
+        (command("dqn", f"resume={run_dir}", "dqn.gamma=0.9"), "a resumed run keeps its configuration"),
     ):
         errors = process.communicate(timeout=300)[1]
         assert process.returncode == 2

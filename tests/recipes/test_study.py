@@ -1,3 +1,5 @@
+"""Studies: the runs that they start, resume and compare, and the tables they leave."""
+
 import importlib
 import os
 import signal
@@ -76,7 +78,7 @@ def test_studies_are_of_what_there_is(name):
         job_config = composed(job.recipe, *(word for word in words if not word.startswith("hydra")))
         assert study.parse_config(job_config, recipe.Config).env.name
         if config.study.least is None:
-            assert composed.env.reward_threshold is not None
+            assert job_config.env.reward_threshold is not None
 
 
 def test_seeds_come_first():
