@@ -47,20 +47,9 @@ from torchrl_replay_ext import (
 from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.sum_tree import MaxTree
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch's own, while it compiles
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-)
+pytestmark = pytest.mark.usefixtures("from_scratch")
 
 BATCH = 8
-
-
-@pytest.fixture(autouse=True)
-def from_scratch():
-    """Nothing compiled is left from another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

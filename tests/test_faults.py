@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import buffer_of, buffer_with, event_sampler
 from tests.operations import CASES, Driven
 from tests.reference import NaiveReaPER
 from torchrl_replay_ext import (
-    EventSpec,
-    EventTables,
     EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -157,37 +155,25 @@ def rows(numbers, done=()):
     )
 
 
-def tables():
-    return EventTables([EventSpec("end", ("next", "terminated"), 4)], {"end": 8})
-
-
-def event_sampler(priority):
-    def sampler(shared):
-        return EventTableSampler(shared, eta={"default": 0.5, "end": 0.5}, min_size=1, priority=priority)
-
-    return sampler
-
-
+ends = partial(event_sampler, 8, ("next", "terminated"), 4)
 SAMPLERS = {
-    "proportional": lambda shared: ProportionalSampler(CAPACITY),
-    "rank": lambda shared: RankBasedSampler(CAPACITY),
-    "reaper": lambda shared: ReaPERSampler(CAPACITY),
-    "slices": lambda shared: TrajectoryRetraceSampler(
+    "proportional": lambda: ProportionalSampler(CAPACITY),
+    "rank": lambda: RankBasedSampler(CAPACITY),
+    "reaper": lambda: ReaPERSampler(CAPACITY),
+    "slices": lambda: TrajectoryRetraceSampler(
         CAPACITY, slice_len=2, behaviour_keys=(), anchors=ProportionalSampler(CAPACITY)
     ),
-    "slices, reaper": lambda shared: TrajectoryRetraceSampler(
+    "slices, reaper": lambda: TrajectoryRetraceSampler(
         CAPACITY, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(CAPACITY)
     ),
-    "tables": event_sampler(None),
-    "tables, proportional": event_sampler({"kind": "proportional"}),
-    "tables, reaper": event_sampler({"kind": "reaper"}),
+    "tables": ends,
+    "tables, proportional": lambda: ends(priority={"kind": "proportional"}),
+    "tables, reaper": lambda: ends(priority={"kind": "reaper"}),
 }
 
 
-def make(name):
-    shared = tables()
-    arguments = {"writer": EventTableWriter(shared)} if name.startswith("tables") else {}
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[name](shared), **arguments)
+def make(name, **arguments):
+    return buffer_with(SAMPLERS[name](), CAPACITY, **arguments)
 
 
 class Killed(BaseException):
@@ -331,7 +317,7 @@ def test_a_write_after_one_that_broke_off(name):
 
 
 def test_an_end_that_was_lost_frees_its_stream():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=ReaPERSampler(CAPACITY, num_streams=2))
+    buffer = buffer_of(ReaPERSampler, CAPACITY, num_streams=2)
 
     def write(numbers, trajectories, done=()):
         buffer.extend(rows(numbers, done).set(("collector", "traj_ids"), torch.tensor(trajectories)))
@@ -477,11 +463,8 @@ def test_a_change_that_breaks_off_anywhere(name, what):
 
 def survive_pinned(count):
     """As survive: no slot is lost for good, and what is in a table is whole."""
-    shared = EventTables([EventSpec("end", ("next", "terminated"), 4)], {"default": 16, "end": 8}, retention="pinned")
-    sampler = EventTableSampler(shared, eta={"default": 0.5, "end": 0.5}, min_size=1, priority={"kind": "proportional"})
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY), sampler=sampler, writer=EventTableWriter(shared)
-    )
+    sampler = ends(default=16, priority={"kind": "proportional"})
+    buffer = buffer_with(sampler, CAPACITY)
     if not dies(broken_write, fill(buffer), count):
         return False
     for _ in range(8):
@@ -492,8 +475,8 @@ def survive_pinned(count):
         assert whole(buffer.sample(16))
         sampler.check_valid()
     numbers = buffer.storage[:]["next", "number"]
-    assert numbers[shared["default"].index()].tolist() == list(range(244, 260))
-    assert numbers[shared["end"].index()].tolist() == [*range(246, 250), *range(256, 260)]
+    assert numbers[sampler.tables["default"].index()].tolist() == list(range(244, 260))
+    assert numbers[sampler.tables["end"].index()].tolist() == [*range(246, 250), *range(256, 260)]
     return True
 
 
@@ -510,11 +493,7 @@ def test_a_write_to_pinned_tables_that_breaks_off(counts):
 
 @pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
 def test_writes_and_updates_while_batches_are_drawn_ahead(name):
-    shared = tables()
-    arguments = {"writer": EventTableWriter(shared)} if name.startswith("tables") else {}
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[name](shared), batch_size=8, prefetch=3, **arguments
-    )
+    buffer = make(name, batch_size=8, prefetch=3)
     buffer.extend(rows(range(CAPACITY), done=[CAPACITY - 1]))
     until, failures, written = time.monotonic() + 0.5, [], [CAPACITY]
 

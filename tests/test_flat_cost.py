@@ -14,10 +14,7 @@ from tests.params import slow_but
 from tests.test_compiled import CASES, reaper, step
 from torchrl_replay_ext import compile_step
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch's own, while it compiles
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-)
+pytestmark = pytest.mark.usefixtures("from_scratch")
 
 CAPACITY = 40_000
 # a sum tree has a third as many sums as leaves
@@ -27,13 +24,6 @@ WRITING = [name for name, case in CASES.items() if case.extends]
 OVER_THE_BATCH = {"reaper, two columns": replace(CASES["reaper, two columns"], sampler=reaper())}
 LOOP = re.compile(r"<\s*static_cast<\w+>\((\d+)L?\)")
 ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
-
-
-@pytest.fixture(autouse=True)
-def from_scratch():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def large_steps(code: str) -> list[str]:

@@ -1,7 +1,10 @@
+"""FrameStackStorage: what it gives back, for each sampler, is what a storage of whole stacks gives back."""
+
 import copy
 import pickle
 import random
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import buffer_with, event_sampler
 from tests.params import slow_but
 from tests.samplers.experience import assert_same_state
 from tests.stacks import StackedStreams
@@ -16,10 +20,6 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     FrameStackStorage,
     ProportionalSampler,
     RankBasedSampler,
@@ -245,41 +245,26 @@ class TestErrors:
                 pool.check_valid()
 
 
-def make_sampler(name, capacity):
-    if name == "per":
-        return ProportionalSampler(capacity)
-    if name == "rank":
-        return RankBasedSampler(capacity)
-    if name == "reaper":
-        return ReaPERSampler(capacity, num_streams=3)
-    if name == "retrace":
-        return TrajectoryRetraceSampler(capacity, slice_len=4, num_streams=3)
-    if name == "retrace_per":
-        return TrajectoryRetraceSampler(capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity))
-    return None
+SAMPLERS = {
+    "uniform": lambda capacity: None,
+    "per": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": partial(ReaPERSampler, num_streams=3),
+    "retrace": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=3),
+    "retrace_per": lambda capacity: TrajectoryRetraceSampler(
+        capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity)
+    ),
+    "sset": lambda capacity: event_sampler(20, history=5),
+    "sset_pinned": lambda capacity: event_sampler(20, history=5, default=20),
+}
 
 
 def buffers(name, capacity=40):
-    """The same buffer with frames kept once and whole; and the step that is compiled."""
-    result = []
-    for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity)):
-        sampler, writer, storage_of = make_sampler(name, capacity), None, storage
-        if name == "sset":
-            tables = EventTables([EventSpec("end", ("next", "done"), history=5)], capacity={"end": 20})
-            sampler, writer = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}), EventTableWriter(tables)
-        elif name == "sset_pinned":
-            tables = EventTables(
-                [EventSpec("end", ("next", "done"), history=5)],
-                capacity={"default": 20, "end": 20},
-                retention="pinned",
-            )
-            sampler, writer = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}), EventTableWriter(tables)
-        rb = CompilableReplayBuffer(storage=storage_of, sampler=sampler, writer=writer, batch_size=8)
-        result.append(rb)
-    return result
-
-
-SAMPLERS = ["uniform", "per", "rank", "reaper", "retrace", "retrace_per", "sset", "sset_pinned"]
+    """The same buffer with frames kept once, and whole."""
+    return [
+        buffer_with(SAMPLERS[name](capacity), capacity, compilable=True, storage=storage, batch_size=8)
+        for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity))
+    ]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -375,12 +360,8 @@ class TestReadersOfObservations:
         streams = StackedStreams(1, depth=2, still=0.9)
         data = streams.rollout([0] * 40)
         for storage in (FrameStackStorage(40), LazyTensorStorage(40)):
-            tables = EventTables([EventSpec("end", ("next", "done"), history=5)], capacity={"end": 20})
-            eta = {"default": 0.5, "end": 0.5}
-            sampler = EventTableSampler(tables, eta=eta, correction="conditional")
-            rb = TensorDictReplayBuffer(
-                storage=storage, sampler=sampler, writer=EventTableWriter(tables), batch_size=16
-            )
+            sampler = event_sampler(20, history=5, correction="conditional")
+            rb = buffer_with(sampler, 40, storage=storage, batch_size=16)
             rb.set_rng(torch.Generator().manual_seed(0))
             rb.extend(data.clone())
             weights.append(rb.sample()["priority_weight"])

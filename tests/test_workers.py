@@ -7,17 +7,15 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import GymEnv, SerialEnv
 
+from tests.data import buffer_with, linear_policy
 from tests.reference import NaivePER, NaiveReaPER
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
     EventSpec,
     EventTables,
@@ -72,10 +70,9 @@ def make_tables():
 def make_buffer(num_streams, *, compilable=False, ndim=1):
     tables = make_tables()
     eta = {"default": 0.5, "end": 0.5}
-    policy = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["action"])
     samplers = {
         "per": ProportionalSampler(CAPACITY),
-        "decoupled": DecoupledSampler(ProportionalSampler(CAPACITY), policy),
+        "decoupled": DecoupledSampler(ProportionalSampler(CAPACITY), linear_policy(4, 1)),
         "rank": RankBasedSampler(CAPACITY, stale_fraction=0.0),
         "reaper": ReaPERSampler(CAPACITY, num_streams=num_streams, omega=0.5),
         "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, num_streams=num_streams, behaviour_keys=()),
@@ -84,10 +81,8 @@ def make_buffer(num_streams, *, compilable=False, ndim=1):
             tables, eta=eta, min_size=1, priority={"kind": "reaper", "num_streams": num_streams, "omega": 0.5}
         ),
     }
-    storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(CAPACITY, ndim=ndim)
-    return (CompilableReplayBuffer if compilable else TensorDictReplayBuffer)(
-        storage=storage, writer=EventTableWriter(tables), sampler=SideBySide(samplers), batch_size=10
-    )
+    writer = EventTableWriter(tables)
+    return buffer_with(SideBySide(samplers), CAPACITY, compilable=compilable, ndim=ndim, writer=writer, batch_size=10)
 
 
 class Learner:
@@ -279,8 +274,7 @@ SEQUENTIAL = {
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_columns_belong_to_one_environment_each(name):
     def buffer():
-        storage = LazyTensorStorage(20, ndim=2)
-        return TensorDictReplayBuffer(storage=storage, sampler=SEQUENTIAL[name](), batch_size=2)
+        return buffer_with(SEQUENTIAL[name](), 20, ndim=2, batch_size=2)
 
     first, second = [[0, 0], [1, 1]], [[2, 2], [3, 3]]
     mixed = buffer()
@@ -303,9 +297,7 @@ def test_columns_belong_to_one_environment_each(name):
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2], [1, 2, 0]])
 def test_more_workers_than_streams(name, order):
     """Workers may write in any order, so that a lower id is not always that of a new collector."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(20), sampler=SEQUENTIAL[name](num_streams=2), batch_size=2
-    )
+    buffer = buffer_with(SEQUENTIAL[name](num_streams=2), 20, batch_size=2)
     with pytest.raises(ValueError, match="more simultaneous trajectories than num_streams=2"):
         for number in order * 2:
             buffer.extend(rows([number] * 2))
@@ -331,7 +323,7 @@ def test_only_the_learner_makes_the_state():
     multiprocessing.context.set_spawning_popen(object())
     sampler = pickle.loads(pickle.dumps(sampler))
     multiprocessing.context.set_spawning_popen(None)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(9, ndim=2), sampler=sampler, batch_size=2)
+    buffer = buffer_with(sampler, 9, ndim=2, batch_size=2)
     with pytest.raises(
         RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\): the learner would not see it"
     ):
@@ -368,15 +360,8 @@ PREFETCHED = {
 def test_batches_drawn_ahead_of_a_write(name):
     """Threads draw ahead; the TD errors of what was overwritten since change nothing."""
     tables = make_tables()
-    sampler = PREFETCHED[name](tables)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY),
-        writer=EventTableWriter(tables),
-        sampler=sampler,
-        batch_size=8,
-        prefetch=3,
-        priority_key="td_error",
-    )
+    sampler, writer = PREFETCHED[name](tables), EventTableWriter(tables)
+    buffer = buffer_with(sampler, CAPACITY, writer=writer, batch_size=8, prefetch=3, priority_key="td_error")
     buffer.extend(rows([0] * CAPACITY, done=[CAPACITY - 1]))
     buffer.sample()
     buffer.synchronize()

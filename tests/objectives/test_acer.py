@@ -26,6 +26,7 @@ from tests.objectives.trajectories import (
     gradients,
     losses,
     project,
+    refuses,
     set_average,
     unlike,
 )
@@ -354,19 +355,6 @@ def test_no_step_leaves_the_trust_region():
 # --- batches
 
 
-def test_interior_ends_split_rows():
-    setting = Setting()
-    first, second = rows()[2:4], rows()[2:4]
-    first["next", "done"][:, -1] = True
-    joined = setting.loss(torch.cat([first, second], 1))
-    apart = setting.loss(torch.cat([first, second], 0))
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
-    )
-
-
 @pytest.mark.parametrize("one_hot", [True, False])
 def test_padding_is_not_there(one_hot):
     setting, real = Setting(), rows(one_hot=one_hot)[:, :5]
@@ -626,72 +614,11 @@ def test_actions_that_are_not_allowed(statistics, c):
 # --- the manners of a loss module
 
 
-def test_the_average_policy_moves_slowly():
-    setting = Setting()
-    before = [p.clone() for p in setting.average.actor().parameters()]
-    now = [p.detach().clone() for p in setting.networks.actor().parameters()]
-    critic = [p.clone() for p in setting.loss.qvalue_network_params.parameters()]
-    setting.updater.step()
-    moved = list(setting.loss.target_actor_network_params.values(True, True))
-    for theta_avg, theta, result in zip(before, now, moved, strict=True):
-        torch.testing.assert_close(result.data, 0.75 * theta_avg + 0.25 * theta, rtol=0, atol=1e-15)
-    for theta, parameter in zip(now, setting.networks.actor().parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-    for theta, parameter in zip(critic, setting.loss.qvalue_network_params.parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-
-
 def test_without_an_updater_there_is_a_warning():
     networks = Networks()
     loss = ACERLoss(networks.actor(), networks.critic())
     with pytest.warns(UserWarning, match="No target network updater"):
         loss(rows())
-
-
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_reductions(mask, weighted):
-    setting, batch = Setting(reduction="none"), rows(mask=mask)
-    weight = torch.rand(batch.shape, dtype=torch.float64) if weighted else torch.ones(batch.shape)
-    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
-    single = setting.loss(batch)
-    if weighted:
-        batch["priority_weight"] = weight.unsqueeze(-1)
-    each = setting.loss(batch)
-    for reduction in ("sum", "mean"):
-        setting.loss.reduction = reduction
-        result = setting.loss(batch)
-        for key in setting.loss._LOSSES:
-            assert each[key].shape == batch.shape
-            torch.testing.assert_close(each[key], single[key] * weight)
-            assert not each[key][~valid].any()
-            expected = each[key].sum()
-            if reduction == "mean":
-                expected = expected / weight[valid].sum()
-            torch.testing.assert_close(result[key], expected.to(torch.float64))
-        for key in setting.loss._DIAGNOSTICS:
-            assert torch.equal(result[key], single[key])
-
-
-def test_keyword_tensors():
-    setting, batch = Setting(), rows()
-    expected = setting.loss(batch.clone())
-    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
-    values = setting.loss(**tensors)
-    assert len(values) == len(setting.loss.out_keys)
-    for key, value in zip(setting.loss.out_keys, values, strict=True):
-        assert torch.equal(value, expected[key])
-    assert setting.loss.out_keys[:3] == ["loss_actor", "loss_qvalue", "loss_entropy"]
-    assert set(setting.loss.out_keys) == set(expected.keys())
-
-
-def test_state_dict_has_the_average_policy():
-    first, second, batch = Setting(), Setting(), rows()
-    second.loss.load_state_dict(first.loss.state_dict())
-    expected, result = first.loss(batch), second.loss(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    assert any(key.startswith("target_actor_network_params") for key in first.loss.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -813,12 +740,6 @@ def test_networks_that_do_not_fit():
     masked = ProbabilisticActor(module, in_keys=["logits", "mask"], distribution_class=MaskedCategorical)
     with pytest.raises(ValueError, match=r"Categorical.*mask"):
         ACERLoss(masked, critic)
-
-
-def refuses(setting: Setting, batch: TensorDict, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        setting.loss(batch)
-    assert "td_error" not in set(batch.keys())
 
 
 @pytest.mark.parametrize(

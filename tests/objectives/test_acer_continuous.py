@@ -26,6 +26,7 @@ from tests.objectives.trajectories import (
     gradients,
     losses,
     project,
+    refuses,
     set_average,
     unlike,
 )
@@ -419,20 +420,6 @@ def sample_the_same(setting: Setting) -> None:
     setting.loss.sample_actions = sample_actions
 
 
-def test_interior_ends_split_rows():
-    setting = Setting()
-    sample_the_same(setting)
-    first, second = rows()[2:4], rows()[2:4]
-    first["next", "done"][:, -1] = True
-    joined = setting.loss(torch.cat([first, second], 1))
-    apart = setting.loss(torch.cat([first, second], 0))
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
-    )
-
-
 @pytest.mark.parametrize("dueling", [False, True])
 @pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
 def test_padding_is_not_there(dueling, kind):
@@ -627,70 +614,6 @@ def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
 # --- the manners of a loss module
 
 
-def test_the_average_policy_moves_slowly():
-    setting = Setting()
-    before = [p.clone() for p in setting.average.actor().parameters()]
-    now = [p.detach().clone() for p in setting.networks.actor().parameters()]
-    critic = [p.clone() for p in setting.networks.critic.parameters()]
-    setting.updater.step()
-    moved = list(setting.loss.target_actor_network_params.values(True, True))
-    for theta_avg, theta, result in zip(before, now, moved, strict=True):
-        torch.testing.assert_close(result.data, 0.75 * theta_avg + 0.25 * theta, rtol=0, atol=1e-15)
-    for theta, parameter in zip(now, setting.networks.actor().parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-    for theta, parameter in zip(critic, setting.networks.critic.parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_reductions(mask, weighted):
-    setting, batch = Setting(reduction="none"), rows(mask=mask)
-    sample_the_same(setting)
-    weight = torch.rand(batch.shape, dtype=torch.float64) if weighted else torch.ones(batch.shape)
-    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
-    single = setting.loss(batch)
-    if weighted:
-        batch["priority_weight"] = weight
-    each = setting.loss(batch)
-    for reduction in ("sum", "mean"):
-        setting.loss.reduction = reduction
-        result = setting.loss(batch)
-        for key in setting.loss._LOSSES:
-            assert each[key].shape == batch.shape
-            torch.testing.assert_close(each[key], single[key] * weight)
-            assert not each[key][~valid].any()
-            expected = each[key].sum()
-            if reduction == "mean":
-                expected = expected / weight[valid].sum()
-            torch.testing.assert_close(result[key], expected.to(torch.float64))
-        for key in setting.loss._DIAGNOSTICS:
-            assert torch.equal(result[key], single[key])
-
-
-def test_keyword_tensors():
-    setting, batch = Setting(), rows()
-    sample_the_same(setting)
-    expected = setting.loss(batch.clone())
-    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
-    values = setting.loss(**tensors)
-    assert setting.loss.out_keys[:4] == ["loss_actor", "loss_qvalue", "loss_value", "loss_entropy"]
-    assert set(setting.loss.out_keys) == set(expected.keys())
-    for key, value in zip(setting.loss.out_keys, values, strict=True):
-        assert torch.equal(value, expected[key])
-
-
-def test_state_dict_has_the_average_policy():
-    first, second, batch = Setting(), Setting(), rows()
-    second.loss.load_state_dict(first.loss.state_dict())
-    for setting in (first, second):
-        sample_the_same(setting)
-    expected, result = first.loss(batch), second.loss(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    assert any(key.startswith("target_actor_network_params") for key in first.loss.state_dict())
-
-
 @pytest.mark.parametrize(
     ("duplicate", "shared"),
     [
@@ -827,12 +750,6 @@ def test_networks_that_do_not_fit():
             networks.actor(distribution_class=TanhNormal, distribution_kwargs={"low": -2.0, "high": 2.0}),
             networks.critic,
         )
-
-
-def refuses(setting: Setting, batch: TensorDict, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        setting.loss(batch)
-    assert "td_error" not in set(batch.keys())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -153,6 +155,13 @@ def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list
             for one, other in zip(result, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             batch["next", "reward"] += 1
+
+
+def refuses(setting: Any, batch: TensorDict, error: type[Exception], match: str) -> None:
+    """The loss of a setting raises this error for the batch, and writes nothing to it."""
+    with pytest.raises(error, match=match):
+        setting.loss(batch)
+    assert "td_error" not in set(batch.keys())
 
 
 def losses(result: TensorDict) -> Tensor:

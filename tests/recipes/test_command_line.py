@@ -11,20 +11,7 @@ import pytest
 import torch
 
 from recipes.run import BAD_CONFIG, INTERRUPTED, is_out_of_memory, run_recipe
-from tests.recipes.runs import ROOT, tiny
-
-
-def start(*words, **environment):
-    """A command in a session of its own, as a terminal would start it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+from tests.recipes.runs import ROOT, command, tiny
 
 
 def processes(session):
@@ -169,7 +156,8 @@ def test_ctrl_c_while_a_graph_is_compiled_ends_like_any_other(tmp_path, saved):
     run_dir = tmp_path / "run"
     words = [*tiny("dqn"), "sampler=per", "compile=true", f"hydra.run.dir={run_dir}"]
     words += ["checkpoint_interval=16"] * saved
-    running = start("recipes.dqn", *words, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    running = command("dqn", *words, env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + 300
         # a kernel: a compiler is started before, too, to try out what the processor can do

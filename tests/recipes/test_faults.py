@@ -15,7 +15,7 @@ import pytest
 from recipes import dqn, progress, training
 from recipes.progress import Progress, read_progress
 from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT, Composer, assert_same_runs, rows, stop_after, tiny
+from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
 composer = Composer("dqn", dqn.Config, [*tiny("dqn"), "sampler=per"])
 
@@ -180,16 +180,8 @@ def test_killed_run(tmp_path):
     """SIGKILL while it saves one checkpoint after the other."""
     words = ["dqn.total_steps=3200", "dqn.train_interval=64", "dqn.num_evaluations=10", "dqn.buffer_size=1000"]
     run_dir = tmp_path / "killed"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "recipes.dqn", *composer.tiny, *words),
-            *("checkpoint_interval=64", f"hydra.run.dir={run_dir}"),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = [*composer.tiny, *words, "checkpoint_interval=64", f"hydra.run.dir={run_dir}"]
+    process = command("dqn", *words, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (run_dir / "checkpoint.zip").is_file() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,32 +1,17 @@
 """Samplers that give the actor batches of its own, in the recipes."""
 
-import csv
-
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from recipes import dqn, sac, td3
 from recipes.run import DONE, ConfigError
-from tests.recipes.test_td3 import ROOT
+from tests.recipes.runs import composed, rows, tiny
 
-TINY = {
-    "sac": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
-    "td3": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
-    "dqn": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
-}
-SMALL = ["buffer_size=64", "num_evaluations=2", "evaluation_episodes=1", "hidden_sizes=[16, 16]"]
+TINY = {"total_steps": 64, "batch_size": 16, "num_evaluations": 2, "hidden_sizes": "[16, 16]"}
 
 
 def configuration(recipe, *overrides):
-    small = [f"{recipe}.{override}" for override in (*TINY[recipe], *SMALL)]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose(recipe, overrides=[*small, "env.reward_threshold=null", *overrides])
-
-
-def rows(run_dir):
-    with (run_dir / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return composed(recipe, *tiny(recipe, **TINY), *overrides)
 
 
 @pytest.mark.parametrize(
