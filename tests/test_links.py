@@ -1,4 +1,4 @@
-"""Links of the READMEs and guides: files and headings exist, quoted commands name modules of the recipes."""
+"""Links and commands of the READMEs and guides: files, headings and modules exist."""
 
 import re
 from pathlib import Path
@@ -52,3 +52,9 @@ def test_broken_links_are_found(tmp_path):
 def test_commands_name_modules_of_the_recipes(name):
     modules = set(re.findall(r"python -m recipes\.(\w+)", (ROOT / name).read_text(encoding="utf-8")))
     assert {module for module in modules if not (ROOT / "recipes" / f"{module}.py").is_file()} == set()
+
+
+def test_the_readme_holds_one_test_command():
+    # .ci/run takes the line from there
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert sum(re.fullmatch(r"pip install .* && python -m pytest", line) is not None for line in lines) == 1
