@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
 
-from tests.test_examples import readme_blocks
+from tests.test_examples import guide_blocks
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -195,6 +195,6 @@ def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
         sampler.actor_buffer(buffers["proportional"])
 
 
-@pytest.mark.parametrize("block", list(readme_blocks(of_ray=True)))
-def test_readme(buffers, block):
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("block", list(guide_blocks(of_ray=True)))
+def test_guides(buffers, block):
+    exec(block, {"__name__": "__main__"})
