@@ -564,7 +564,7 @@ OTHER_LOSSES = {
 def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name):
     loss = OTHER_LOSSES[name]()
     estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy")
-    says = rf"{name}\.make_value_estimator\(RetraceEstimator\).*serves DQNLoss.*{name} does not hand over.*ACERLoss"
+    says = rf"{name}\.make_value_estimator\(RetraceEstimator\).*supports DQNLoss.*{name} does not pass.*ACERLoss"
     for present in (False, True):
         if present:
             loss.make_value_estimator(TD0Estimator(gamma=0.5, value_network=state_critic()))
@@ -576,7 +576,7 @@ def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name)
             with pytest.raises(TypeError, match=says):
                 attempt()
             assert loss._value_estimator is before
-    with pytest.raises(TypeError, match=rf"RetraceEstimator\.for_loss\({name}\): .*serves DQNLoss"):
+    with pytest.raises(TypeError, match=rf"RetraceEstimator\.for_loss\({name}\): .*supports DQNLoss"):
         build_value_estimator(loss, "retrace", value_network=critic(), policy="greedy")
 
 
@@ -665,7 +665,7 @@ def test_a_network_that_replaces_the_actions_taken():
     value, batch = mlp(), experience(3, 9)
     qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
     loss, estimator = dqn(qvalue_actor, policy="greedy")
-    with pytest.raises(ValueError, match=r"replaced the actions taken, 'action', by greedy ones"):
+    with pytest.raises(ValueError, match=r"replaced the actions taken, 'action', by greedy actions"):
         loss(batch.clone())
     # by itself, also with what a collector stored
     expected = naive(batch, value)
@@ -676,7 +676,7 @@ def test_a_network_that_replaces_the_actions_taken():
     # its first module writes values alone, if the loss has that too
     mixed, _ = dqn(qvalue_actor, policy="greedy")
     mixed.make_value_estimator(RetraceEstimator(gamma=0.9, value_network=qvalue_actor[0], policy="greedy"))
-    with pytest.raises(ValueError, match=r"both must be the same network: .* actor\[0\]"):
+    with pytest.raises(ValueError, match=r"need the same network, .* actor\[0\]"):
         mixed(batch.clone())
     plain, _ = dqn(qvalue_actor[0], policy="greedy")
     result = plain(batch.clone())["loss"]
@@ -807,11 +807,11 @@ def broken(**changes):
         ({"__reward": None}, KeyError, r"no entry \('next', 'reward'\); the environment writes it"),
         ({"__done": None}, KeyError, r"no entry \('next', 'done'\)"),
         ({"__terminated": None}, KeyError, r"no entry \('next', 'terminated'\)"),
-        ({"action": None}, KeyError, "no entry 'action'; the collector stores what the policy chose"),
+        ({"action": None}, KeyError, "no entry 'action'; the policy writes it, and the collector stores it"),
         (
             {"action_log_prob": None},
             KeyError,
-            r"neither 'action_log_prob' nor 'logits'.*the collector stores.*ProbabilisticActor\(return_log_prob=True\)",
+            r"neither 'action_log_prob'.* nor 'logits'.*ProbabilisticActor\(return_log_prob=True\).*collector stores",
         ),
         ({"__reward": lambda x: x.squeeze(-1)}, ValueError, r"'reward'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
         ({"__done": lambda x: x.squeeze(-1)}, ValueError, r"'done'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
@@ -829,7 +829,7 @@ def broken(**changes):
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, 2)}, ValueError, r"'action' has shape \(3, 9, 2\)"),
         ({"action": lambda x: x + ACTIONS}, ValueError, r"indices that are not in \[0, 4\)"),
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)}, ValueError, "is not one-hot"),
-        ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', of transitions over"),
+        ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', so its transitions"),
     ],
 )
 def test_bad_batches(changes, error, message):
@@ -874,7 +874,7 @@ def test_networks_that_do_not_fit():
     )
     for wrong, found in ((gaussian, "no logits"), (actor(mlp(2)), r"logits of shape \(3, 9, 2\)")):
         estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=wrong)
-        with pytest.raises(ValueError, match=f"actor_network's distribution has {found}"):
+        with pytest.raises(ValueError, match=f"the distribution of actor_network has {found}"):
             estimator(batch)
     estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(out_key="q"), actor_network=actor())
     with pytest.raises(
@@ -883,5 +883,5 @@ def test_networks_that_do_not_fit():
         estimator(batch)
     several = critic()
     several.action_space = "mult_one_hot"
-    with pytest.raises(ValueError, match="value_network has actions 'mult_one_hot'"):
+    with pytest.raises(ValueError, match="value_network has action_space='mult_one_hot'"):
         RetraceEstimator(gamma=GAMMA, value_network=several, policy="greedy")
