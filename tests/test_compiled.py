@@ -650,7 +650,7 @@ def test_rows_must_be_whole():
     buffer = CASES["proportional"].buffer()
     data = Flat().take(4)
     buffer.extend(data.clone())
-    with pytest.raises(KeyError, match="no entry 'obs', which is stored"):
+    with pytest.raises(KeyError, match="no entry 'obs', but the stored rows have it"):
         buffer.extend(data.exclude("obs"))
     assert len(buffer) == 4 and buffer.write_count == 4
     buffer.sampler.check_valid()

@@ -73,7 +73,7 @@ def test_only_adam_with_one_group():
     groups = [{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)]
     with pytest.raises(ValueError, match="2 parameter groups; one is supported"):
         AdamStep(torch.optim.Adam(groups))
-    with pytest.raises(ValueError, match=r"a torch\.optim\.Adam is needed, not SGD"):
+    with pytest.raises(ValueError, match=r"optimizer must be a torch\.optim\.Adam, not SGD"):
         AdamStep(torch.optim.SGD([torch.zeros(2, requires_grad=True)]))
 
 

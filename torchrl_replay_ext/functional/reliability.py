@@ -39,7 +39,7 @@ def reliability(
     """
     if td_error.ndim != 1 or episode.shape != td_error.shape or finished.shape != td_error.shape:
         raise ValueError(
-            "reliability: td_error, episode and finished must share one shape [N]; got "
+            "reliability: td_error, episode and finished must have the same shape [N]; got "
             f"{tuple(td_error.shape)}, {tuple(episode.shape)} and {tuple(finished.shape)}."
         )
     if not bool(((td_error >= 0) & td_error.isfinite()).all()):
