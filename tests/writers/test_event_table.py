@@ -448,7 +448,7 @@ SPEC = EventSpec("a", ("next", "a"), 5)
         (lambda: EventTables([SPEC], {"b": 5}), r"capacity names \['b'\], but the tables are \['a'\]"),
         (lambda: EventTables([SPEC], {"a": 5}, retention="pinned"), r"the tables are \['a', 'default'\]"),
         (lambda: EventTables([SPEC], {"a": 0}), "a capacity must be an integer >= 1"),
-        (lambda: EventTables([SPEC], {"a": 5, "default": 4}, retention="pinned"), "table keeps only 4"),
+        (lambda: EventTables([SPEC], {"a": 5, "default": 4}, retention="pinned"), "history=5, more than"),
     ],
 )
 def test_bad_tables(build, message):

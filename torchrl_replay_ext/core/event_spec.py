@@ -220,7 +220,8 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     longest = max(specs, key=lambda spec: spec.history)
     if retention == "pinned" and longest.history > capacity[DEFAULT]:
         raise ValueError(
-            f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, but the default table keeps only "
-            f"{capacity[DEFAULT]} transitions; reduce the history or increase the capacity."
+            f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, more than the "
+            f"{capacity[DEFAULT]} transitions that the default table keeps; reduce the history or increase "
+            "the capacity."
         )
     return {DEFAULT: 0, **{name: capacity[name] for name in expected}}

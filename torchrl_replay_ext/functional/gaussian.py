@@ -37,7 +37,7 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{owner}(noise_scale={noise_scale!r}): noise_scale must be a number or a tensor.") from error
     if scale.dtype == torch.bool or scale.is_complex():
-        raise TypeError(f"{owner}(noise_scale={noise_scale}): noise_scale must hold real numbers, not {scale.dtype}.")
+        raise TypeError(f"{owner}(noise_scale={noise_scale}): noise_scale must be real numbers, not {scale.dtype}.")
     if scale.ndim > 2 or (scale.ndim == 2 and scale.shape[0] != scale.shape[1]):
         raise ValueError(
             f"{owner}: noise_scale has shape {tuple(scale.shape)}; it must be a number, standard deviations [A] or a "
@@ -157,6 +157,6 @@ def ornstein_uhlenbeck_scale(sigma: float, theta: float, dt: float = 1.0) -> flo
     if not (sigma > 0 and dt > 0 and 0 < theta * dt < 2):
         raise ValueError(
             f"ornstein_uhlenbeck_scale(sigma={sigma}, theta={theta}, dt={dt}): sigma and dt must be > 0, and "
-            "theta * dt must be > 0 and < 2."
+            "0 < theta * dt < 2."
         )
     return sigma * math.sqrt(dt / (1 - (1 - theta * dt) ** 2))
