@@ -31,7 +31,7 @@ class ClassCounts:
         self._held = torch.zeros((tables, size), dtype=torch.bool, device=device)
         # row k: transitions of each class in table k; last row: those in any table whose number is known
         self._counts = torch.zeros((tables + 1, 1 << (tables - 1)), dtype=torch.int64, device=device)
-        # each table still holds all transitions with this number or a larger one that have entered it
+        # of the transitions that have entered a table, the table still holds all with at least this number
         self._complete_from = torch.zeros(tables, dtype=torch.int64, device=device)
         self._bits = 1 << torch.arange(tables - 1, device=device)
 
@@ -112,7 +112,7 @@ class ClassCounts:
         self._counts.index_add_(1, self._class[slots], change, alpha=sign)
 
     def weight(self, slots: Tensor, share: Tensor, default_size: int | Tensor) -> Tensor:
-        """For the class of each slot, the rate of writes divided by the probability that a draw gives this class.
+        """For the class of each slot: rate at which it is written / probability that a draw is of this class.
 
         Args:
             slots: int64 [n].
@@ -126,7 +126,7 @@ class ClassCounts:
         rows = torch.arange(len(self._counts), device=slots.device).unsqueeze(1) * self._counts.shape[1]
         counts = gather_in_bounds(self._counts.view(-1), (rows + label).view(-1)).view(-1, slots.shape[0])
         drawn = (counts[:-1] * share.unsqueeze(1)).sum(0)
-        # one of the tables that the class has entered still holds all its transitions with numbers from ``first`` on
+        # some table that the class has entered still holds all transitions of the class from number ``first`` on
         entered = (label & self._bits.unsqueeze(1)) > 0
         newest = self._complete_from[0]
         first = torch.where(entered, self._complete_from[1:].unsqueeze(1), newest).amin(0).clamp_max(newest)

@@ -22,7 +22,7 @@ def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
 
 
 def _later(x: Tensor, steps: int) -> Tensor:
-    """The entry of ``x`` [..., T] that is ``steps`` later, for each time; 0 after the last step."""
+    """``x`` [..., T] at time t + ``steps`` for each t; 0 after the last step."""
     return torch.cat([x[..., steps:], torch.zeros_like(x[..., :steps])], -1)
 
 
@@ -44,17 +44,18 @@ def off_policy_trace_return(
 
         R_t = r_t + γ V_{t+1} + γ c_{t+1} (R_{t+1} − Q_{t+1})
 
-    In a ``terminated`` step, V_{t+1} is replaced by 0. In a ``done`` step and in the last step, the term of c_{t+1} is
-    0. So a truncated step bootstraps from V_{t+1}, and a row may hold several episodes.
+    In a ``terminated`` step, V_{t+1} is replaced by 0, even if it is NaN. In a ``done`` step and in the last step, the
+    correction γ c_{t+1} (R_{t+1} − Q_{t+1}) is 0. So a truncated step bootstraps from V_{t+1}, and a row may hold
+    several episodes.
 
-    The recurrence is solved by doubling in O(log T) operations. NaNs after the end of an episode affect neither values
-    nor gradients before the end.
+    The recurrence is solved by doubling in O(log T) tensor operations. NaNs after the end of an episode affect neither
+    values nor gradients before the end.
 
     Args:
         gamma: discount factor γ, a number in [0, 1], or a tensor that broadcasts to [\*B, T, F].
         trace: c_t, [\*B, T, F], >= 0. The coefficient of the first step is not used.
         action_value: Q_t, float [\*B, T, F].
-        next_state_value: V_{t+1}, float [\*B, T, F]. x_{t+1} is the state after step t, also at the end of an episode.
+        next_state_value: V_{t+1}, float [\*B, T, F]. x_{t+1} is the state that step t led to, also if the episode ends.
         reward: r_t, float [\*B, T, F].
         done: bool [\*B, T, F], True if the episode ends with step t, terminated or truncated.
         terminated: bool [\*B, T, F], True if the episode terminates with step t. Default: None, equal to ``done``.
@@ -137,9 +138,9 @@ def retrace(
 
         Q^ret_t = r_t + γ ρ̄_{t+1} [Q^ret_{t+1} − Q_{t+1}] + γ V_{t+1}
 
-    Wang et al. use the symbol ρ̄ with two meanings. Here ρ̄ is the trace coefficient of their Algorithms 2 and 3: c = 1,
-    and power = 1/d for actions of d dimensions in Algorithm 3, which prints 1/δ. ρ̄ is not the weight of the policy
-    gradient, which they truncate at c = 10.
+    Wang et al. use the symbol ρ̄ both for trace coefficients and for weights of the policy gradient. Here, ρ̄ is the
+    trace coefficient of their Algorithms 2 and 3, with c = 1. In Algorithm 3, power = 1/d for actions of d dimensions;
+    the paper prints 1/δ. The weights of the policy gradient have another threshold, c = 10.
 
     All tensors have the same shape [\*B, T, 1].
 
@@ -149,8 +150,8 @@ def retrace(
         log_pi: log-probability of a_t under the target policy π.
         log_mu: log-probability of a_t under the behaviour policy μ, stored when it acted.
         action_value: Q_t = Q(x_t, a_t) of the action taken.
-        next_state_value: V_{t+1} = E_{a~π} Q(x_{t+1}, a). x_{t+1} is the state after step t, also at the end of an
-            episode.
+        next_state_value: V_{t+1} = E_{a~π} Q(x_{t+1}, a). x_{t+1} is the state that step t led to, also if the episode
+            ends.
         reward: r_t.
         done: bool, True if the episode ends with step t. Later steps then give no correction.
         terminated: bool, True if the episode terminates with step t. V_{t+1} is then replaced by 0. Default: None,

@@ -38,9 +38,9 @@ class ACERLoss(TrajectoryLoss):
     r"""Actor-critic with experience replay for discrete actions (Wang et al. 2017, Sec. 3, Algorithm 2).
 
     The batch holds trajectories [\*B, T], on-policy or replayed, with the stored behaviour policy μ. The importance
-    ratio is ρ_t(a) = π(a|x_t) / μ(a|x_t)::
+    ratio is ρ_t(a) = π(a|x_t) / μ(a|x_t), with ρ_t = ρ_t(a_t); f(·|φ) is the distribution of the policy::
 
-        loss_actor:   −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is constant, and
+        loss_actor:   −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is detached, and
                       g_t = min(c, ρ_t) ∇_φ log f(a_t|φ) [Q^ret_t − V_t]
                             + Σ_a [1 − c / ρ_t(a)]_+ f(a|φ) ∇_φ log f(a|φ) [Q(x_t, a) − V_t]     (Eq. 10)
                       k_t = ∇_φ D_KL[f(·|φ_avg) ‖ f(·|φ)]
@@ -85,19 +85,19 @@ class ACERLoss(TrajectoryLoss):
         retrace_thresh: truncation of ρ in the traces of Retrace, >= 0. Default: 1.0.
         returns: "retrace" (default), or "importance_sampling" as in an ablation of the paper (App. E.4).
         behaviour_key: the entry with the statistics of μ [\*B, T, A]: probabilities if the name ends with "probs", else
-            logits. Pass the name of the entry that the actor's distribution reads. Default: "logits".
+            logits. If the actor's distribution reads an entry with another name, pass that name. Default: "logits".
         reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask").
 
     The loss reads "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the inputs of
-    the networks for x_t and, under "next", for x_{t+1}, and ("next", "reward" | "done" | "terminated") [\*B, T, 1].
+    the networks, also under "next" for x_{t+1}, and ("next", "reward" | "done" | "terminated") [\*B, T, 1].
     ``set_keys`` changes the names. If the batch has "priority_weight", losses are weighted averages, as in TorchRL.
     Steps that are masked out by ("collector", "mask") may hold any values, including NaN.
 
     Returns:
         A TensorDict of the losses and of detached diagnostics: ``entropy``, ``kl`` (D_KL(average ‖ current
         policy) in nats), ``rho`` (mean of min(c, ρ)), ``bc_weight`` (mean of Σ_a π(a) [1 − c/ρ(a)]_+) and
-        ``tr_active`` (fraction of steps that were projected). With ``statistics="probs"``, ``tr_active`` is hard to
-        interpret: the constraint then also counts changes of φ in proportion to π, which the softmax cancels. The
+        ``tr_active`` (fraction of steps that were projected). With ``statistics="probs"``, ``tr_active`` says
+        little: the constraint then also counts a common scaling of all probabilities, which the softmax cancels. The
         squared TD errors [\*B, T] are written to the batch as "td_error".
 
     Raises:

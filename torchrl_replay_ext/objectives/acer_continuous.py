@@ -31,9 +31,9 @@ class ACERContinuousLoss(TrajectoryLoss):
 
     The batch holds trajectories [\*B, T] with the stored Gaussian behaviour policy μ. The importance ratio is
     ρ_t(a) = π(a|x_t) / μ(a|x_t), with ρ_t = ρ_t(a_t); a'_t ~ π(·|x_t) is a sampled action, and d is the number of
-    action dimensions::
+    action dimensions. f(·|φ) is the distribution of the policy::
 
-        loss_actor:  −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is constant, and
+        loss_actor:  −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is detached, and
                      g_t = min(c, ρ_t) ∇_φ log f(a_t|φ) [Q^opc_t − V(x_t)]
                            + [1 − c / ρ_t(a'_t)]_+ ∇_φ log f(a'_t|φ) [Q̃(x_t, a'_t) − V(x_t)]      (Eq. 16)
                      k_t = ∇_φ D_KL[f(·|φ_avg) ‖ f(·|φ)]

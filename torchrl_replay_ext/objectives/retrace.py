@@ -71,7 +71,7 @@ class RetraceEstimator(ValueEstimatorBase):
         device: device of TorchRL's base class. Default: None, torch's default device.
         time_dim: the dimension of time in the batch. Default: None, the dimension named "time", else the last.
 
-    The estimator reads the inputs of the networks for x_t and, under "next", for x_{t+1}, "action" (index [\*B, T] or
+    The estimator reads the inputs of the networks, also under "next" for x_{t+1}, "action" (index [\*B, T] or
     [\*B, T, 1], or one-hot [\*B, T, A]), μ, ("next", "reward" | "done" | "terminated") [\*B, T, 1], and
     ("collector", "mask") if present. A step before a masked step ends its trajectory; masked steps may hold NaN. The
     estimator writes "value_target" (Q^ret) and "advantage", [\*B, T, 1]. ``set_keys`` changes the names: its
