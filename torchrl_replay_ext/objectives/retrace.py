@@ -33,9 +33,9 @@ class RetraceEstimator(ValueEstimatorBase):
 
         Q^ret_t = r_t + γ λ min(c, ρ_{t+1}^power) [Q^ret_{t+1} − Q(x_{t+1}, a_{t+1})] + γ V(x_{t+1})
 
-    μ is the behaviour policy, π the target policy. :func:`~torchrl_replay_ext.functional.retrace` computes Q^ret: where
-    a step is terminated, V(x_{t+1}) is 0; where it is done, the correction from later steps is 0.
-    Batches are trajectories [\*B, T], on-policy or replayed. The time dimension is the one named "time", else the last.
+    μ is the behaviour policy, π the target policy. :func:`~torchrl_replay_ext.functional.retrace` computes Q^ret. In a
+    terminated step, V(x_{t+1}) is replaced by 0; in a done step, the correction from later steps is 0. Batches are
+    trajectories [\*B, T], on-policy or replayed. The time dimension is the one named "time", else the last.
 
     ``value_estimate`` computes Q from one set of parameters: ``target_params`` if given, else the network's own.
     ``forward`` does the same, but it computes V(x_t) in the advantage Q^ret_t − V(x_t) from ``params``. π is the
@@ -60,7 +60,7 @@ class RetraceEstimator(ValueEstimatorBase):
         value_network: a TensorDictModule that writes "action_value" [\*B, T, A], such as a
             :class:`~torchrl.modules.QValueActor`.
         actor_network: π if ``policy="actor"``: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical
-            distribution. Default: None.
+            distribution. Required in this case. Default: None.
         rho_thresh: truncation c of ρ^power, >= 0; ``math.inf``: no truncation. Default: 1.0.
         rho_power: exponent of ρ, > 0. Default: 1.0.
         policy: π: "actor" (default), or "greedy" for the greedy policy of ``value_network``.

@@ -18,8 +18,8 @@ class DefaultPriority:
     """Detects the default priority that TensorDictReplayBuffer uses for samples without TD errors.
 
     The buffer reads ``sampler.default_priority`` and expands it to all rows. All rows of an expanded tensor share their
-    memory; this distinguishes the default from constant TD errors of a user. For sequences, the buffer reduces the
-    priorities to one per sequence, which is a new tensor; then only the value can be compared.
+    memory; this distinguishes the default from constant TD errors of a user. A buffer that draws sequences reduces the
+    priorities to one per sequence, which makes a new tensor; then only the value can be compared.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class DefaultPriority:
 
         Args:
             priority: the argument of ``update_priority``.
-            draws_sequences: returns True if the sampler draws sequences. It is only called if needed.
+            draws_sequences: returns True if the buffer draws sequences. It is only called if needed.
         """
         default, self._asked = self._asked, None
         if default is None or not isinstance(priority, Tensor) or priority.ndim != 1 or not priority.numel():
