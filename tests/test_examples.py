@@ -21,7 +21,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def readme_blocks(of_ray=False, readme=README):
-    """Every block of Python in a README that needs Ray or not, with the number of its first line."""
+    """The Python blocks of a README, with or without Ray, and the numbers of their first lines."""
     text = readme.read_text(encoding="utf-8")
     for match in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if ("RayReplayBuffer" in match[1]) != of_ray:
@@ -45,12 +45,12 @@ namespaces: list[dict[str, object]] = []
 
 
 def run(block, readme):
-    # kept, since graphs must not outlive the names they were made of
+    # compiled graphs refer to these names, so the names must live as long as the graphs
     namespaces.append({"__name__": "__main__"})
     exec(compile(block, str(readme), "exec"), namespaces[-1])
 
 
-# without any block, pytest skips it
+# pytest skips the test if there is no block
 @pytest.mark.parametrize("block", list(readme_blocks()))
 def test_readme(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

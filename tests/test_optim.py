@@ -31,12 +31,12 @@ def test_adam_step_is_adam(options):
     assert all(own is parameter for own, parameter in zip(step.parameters, mine, strict=True))
     for _ in range(20):
         step_both(step, theirs, reference)
-    # step counts, and with them what is computed of them, are in single precision
+    # step counts are float32, and so are the values computed from them
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-# the scheduler does not see the steps
+# the scheduler warns because the optimizer's own step is not called
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`:UserWarning")
 def test_a_scheduler_changes_a_rate_that_is_a_tensor():
     torch.manual_seed(0)
