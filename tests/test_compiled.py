@@ -528,7 +528,7 @@ def test_eager_draws_inside_a_graph_see_what_the_graph_has_written(compiler):
     ids=["proportional", "reaper"],
 )
 def test_compiled_draws_follow_the_probabilities(make):
-    """Chi-square test with 64 items and 50,000 draws; the negative control is another exponent; the seed fixes draws."""
+    """Chi-square test with 64 items and 50,000 draws; another exponent must fail. The seed determines the draws."""
     buffer = fill_64(make())
     draw = torch.compile(lambda: buffer.sample()["index"], fullgraph=True)
 
