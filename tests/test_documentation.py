@@ -20,6 +20,8 @@ def public() -> dict[str, object]:
     """The classes and functions in ``__all__`` of the package and of its modules, by name."""
     modules = [torchrl_replay_ext.__name__]
     modules += sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext."))
+    # an import of configs would register configurations with Hydra for all tests of the process
+    modules.remove("torchrl_replay_ext.configs")
     found = {}
     for module in map(importlib.import_module, modules):
         for name in getattr(module, "__all__", ()):
