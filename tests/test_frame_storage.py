@@ -32,7 +32,7 @@ KEYS = ("observation", ("next", "observation"), "action", ("next", "reward"), ("
 
 
 def pair(capacity, **arguments):
-    """A buffer that keeps frames once, and a plain one."""
+    """A buffer that stores each frame once, and a plain buffer."""
     once = TensorDictReplayBuffer(storage=FrameStackStorage(capacity, **arguments), batch_size=8)
     return once, TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=8)
 
@@ -57,7 +57,7 @@ def test_what_is_read_is_what_was_written(capacity, num_envs, layout, padding):
         for rb in (once, plain):
             rb.extend(data.clone())
         assert_same(once, plain)
-        # at most those of all stacks: none is left of what was overwritten
+        # frames of overwritten transitions are freed: there are at most those of the stored stacks
         assert once.storage.num_frames <= len(once) * 5
     assert once.storage.lost_frames == once.storage.mismatched == 0
 
@@ -70,19 +70,19 @@ def test_without_ids_the_row_before_is_looked_at():
         for rb in (once, plain):
             rb.extend(data.clone())
         assert_same(once, plain)
-    # 40 transitions in a few episodes, and what is left of the frames before the oldest
+    # 40 transitions in a few episodes, and the frames before the oldest transition
     assert once.storage.num_frames < 40 + 4 + 8
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "env_major"])
 def test_each_frame_is_kept_once(layout):
-    """An episode of L steps takes L + 1 frames, however its steps are spread over writes."""
+    """An episode of L steps takes L + 1 frames, for any division of its steps into writes."""
     streams = StackedStreams(4, end=0.0, still=0.0)
     once, _ = pair(400)
     for _ in range(10):
         once.extend(streams.chunk(layout, 40))
     assert once.storage.num_frames == 4 * 101
-    # the frames before the oldest step of each environment stay
+    # frames before the oldest step of each environment are kept
     once.extend(streams.chunk("interleaved", 40))
     assert once.storage.num_frames == 4 * (100 + 4)
     streams = StackedStreams(1, end=1.0, still=0.0, padding="zero")
@@ -106,7 +106,7 @@ def test_other_depths_shapes_and_types(depth):
 
 
 def test_slots_in_any_order_and_single_transitions():
-    """``add``, ``write_at`` with a slot that is named twice, assignment, and what indexing takes."""
+    """``add``, ``write_at`` with a duplicate slot, assignment, and all kinds of indices."""
     streams = StackedStreams(2)
     once, plain = pair(12)
     for _ in range(20):
@@ -157,7 +157,7 @@ class TestSaving:
             for rb in (restored, once, plain):
                 rb.extend(data.clone())
         assert_same(restored, plain)
-        # episodes that were going on are continued
+        # ongoing episodes continue after the restart
         assert restored.storage.num_frames == once.storage.num_frames
 
     @pytest.mark.parametrize("fresh", [True, False])
@@ -260,7 +260,7 @@ SAMPLERS = {
 
 
 def buffers(name, capacity=40):
-    """The same buffer with frames kept once, and whole."""
+    """The same buffer with frames stored once and with complete stacks."""
     return [
         buffer_with(SAMPLERS[name](capacity), capacity, compilable=True, storage=storage, batch_size=8)
         for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity))
@@ -289,7 +289,7 @@ def test_samples_are_those_of_whole_stacks(name):
 
 @pytest.mark.parametrize("name", slow_but(["per"], SAMPLERS))
 def test_compiled_in_one_graph(name):
-    """Writes, draws and updates in a graph: the samples are those that a naive buffer has in the same slots."""
+    """Writes, draws and updates in a graph give the samples that a plain buffer has in the same slots."""
     torch._dynamo.reset()
     streams = StackedStreams(3, end=0.1)
     once, _ = buffers(name)
@@ -338,7 +338,7 @@ def test_what_is_an_error_outside_is_counted_in_a_graph():
         whole.append(data.clone())
         compiled(data)
         assert (storage.lost_frames > 0) == (number >= 3)
-    # 3 transitions have 2 frames each; those that found their place are right
+    # 3 transitions have 2 frames each; the frames that were stored are correct
     assert torch.equal(storage.get(torch.arange(3, 6))["observation"], whole[0]["observation"])
     data = streams.rollout([0] * 3)
     data["next", "observation"] = data["next", "observation"].flip(0)
@@ -420,7 +420,7 @@ LOOKS = {
 
 
 class TestLookingChangesNothing:
-    """Reading a full storage in any way leaves it as it was."""
+    """No kind of read changes a full storage."""
 
     @staticmethod
     def full():

@@ -85,7 +85,7 @@ def test_errors_of_the_step_stay_visible():
 
 
 class DQN:
-    """Everything that an update changes, with an update in the usual eager form and one for a graph."""
+    """All state of a DQN, with two updates: one in the usual eager form and one for a compiled graph."""
 
     def __init__(self):
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""ACER for continuous actions, against a loop over single steps that is written from Algorithm 3."""
+"""ACER for continuous actions, against a loop over single steps that follows Algorithm 3."""
 
 import copy
 import math
@@ -37,7 +37,7 @@ LOC, BOTH = ("loc",), ("loc", "scale")
 
 
 class GaussianHead(nn.Module):
-    """Mean and standard deviation, which depends on the state or not."""
+    """Mean and standard deviation; the latter depends on the state unless it is fixed."""
 
     def __init__(self, fixed: bool):
         super().__init__()
@@ -52,7 +52,7 @@ class GaussianHead(nn.Module):
 
 
 class Networks(nn.Module):
-    """Policy and critic, with a trunk that both have or each its own."""
+    """Policy and critic, with a shared trunk or separate trunks."""
 
     def __init__(self, *, fixed: bool = False, shared: bool = False, dueling: bool = True):
         super().__init__()
@@ -74,7 +74,7 @@ class Networks(nn.Module):
 
 
 class Setting:
-    """A loss module that keeps what it draws, its networks, and an average policy unlike the current one."""
+    """A loss module that records its samples, its networks, and an average policy that differs from the current one."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Setting:
         self.squashed = distribution is TanhNormal
         self.networks = Networks(fixed=fixed, shared=shared, dueling=dueling)
         self.average = unlike(copy.deepcopy(self.networks), distance)
-        # numbers that float32 knows
+        # numbers that float32 represents exactly
         arguments = {"gamma": 0.9, "c": 1.0, "delta": 0.1, "num_samples": 3, "entropy_coeff": 0.25, **arguments}
         self.loss = ACERContinuousLoss(
             self.networks.actor(distribution_class=distribution), self.networks.critic, **arguments
@@ -114,7 +114,7 @@ class Setting:
 
 
 def rows(*, mask: bool = False, squashed: bool = False) -> TensorDict:
-    """Rows [4, T] of a random behaviour; with a mask, what it hides is no distribution."""
+    """Rows [4, T] of a random behaviour policy; with a mask, its masked statistics are invalid."""
     batch = cut_rows(mask=mask)
     shape = (*batch.shape, ACTION)
     batch["loc"] = 0.5 * torch.randn(shape, dtype=torch.float64)
@@ -136,7 +136,7 @@ def distribution(loc: Tensor, scale: Tensor, squashed: bool) -> Any:
 
 
 def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace") -> Sums:
-    """Values and gradients, in means over valid steps; one step at a time, with c, δ, ... of the loss module."""
+    """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
     loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
     critic, squashed = networks.critic, setting.squashed
     dueling = isinstance(critic, StochasticDuelingNetwork)
@@ -222,7 +222,7 @@ def test_is_algorithm_3(statistics, trust_region, c):
     result = setting.loss(batch)
     assert_agrees(result, algorithm_3(setting, batch))
     if trust_region:
-        # of some steps
+        # the constraint is active in some steps, but not in all
         assert 0 < result["tr_active"] < 1
     if c in (0.5, 1.0):
         assert result["bc_weight"] > 0.05
@@ -288,7 +288,7 @@ def log_prob(setting: Setting, observation: Tensor, action: Tensor) -> Tensor:
 
 
 def single_steps(setting: Setting, batch: TensorDict) -> None:
-    """Every step ends its episode, so that its return is its reward."""
+    """Terminate the episode in every step, so that the return of a step is its reward."""
     batch["next", "done"].fill_(True)
     batch["next", "terminated"].fill_(True)
 
@@ -351,7 +351,7 @@ def test_no_step_leaves_the_trust_region(statistics):
     outputs = []
     setting.networks.head.register_forward_hook(lambda module, arguments, output: outputs.append(output))
     result = setting.loss(batch)
-    # the first were those of the current policy
+    # the first call of the hook has the outputs of the current policy
     live = outputs[0][: len(statistics)]
     z = [-g for g in torch.autograd.grad(result["loss_actor"], live)]
     now = [x.detach().requires_grad_() for x in outputs[0]]
@@ -374,12 +374,12 @@ def test_a_scale_that_is_no_statistic_is_left_alone():
 
 
 def test_the_tanh_cancels():
-    """Ratios, and what follows from them, are those of the Gaussian before it."""
+    """With a TanhNormal, ratios and gradients are those of the Gaussian before the tanh."""
     found = []
     for kind in (IndependentNormal, TanhNormal):
         torch.manual_seed(1)
         setting = Setting(distribution=kind, statistics=BOTH)
-        # a critic that does not see the actions
+        # a critic that ignores the actions
         first = setting.networks.critic.advantage_net[0]
         with torch.no_grad():
             first.weight[:, HIDDEN:] = 0
@@ -411,7 +411,7 @@ def test_draws_are_of_the_policy():
 
 
 def sample_the_same(setting: Setting) -> None:
-    """Samples that do not depend on the batch's shape."""
+    """Replace the random samples by numbers that do not depend on the shape of the batch."""
 
     def sample_actions(loc: Tensor, scale: Tensor, n: int) -> Tensor:
         noise = torch.linspace(-1, 1, n * ACTION, dtype=loc.dtype).reshape(n, ACTION)
@@ -557,7 +557,7 @@ def test_only_the_networks_learn():
 
 
 def test_actor_and_critic_learn_from_their_own_loss():
-    """The policy learns neither from its samples u and a', nor does the critic from the actor's loss."""
+    """No gradient flows to the policy through u and a', or to the critic from the actor's loss."""
     setting, batch = Setting(statistics=BOTH), rows()
     result = setting.loss(batch)
     of_policy = [*setting.networks.trunk.parameters(), *setting.networks.head.parameters()]
@@ -574,7 +574,7 @@ def test_actor_and_critic_learn_from_their_own_loss():
 
 
 def test_gradcheck_where_nothing_is_constant():
-    """The entropy; and the loss of Q of steps that end, whose return is the reward."""
+    """The entropy, and the loss of Q if each step terminates, so that its return is the reward."""
     setting, batch = Setting(), rows()[1:2]
     single_steps(setting, batch)
     fixed = torch.randn(*batch.shape, 4, ACTION, dtype=torch.float64)
@@ -595,7 +595,7 @@ def test_gradcheck_where_nothing_is_constant():
 @pytest.mark.parametrize("c", [0.0, 5.0, math.inf])
 @pytest.mark.parametrize("dueling", [False, True])
 def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
-    """Actions at the bounds; behaviour, average and policy many standard deviations from each other."""
+    """Actions at the bounds; policy, average policy and behaviour policy are many standard deviations apart."""
     setting, batch = Setting(c=c, statistics=statistics, distribution=kind, dueling=dueling), rows(squashed=True)
     setting.loss.to(torch.float32)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
@@ -611,14 +611,14 @@ def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
     assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
 
 
-# --- the manners of a loss module
+# --- the conventions of TorchRL's loss modules
 
 
 @pytest.mark.parametrize(
     ("duplicate", "shared"),
     [
         (copy.deepcopy, False),
-        # copy.deepcopy of any of TorchRL's loss modules does not keep what two modules share
+        # copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share
         *((lambda x: pickle.loads(pickle.dumps(x)), shared) for shared in (False, True)),
     ],
 )
@@ -651,7 +651,7 @@ def test_to_another_dtype(shared):
         assert result[key].dtype == torch.float32
         torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
     assert given["td_error"].dtype == torch.float32
-    # what is shared stays so, and the updater goes on
+    # shared parameters stay shared, and the updater still works
     assert len(list(setting.loss.parameters())) == (12 if shared else 14)
     with torch.no_grad():
         for parameter in setting.loss.parameters():
@@ -662,7 +662,7 @@ def test_to_another_dtype(shared):
 
 
 def test_a_critic_of_ones_own():
-    """Any module with the same two methods."""
+    """The critic may be any module with the methods ``forward`` and ``state_value``."""
 
     class OneNumber(nn.Module):
         def __init__(self):
@@ -688,7 +688,7 @@ def test_in_one_graph():
 
 
 def test_graphs_for_other_arguments():
-    """A compiler that has seen a number change takes it for a variable."""
+    """The compiler treats a number as a variable once the number has changed."""
     torch._dynamo.reset()
     batch = rows()
     for number in (1.0, 1.5):
