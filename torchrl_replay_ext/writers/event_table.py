@@ -269,12 +269,13 @@ class EventTableWriter(CompilableWriter):
             timeline = self._tails.timeline(rows)
             entering = self._tails.plan(timeline, occurred)
         timeline.set_slots(slots.cpu().numpy())
-        tables.written(slots)
         if self._pinned:
             for table, (places, _) in entering.items():
                 self._insert(table, timeline, places)
         else:
             self._fill_ring(slots, timeline, entering)
+        # last: if the lists are not complete, recovery must find that these slots were written halfway
+        tables.written(slots)
         self._tails.update(rows, timeline)
         return index
 
@@ -289,7 +290,7 @@ class EventTableWriter(CompilableWriter):
         if not entering:
             tables.overwrite(slots)
             return
-        alive = timeline.number >= tables.oldest
+        alive = timeline.number >= tables.oldest + len(slots)
         dying = tables.holds(slots).any(1).tolist()
         row_by_row = False
         for table, (places, _) in entering.items():
