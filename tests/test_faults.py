@@ -355,6 +355,11 @@ def broken_write(buffer, count):
         buffer.extend(rows(range(100, 105), done=[104]))
 
 
+def broken_rows(buffer, count):
+    with DieAfter(count):
+        buffer.extend(rows(range(100, 105)))
+
+
 def broken_mark(buffer, count):
     """A write whose data is stored, but whose notification of the sampler is interrupted."""
     sampler, mode = buffer.sampler, DieAfter(count)
@@ -459,6 +464,23 @@ def test_a_change_that_breaks_off_anywhere(name, what):
     count = 1
     while survive(name, what, count):
         count += 1
+
+
+@pytest.mark.parametrize("name", ["tables", "tables, reaper"])
+def test_an_event_table_never_holds_a_row_that_has_replaced_its_entry(name):
+    filled_once = filled(name)
+    # the next write replaces entries 26 to 29
+    filled_once.extend(rows(range(40, 50)))
+    for count in itertools.count(1, 4):
+        buffer = copy.deepcopy(filled_once)
+        if not dies(broken_rows, buffer, count):
+            break
+        buffer.sample(8)
+        table = buffer.storage[:]["next", "number"][buffer.sampler.tables["end"].index()].tolist()
+        assert set(table) <= {*range(26, 30), *range(36, 40)}, (count, table)
+        assert set(table) >= set(range(36, 40)), (count, table)
+        buffer.sampler.check_valid()
+    assert count > 50
 
 
 def survive_pinned(count):

@@ -375,6 +375,15 @@ def test_a_write_that_fails_in_the_storage_leaves_the_tables_whole(retention, mo
             patch.setattr(rb.storage, "set", fail)
             with pytest.raises(RuntimeError, match="no space left"):
                 rb.extend(data[100:110].clone())
+    if retention == "ring":
+        # nothing was overwritten, and the episodes go on
+        naive = NaiveTables(specs, capacity, size)
+        for first in range(0, 300, 100):
+            write_naive(naive, data[first : first + 100])
+            if first:
+                rb.extend(data[first : first + 100].clone())
+            check(rb, tables, naive)
+        return
     rb.extend(data[110:].clone())
     live = torch.cat([tables[name].index() for name in tables])
     stored = rb.storage[:]["number"]
@@ -561,6 +570,17 @@ def test_a_state_of_other_tables_is_refused():
     other, _ = make([("a", 3, "a"), ("b", 3, "b")], {"a": 10, "b": 10}, 40)
     with pytest.raises(ValueError, match=r"the tables \['ring', 'default', 'a'\], this writer has"):
         other.writer.load_state_dict(state)
+
+
+def test_a_state_with_a_ring_position_of_its_own_is_refused():
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
+    rb.extend(scripted(20))
+    state = rb.writer.state_dict()
+    before = rb.writer.state_dict()
+    state["tables"]["next"] = torch.tensor(20)
+    with pytest.raises(ValueError, match=r"saved by an earlier version .* start with an empty buffer"):
+        rb.writer.load_state_dict(state)
+    assert_equal_states(before, rb.writer.state_dict())
 
 
 def fell_to_the_left(data):

@@ -169,17 +169,12 @@ class EventTableMixture(Distribution):
         """Called by the tables: all entries may be at other positions now."""
         self._log.mark_dirty()
 
-    def sync(self) -> None:
-        self._tables.recover()
+    def sync(self, next_slot: int | None) -> None:
+        self._tables.recover(next_slot)
 
     def before_ingest(self, count: int, last_slot: int | None) -> None:
         self._tables.adopt(count, last_slot)
         self._weights.before_ingest()
-
-    def before_recovery(self, next_slot: int | None) -> None:
-        if self.slots_in_ring_order and next_slot is not None and self._tables.num_slots:
-            # rows may have been written without removing the entries that they wrote over
-            self._tables.overwrite(self._tables.skipped(next_slot))
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         if is_traced():
