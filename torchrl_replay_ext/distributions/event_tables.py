@@ -20,7 +20,7 @@ from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.distributions.table_rejection import TableRejection, propose
+from torchrl_replay_ext.distributions.rejection import Rejection, Rows, propose
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
@@ -95,8 +95,13 @@ class EventTableMixture(Distribution):
         self._reliability = None if make_reliability is None else make_reliability(log)
         self._rejection = None
         if self._reliability is not None:
-            self._rejection = TableRejection(
-                self._tree, self._begins, tables, self._reliability, for_graphs=layout.for_graphs
+            self._rejection = Rejection(
+                self._tree,
+                self._reliability,
+                exact=True,
+                for_graphs=layout.for_graphs,
+                tables=tables,
+                begins=self._begins,
             )
         # rank-based: of each table behind one another, what the entries were sorted by, and how many there are
         keys = self._nowhere if kind == "rank" else 0
@@ -320,9 +325,8 @@ class EventTableMixture(Distribution):
             row_tables = [number for number, count in enumerate(counts) for _ in range(count)]
             table = torch.tensor(row_tables, device=self._device)
         else:
-            table = self._tables_of_rows(
-                torch.tensor(eta, dtype=torch.float64, device=self._device), batch_size, u, generator
-            )
+            portions = torch.tensor(eta, dtype=torch.float64, device=self._device)
+            _, table = self._tables_of_rows(portions, batch_size, u, generator)
         # in the order of positions, as in the tree: first those that have wrapped around, then a gap
         starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
         wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
@@ -336,12 +340,17 @@ class EventTableMixture(Distribution):
         share = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
         return slots, table, self._tables.share(slots, share), share
 
-    def _tables_of_rows(self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The table of each row, in order, [B]; by the first of ``u``, or by numbers of its own."""
+    def _tables_of_rows(
+        self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """The row behind the last one of each table, [tables], and the table of each row, in order, [B].
+
+        They are chosen by the first of ``u``, or by random numbers of their own.
+        """
         if self._allocation == "multinomial":
             u = uniform(batch_size, device=self._device, generator=generator)
         ends = table_ends(eta, batch_size, self._allocation, u)
-        return torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
+        return ends, torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         if not is_traced():
@@ -358,14 +367,14 @@ class EventTableMixture(Distribution):
         if not is_traced() and total[0].item() == 0:
             raise RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0.")
         u = uniform(batch_size + 1, device=self._device, generator=generator)
-        table = self._tables_of_rows(eta, batch_size, u, generator)
-        low_of_row, total_of_row = gather_in_bounds(low, table), gather_in_bounds(total, table)
+        ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:
-            position, mass = self._rejection.draw(table, low, total, generator)
-            total = total * self._rejection.accepted_share()
+            position, mass = self._rejection.draw(batch_size, generator, Rows(ends, table, low, total))
+            total = total * self._rejection.acceptance()
             total_of_row = gather_in_bounds(total, table)
         else:
-            position, mass = propose(self._tree, u[1:], low_of_row, total_of_row)
+            total_of_row = gather_in_bounds(total, table)
+            position, mass = propose(self._tree, u[1:], gather_in_bounds(low, table), total_of_row)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
@@ -390,8 +399,8 @@ class EventTableMixture(Distribution):
         """p(i) of ``slots`` [n], float64 [n]."""
         positions, _ = self._everywhere(slots)
         mass = self._tree.get(positions).view(-1, slots.shape[0])
-        if self._rejection is not None:
-            mass = mass * self._rejection.factor(slots)
+        if self._reliability is not None:
+            mass = mass * self._reliability.factor(slots)
         share = eta / torch.where(total > 0, total, 1.0)
         return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
 
@@ -406,11 +415,11 @@ class EventTableMixture(Distribution):
             return torch.zeros(0, dtype=torch.float64, device=self._device)
         self._sort_if_due()
         eta, _, total = self._proportions(self._batch_size)
-        if self._rejection is not None:
+        if self._reliability is not None:
             stored = self.stored_slots()
             positions = self._tables.positions(stored)
             mass = self._tree.get(positions.reshape(-1)).view(positions.shape)
-            total = (mass * self._rejection.factor(stored)).sum(1)
+            total = (mass * self._reliability.factor(stored)).sum(1)
         return self._mixture(slots, eta, total)
 
     def stored_slots(self) -> Tensor:
