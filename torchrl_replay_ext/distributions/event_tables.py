@@ -15,12 +15,13 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.rejection import Rejection, Rows, propose
+from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
@@ -74,7 +75,7 @@ class EventTableMixture(Distribution):
     ):
         self._log, self._priorities, self._tables = log, priorities, tables
         self._allocation, self._correction, self._kind = allocation, correction, kind
-        self._alpha, self._beta, self._stale_fraction = alpha, beta, stale_fraction
+        self._alpha, self._beta = alpha, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
         self._shares = shares
@@ -95,18 +96,9 @@ class EventTableMixture(Distribution):
         self._reliability = None if make_reliability is None else make_reliability(log)
         self._rejection = None
         if self._reliability is not None:
-            self._rejection = Rejection(
-                self._tree,
-                self._reliability,
-                exact=True,
-                for_graphs=layout.for_graphs,
-                tables=tables,
-                begins=self._begins,
-            )
-        # rank-based: of each table behind one another, what the entries were sorted by, and how many there are
-        keys = self._nowhere if kind == "rank" else 0
-        self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
-        self._changes = torch.zeros((), dtype=torch.int64, device=device)
+            self._rejection = Rejection(self._tree, self._reliability, for_graphs=layout.for_graphs, tables=tables)
+        entries = self._nowhere if kind == "rank" else 0
+        self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
         # whether the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
         # of the last batch outside graphs: what a table needs by default, where none is being drawn
@@ -130,7 +122,7 @@ class EventTableMixture(Distribution):
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
         if self._kind == "rank":
-            return self._rank_masses(positions, priority)
+            return self._of_rank(self._order.rank(priority, self._table_of(positions)))
         if self._kind is None:
             return torch.full_like(positions, SumTree.UNIT)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
@@ -153,7 +145,7 @@ class EventTableMixture(Distribution):
 
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
         if self._correction == "priority":
             self._set(slots, slots)
             return
@@ -162,7 +154,7 @@ class EventTableMixture(Distribution):
 
     def on_remove(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
         if self._correction == "priority":
             self._set(slots, slots)
             return
@@ -195,7 +187,7 @@ class EventTableMixture(Distribution):
         self._weights.insert(slots, rows)
         positions, repeated = self._everywhere(slots)
         self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots)
@@ -204,7 +196,7 @@ class EventTableMixture(Distribution):
             self._reliability.remove(slots)
         if self.slots_in_ring_order:
             self._tree.write(slots, torch.zeros_like(slots))
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
         self._weights.remove(slots)
 
     def before_full_overwrite(self) -> None:
@@ -219,7 +211,7 @@ class EventTableMixture(Distribution):
             count = positions.shape[0] // slots.shape[0]
             mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
         self._set(positions, repeated, mask)
-        self._changes.add_(slots.shape[0])
+        self._order.changes.add_(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
         if self._kind == "rank" and slots is None:
@@ -238,26 +230,13 @@ class EventTableMixture(Distribution):
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
 
-    def _sort_keys(self, positions: Tensor, priority: Tensor) -> Tensor:
-        """What entries are sorted by: the table, then the priority, largest first, new ones ahead of all."""
-        bits = torch.where(priority < 0, math.inf, priority).view(torch.int32).to(torch.int64)
-        return (self._table_of(positions) << 32) - bits
-
-    def _rank_masses(self, positions: Tensor, priority: Tensor) -> Tensor:
-        table = self._table_of(positions)
-        ahead = torch.searchsorted(self._keys, self._sort_keys(positions, priority))
-        first = torch.searchsorted(self._keys, (table << 32) - 2**31)
-        return self._of_rank(ahead - first)
-
     def _of_rank(self, rank: Tensor) -> Tensor:
         alpha = self._alpha.value
         return ((rank + 1).to(torch.float64) ** -alpha * _RANK_UNIT).ceil().to(torch.int64)
 
     def _sort_if_due(self) -> None:
-        if self._kind == "rank":
-            changes = self._changes.item()
-            if changes and changes >= self._stale_fraction * self._tables.counts.sum().item():
-                self.sort()
+        if self._kind == "rank" and self._order.is_due(self._tables.counts.sum()):
+            self.sort()
 
     @torch.no_grad()
     def sort(self) -> None:
@@ -271,17 +250,15 @@ class EventTableMixture(Distribution):
         positions, slots = self._everywhere(everything[self._log.generation > 0])
         listed = positions != self._nowhere
         positions, slots = positions[listed], slots[listed]
-        keys, order = self._sort_keys(positions, self._priorities.of_slot[slots]).sort(stable=True)
-        self._keys.fill_(torch.iinfo(torch.int64).max)
-        self._keys[: len(keys)] = keys
-        table = self._table_of(positions[order])
+        table = self._table_of(positions)
+        order = self._order.sort(self._priorities.of_slot[slots], table)
+        positions, table = positions[order], table[order]
         begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
-        rank = torch.arange(len(keys), device=self._device) - begins[table]
+        rank = torch.arange(len(order), device=self._device) - begins[table]
         leaves = self._tree.leaves
         leaves.zero_()
-        leaves[positions[order]] = self._of_rank(rank)
+        leaves[positions] = self._of_rank(rank)
         self._tree.rebuild_()
-        self._changes.zero_()
 
     # --- draws
 
@@ -434,16 +411,15 @@ class EventTableMixture(Distribution):
     def clear(self) -> None:
         self._holes.fill_(True)
         self._tree.clear_()
-        self._keys.fill_(torch.iinfo(torch.int64).max)
-        self._changes.zero_()
+        self._order.clear()
         self._weights.clear()
         if self._reliability is not None and self._rejection is not None:
             self._reliability.clear()
             self._rejection.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        state = {"masses": self._tree.rows, "keys": self._keys, "changes": self._changes, "eta": self._shares.state}
-        state |= self._weights.tensors()
+        state = {"masses": self._tree.rows, "eta": self._shares.state}
+        state |= self._order.tensors() | self._weights.tensors()
         if self._reliability is not None and self._rejection is not None:
             state |= self._rejection.tensors() | self._reliability.tensors()
         return state
@@ -472,5 +448,6 @@ class EventTableMixture(Distribution):
         sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
         stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
         if self._rejection is not None:
-            stats |= self._rejection.stats(eta)
+            acceptance = (self._rejection.acceptance() * eta).sum()
+            stats |= {"acceptance_rate": acceptance, "repeated_draws": self._rejection.repeated}
         return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}

@@ -48,7 +48,9 @@ class ReliabilityAdjusted(Distribution):
         self._power = PowerTree(log, priorities, alpha)
         self._tree = self._power.tree
         self._reliability = make_reliability(log)
-        self._rejection = Rejection(self._tree, self._reliability, exact=may_be_zero, for_graphs=log.layout.for_graphs)
+        self._rejection = Rejection(
+            self._tree, self._reliability, for_graphs=log.layout.for_graphs, may_be_zero=may_be_zero
+        )
 
     @property
     def max_priority(self) -> float:
@@ -108,7 +110,10 @@ class ReliabilityAdjusted(Distribution):
 
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()
-        return self._rejection.stats() | {
+        total = self._tree.total()
+        return {
+            "acceptance_rate": self.density(slots).sum() / total if total else torch.ones(()),
             "reliability_mean": self._reliability.of(slots).mean() if slots.numel() else torch.ones(()),
+            "repeated_draws": self._rejection.repeated,
             "broken_off": self._reliability.broken_off(),
         }
