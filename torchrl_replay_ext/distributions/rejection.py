@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ _PASS = 32
 _SPARE = 16
 # Above this omega the number of proposals no longer grows.
 _MAX_OMEGA = 4.0
+
+Count = TypeVar("Count", int, Tensor)
 
 
 class Rows(NamedTuple):
@@ -133,7 +135,7 @@ class Rejection:
             drawn = self._fallback.replace(short, drawn, [] if rows is None else [*rows])
         return drawn[0], drawn[1]
 
-    def _num_proposals(self, rows: int | Tensor, tables: int | Tensor) -> int | Tensor:
+    def _num_proposals(self, rows: Count, tables: Count) -> Count:
         """Proposals for ``rows`` rows of ``tables`` tables: if R is uniform in (0, 1), one of 1 + ω is accepted."""
         per_16 = math.ceil(20 * (1 + min(self._reliability.omega.bound, _MAX_OMEGA)))
         return (rows * per_16 + 15) // 16 + _SPARE * tables
