@@ -692,6 +692,15 @@ def test_stats_are_finite_scalars(updates, layout):
     assert_finite_stats(replay.sampler)
 
 
+def test_the_acceptance_rate_is_the_mean_reliability_of_proposals():
+    """One finished episode, d = 1, 2, 3, 4: proposals have probability d / 10 and R = 0.1, 0.3, 0.6, 1."""
+    buffer = buffer_of(4, **plain(alpha=1.0, omega=1.0))
+    buffer.extend(transitions(episode(0, 4)))
+    buffer.update_priority(torch.arange(4), torch.arange(1.0, 5.0))
+    expected = (1 * 0.1 + 2 * 0.3 + 3 * 0.6 + 4 * 1.0) / 10
+    assert float(buffer.sampler.stats()["acceptance_rate"]) == pytest.approx(expected)
+
+
 # --- bad input
 
 
