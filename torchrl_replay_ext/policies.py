@@ -12,7 +12,7 @@ from torch.distributions import Normal
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot
 from torchrl.modules import IndependentNormal, TanhNormal
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 
 # Actions are kept away from the bounds, where tanh has no inverse.
 _BOUND = 1 - 1e-6
@@ -58,11 +58,13 @@ def inside_bounds(action: Tensor, name: str) -> Tensor:
         ValueError: on behalf of ``name``, if an action is outside of [-1, 1] (not looked at in a graph).
     """
     # what was rescaled may be beyond the bound by rounding
-    if not is_traced() and bool((action.abs() > 2 - _BOUND).any()):
-        raise ValueError(
+    raise_if(
+        lambda: (action.abs() > 2 - _BOUND).any(),
+        lambda: ValueError(
             f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but those of a TanhNormal "
             "policy are in [-1, 1]; store actions as the policy wrote them, before the environment rescales them."
-        )
+        ),
+    )
     return action.clamp(-_BOUND, _BOUND)
 
 

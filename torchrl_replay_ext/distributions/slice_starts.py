@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.sum_tree import UpdateMask
@@ -83,11 +83,13 @@ class SliceStarts(Distribution):
         raise NotImplementedError("SliceStarts takes no priorities.")
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced() and not int(self._tree.total()):
-            raise RuntimeError(
+        raise_if(
+            lambda: self._tree.total() == 0,
+            lambda: RuntimeError(
                 f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
                 f"{self._slice_len} steps in a row; wait for longer ones, pass a smaller slice_len=, or pad=True."
-            )
+            ),
+        )
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
 
     def may_start(self, slots: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, values_can_be_read
 
 # Up to here, numbers are looked at faster in Python than by tensor operations.
 FEW = 1024
@@ -129,18 +129,18 @@ def extremes(values: Tensor) -> tuple[float, float]:
 
 
 def all_different(index: Tensor) -> bool:
-    """Whether ``index`` [n] is known to hold no value twice; long ones, and those being compiled, are not looked at."""
+    """Whether ``index`` [n] is known to hold no value twice. Only a short one is examined, and only on the CPU."""
     count = index.shape[0]
-    return count <= FEW and not is_traced() and len(set(index.tolist())) == count
+    return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count
 
 
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     """``destination[index] = values`` in place for 1-D tensors; of duplicates in ``index`` the last one wins.
 
-    ``scatter_`` runs through a 1-D index in order on the CPU; elsewhere, and in compiled code, its order is undefined.
-    There, moreover, it would copy all of ``destination``.
+    Only eager code on the CPU runs through the index of a ``scatter_`` in order. Compiled, ``scatter_`` would also copy
+    all of ``destination``.
     """
-    if index.device.type != "cpu" or is_traced():
-        destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))
-    else:
+    if values_can_be_read(index):
         destination.scatter_(0, index, values)
+    else:
+        destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))

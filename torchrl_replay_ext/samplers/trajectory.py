@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_bool, require_integer
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
@@ -237,8 +237,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions, a multiple of "
                 f"slice_len={self._slice_len}."
             )
-        if not is_traced() and _torchrl.draws_sequences(self, storage):
-            raise ValueError(_NO_SEQUENCES)
+        raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(_NO_SEQUENCES))
         start, drawn = self._sampler.draw(storage, batch_size // self._slice_len)
         starts = self._starts
         slots = starts.slices.walk(start)
@@ -312,16 +311,13 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             ValueError: if ``rb`` is another buffer, or draws sequences (``sample_unit``).
             RuntimeError: if it is empty.
         """
-        if not is_traced():
-            if _torchrl.draws_sequences(self, rb.storage):
-                raise ValueError(_NO_SEQUENCES)
-            if getattr(rb.sampler, "critic_sampler", rb.sampler) is not self:
-                raise ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler.")
-            if not len(rb):
-                raise RuntimeError(f"{_OWNER}: cannot sample from an empty storage.")
-            self._sampler.ready(rb.storage)
-        else:
-            self._sampler.require_bound(rb.storage)
+        raise_if(lambda: _torchrl.draws_sequences(self, rb.storage), lambda: ValueError(_NO_SEQUENCES))
+        raise_if(
+            lambda: getattr(rb.sampler, "critic_sampler", rb.sampler) is not self,
+            lambda: ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler."),
+        )
+        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
+        self._sampler.ready(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
         return view.sample(self._starts.slices.streams.lanes * self._slice_len)
 

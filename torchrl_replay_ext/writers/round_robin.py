@@ -157,14 +157,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def _mark_update_entities(self, index: Tensor) -> None:
         storage: Any = self._storage
-        eager = not is_traced()
-        if eager:
-            # remains set if a sampler rejects the rows
-            self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+        # remains set if a sampler rejects the rows
+        self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
         for buffer in attached_buffers(storage):
             buffer.mark_update(index)
-        if eager:
-            self._only_refused = False
+        self._only_refused = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
