@@ -121,8 +121,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     def _sample_in_graph(self, batch_size: int) -> tuple[Any, dict]:
         storage = self._storage
-        has_transform = self._transform is not None and len(self._transform)
-        if storage.ndim > 1 or not is_tensor_collection(stored_data(storage)) or has_transform:
+        simple = storage.ndim == 1 and is_tensor_collection(stored_data(storage)) and self._sample_unit is None
+        if not simple or (self._transform is not None and len(self._transform)):
             return self._sample(batch_size)
         index, info = self._sampler.sample(storage, batch_size)
         info["index"] = index

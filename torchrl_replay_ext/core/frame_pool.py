@@ -258,12 +258,16 @@ class FramePool:
 
     def _rebuild(self) -> None:
         """Recompute references and free places from the ids."""
-        ids = self._ids.reshape(-1).to(torch.int64)
-        self._references.zero_().index_add_(0, ids, (ids > _BLANK).to(torch.int32))
+        self._references.copy_(self._counted())
         free = (self._references[1 : self._nowhere] == 0).nonzero().squeeze(1) + 1
         self._free.zero_()[: len(free)] = free.to(torch.int32)
         self._head.zero_()
         self._num_free.fill_(len(free))
+
+    def _counted(self) -> Tensor:
+        """How often each frame is referred to."""
+        ids = self._ids.reshape(-1).to(torch.int64)
+        return torch.zeros_like(self._references).index_add_(0, ids, (ids > _BLANK).to(torch.int32))
 
     def clear_(self) -> None:
         """Remove all content."""
@@ -274,11 +278,10 @@ class FramePool:
 
     def check_valid(self) -> None:
         """Raise RuntimeError if references, free places and ids contradict each other. O(size)."""
-        ids = self._ids.reshape(-1).to(torch.int64)
-        references = torch.zeros_like(self._references).index_add_(0, ids, (ids > _BLANK).to(torch.int32))
+        references = self._counted()
         if not torch.equal(references[1:], self._references[1:]):
             raise RuntimeError("FramePool: the counts of references are wrong.")
-        places = (self._head + torch.arange(int(self._num_free), device=ids.device)) % self.capacity
+        places = (self._head + torch.arange(int(self._num_free), device=references.device)) % self.capacity
         free = torch.zeros_like(self._references).index_add_(
             0, self._free[places].to(torch.int64), torch.ones_like(places, dtype=torch.int32)
         )

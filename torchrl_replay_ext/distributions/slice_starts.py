@@ -12,7 +12,6 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import raise_if
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
-from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
@@ -79,9 +78,6 @@ class SliceStarts(Distribution):
     def before_full_overwrite(self) -> None:
         self.slices.forget()
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        raise NotImplementedError("SliceStarts takes no priorities.")
-
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         raise_if(
             lambda: self._tree.total() == 0,
@@ -101,9 +97,6 @@ class SliceStarts(Distribution):
 
     def reweight(self, slots: Tensor | None) -> None:
         pass
-
-    def stored_slots(self) -> Tensor:
-        return self._log.stored_slots()
 
     def clear(self) -> None:
         self.slices.clear_()

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_bool, require_integer
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
+from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
@@ -290,7 +291,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             if not is_traced():
                 # the batch of newest() was not drawn, and no TD errors are expected of it
                 self._sampler.state.remember_draw(slots, comes_back=drawn is not None)
-                self._masks[_memory(slots)] = (slots, mask)
+                self._masks[memory_of(slots)] = (slots, mask)
                 if len(self._masks) > _REMEMBERED:
                     self._masks.popitem(last=False)
         return unravel(slots, self._sampler.layout.shape), info
@@ -370,7 +371,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
     def _real_rows(self, slots: Tensor) -> Tensor | None:
         """Which of ``slots`` [n] are no padding, bool [n]; None if they are not part of a batch that is remembered."""
-        found = self._masks.get(_memory(slots))
+        found = self._masks.get(memory_of(slots))
         if found is not None and slots.is_contiguous():
             begin = slots.storage_offset() - found[0].storage_offset()
             return found[1][begin : begin + len(slots)]
@@ -432,10 +433,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             f"{_OWNER}(capacity={self._sampler.capacity}, slice_len={self._slice_len}, pad={self._pad}, "
             f"anchors={self.anchors!r})"
         )
-
-
-def _memory(slots: Tensor) -> int:
-    return slots.untyped_storage().data_ptr()
 
 
 class _Newest:
