@@ -22,6 +22,25 @@ def is_traced() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def values_can_be_read(tensor: Tensor) -> bool:
+    """True outside graphs on the CPU, where a choice by value is free.
+
+    Elsewhere use code without such a choice: a graph has no values, and reading one from an accelerator waits for it.
+    """
+    return tensor.device.type == "cpu" and not is_traced()
+
+
+def raise_if(condition: Callable[[], Any], error: Callable[[], Exception]) -> None:
+    """Raise ``error()`` if ``condition()`` holds; in a graph, which cannot raise errors by value, do nothing."""
+    if not is_traced() and bool(condition()):
+        raise error()
+
+
+def rows_where(mask: Tensor) -> Tensor:
+    """The rows to compute where only those in ``mask`` [n] count: these rows, or all if values cannot be read."""
+    return mask.nonzero().squeeze(1) if values_can_be_read(mask) else torch.arange(len(mask), device=mask.device)
+
+
 def scalar(value: Tensor) -> Any:
     """A 0-dim tensor as a number, which is faster on the CPU; where it is traced it must stay a tensor."""
     return value if is_traced() else value.item()

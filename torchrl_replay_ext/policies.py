@@ -12,7 +12,7 @@ from torch.distributions import Normal
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot
 from torchrl.modules import IndependentNormal, TanhNormal
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 
 # The largest action, in absolute value, that is passed to atanh, which is infinite at 1.
 _BOUND = 1 - 1e-6
@@ -67,12 +67,14 @@ def inside_bounds(action: Tensor, name: str) -> Tensor:
         ValueError: if an action is outside of [-1, 1]. Values are not checked in a compiled graph.
     """
     # rescaled actions may exceed the bound by a rounding error
-    if not is_traced() and bool((action.abs() > 2 - _BOUND).any()):
-        raise ValueError(
+    raise_if(
+        lambda: (action.abs() > 2 - _BOUND).any(),
+        lambda: ValueError(
             f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but the actions of a "
-            "TanhNormal policy are in [-1, 1]; store actions as the policy writes them, before the environment "
-            "rescales them."
-        )
+            "TanhNormal policy are in [-1, 1]; store actions as the policy writes them, before the environment rescales "
+            "them."
+        ),
+    )
     return action.clamp(-_BOUND, _BOUND)
 
 

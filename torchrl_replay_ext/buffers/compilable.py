@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -112,17 +113,17 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
         if isinstance(self._sample_unit, Sequence):
             raise NotImplementedError(_NO_SEQUENCES)
-        data, info = self._sample(batch_size)
+        data, info = self._sample_in_graph(batch_size)
         for key, value in info.items():
             value = torch.stack(value, -1) if isinstance(value, tuple) else value
             data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
         return (data, info) if return_info else data
 
-    def _sample(self, batch_size: int) -> tuple[Any, dict]:
+    def _sample_in_graph(self, batch_size: int) -> tuple[Any, dict]:
         storage = self._storage
         simple = storage.ndim == 1 and is_tensor_collection(stored_data(storage)) and self._sample_unit is None
-        if not is_traced() or not simple or (self._transform is not None and len(self._transform)):
-            return super()._sample(batch_size)
+        if not simple or (self._transform is not None and len(self._transform)):
+            return self._sample(batch_size)
         index, info = self._sampler.sample(storage, batch_size)
         info["index"] = index
         return self._collate_fn(storage.take(index)), info
@@ -131,12 +132,19 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
         index = torch.stack(index, -1) if isinstance(index, tuple) else index
         priority = torch.as_tensor(priority)
-        if not is_traced():
-            super().update_priority(index, priority)
-            return
         if self.dim_extend and priority.ndim > 1:
             priority = self._transpose(priority).flatten()
-        self._sampler.update_priority(index, priority, storage=self._storage)
+        with self._locks():
+            self._sampler.update_priority(index, priority, storage=self._storage)
+
+    @contextmanager
+    def _locks(self) -> Iterator[None]:
+        """Keeps other threads from using the buffer. A graph takes no locks."""
+        if is_traced():
+            yield
+        else:
+            with self._replay_lock, self._write_lock:
+                yield
 
     def add(self, data: TensorDictBase) -> int:
         """Write a single row; without a TD error it gets the default priority of a new one."""
@@ -171,10 +179,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
                 "written them, or pass the name that the loss uses as priority_key= to the buffer."
             )
-        traced = is_traced()
         anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
         if anchored:
-            if traced:
+            if is_traced():
                 raise NotImplementedError(_NO_SEQUENCES)
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
             data = data.select(*needed, strict=False).reshape(-1)
@@ -185,7 +192,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         index, priority = data["index"], self._get_priority_vector(data)
         if anchored:
             index, stamp, priority = _largest_of_anchors(data["anchor_index"], stamp, priority, data["validity_mask"])
-        with nullcontext() if traced else self._replay_lock, nullcontext() if traced else self._write_lock:
+        with self._locks():
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
 

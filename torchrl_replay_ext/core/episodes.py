@@ -87,6 +87,11 @@ class EpisodeIndex:
         self._lane_total = full(lanes, 0)
         self._lane_next = full(lanes, 0)
 
+    @property
+    def _page_table(self) -> Tensor:
+        assert self._tree.page_table is not None
+        return self._tree.page_table
+
     def holds(self, slots: Tensor) -> Tensor:
         """True if a slot of ``slots`` [n] belongs to an episode, bool [n]."""
         return gather_in_bounds(self.episode, slots) != self._none
@@ -119,14 +124,8 @@ class EpisodeIndex:
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        Args:
-            slots: int64 [n], distinct, n <= size.
-            mass: int64 [], of each new transition.
-            clock: int64 [], number of this write, larger than all numbers before.
-            ended: bool [n], the episode ends with this transition.
-            finished: bool [n], used where ``ended``: reliability is that of a finished episode.
-            trajectory: int64 [n], trajectory ids; required if lanes are assigned.
-            initial: bool [n], the transition is the first of its episode.
+        ``mass``, int64 [], is that of each new transition. Where ``ended`` and ``finished``, bool [n], reliability is
+        that of a finished episode. For the other arguments see :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
@@ -190,11 +189,9 @@ class EpisodeIndex:
             self._tree.write(position, torch.zeros_like(mass))
             block = position >> self._page_shift
             over = live & (position & ((1 << self._page_shift) - 1) == (1 << self._page_shift) - 1)
-            table = self._tree.page_table
-            assert table is not None
-            self._pages.push(table[block], over)
+            self._pages.push(self._page_table[block], over)
             nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-            table.index_fill_(0, where_int64(over, block, nowhere), self._no_page)
+            self._page_table.index_fill_(0, where_int64(over, block, nowhere), self._no_page)
             self._position.index_fill_(0, slots, self._nowhere)
         self._free(record)
         self._totals.refresh(record)
@@ -225,11 +222,9 @@ class EpisodeIndex:
         position = lane * self.span + offset
         block = position >> self._page_shift
         starts = offset & ((1 << self._page_shift) - 1) == 0
-        table = self._tree.page_table
-        assert table is not None
         pages = self._pages.pop(starts)
         nowhere = torch.full_like(block, self._nowhere >> self._page_shift)
-        table.index_copy_(
+        self._page_table.index_copy_(
             0, where_int64(starts, block, nowhere), where_int64(starts, pages, torch.full_like(pages, self._no_page))
         )
         self._lane_next.copy_(at_last(lane, offset + 1, self._lane_next))
@@ -335,8 +330,7 @@ class EpisodeIndex:
             **self._records.tensors("records"),
         }
         if self.assigned:
-            assert self._tree.page_table is not None
-            state |= {"position": self._position, "page_table": self._tree.page_table, **self._pages.tensors("pages")}
+            state |= {"position": self._position, "page_table": self._page_table, **self._pages.tensors("pages")}
         return state
 
     def rebuild_(self) -> None:
@@ -348,23 +342,14 @@ class EpisodeIndex:
         """Remove all content."""
         self._tree.clear_()
         if self.assigned:
-            assert self._tree.page_table is not None
-            self._tree.page_table.fill_(self._no_page)
+            self._page_table.fill_(self._no_page)
             self._position.fill_(self._nowhere)
             self._pages.clear_()
-        for field, value in (
-            (self.episode, self._none),
-            (self._totals.leaves, 0),
-            (self._start, 0),
-            (self._count, 0),
-            (self._touched, 0),
-            (self._finished, 0),
-            (self._open, 0),
-            (self._lane_episode, self._none),
-            (self._lane_total, 0),
-            (self._lane_next, 0),
-        ):
-            field.fill_(value)
+        zeros = [self._totals.leaves, self._start, self._count, self._touched, self._finished, self._open]
+        for field in (*zeros, self._lane_total, self._lane_next):
+            field.zero_()
+        for field in (self.episode, self._lane_episode):
+            field.fill_(self._none)
         self.streams.clear_()
         self._totals.rebuild_()
         self._records.clear_()
@@ -402,8 +387,7 @@ class EpisodeIndex:
         if not torch.equal(whole, per_record):
             raise AssertionError("EpisodeIndex: the transitions of an episode do not follow each other")
         if self.assigned:
-            assert self._tree.page_table is not None
-            pages = self._tree.page_table[self._tree.page_table != self._no_page]
+            pages = self._page_table[self._page_table != self._no_page]
             held = pages.bincount(minlength=self._no_page)
             if int(held.max()) > 1 or not torch.equal(self._pages.free(), held == 0):
                 raise AssertionError("EpisodeIndex: the free pages are wrong")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, scatter_in_bounds, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, raise_if, rows_where, scatter_in_bounds, where_int64
 from torchrl_replay_ext.core.lanes import shifted
 
 # The frame of zeros.
@@ -101,14 +101,15 @@ class FramePool:
         if trajectory is None:
             trajectory = torch.zeros_like(slots)
         apart = ~_same(before[:, 1:], after[:, :-1])
-        if is_traced():
-            self.mismatched.add_(apart.sum())
-        elif bool(apart.any()):
-            raise ValueError(
+        raise_if(
+            apart.any,
+            lambda: ValueError(
                 f"row {int(apart.nonzero()[0])} of the data: the next observation is not the observation moved on by "
                 "one frame. Frames must be stacked along the first dimension of an observation, the newest last, and "
                 "transitions must be single steps."
-            )
+            ),
+        )
+        self.mismatched.add_(apart.sum())
         links = self._link(before, after, trajectory)
         ids = self._allocate(slots, links)
         self._store(ids, links.new, before, after)
@@ -140,28 +141,17 @@ class FramePool:
         stored = match.any(1) & ~follows_row
         stored_ids = gather_in_bounds(self._ids, (self._tail_slot.clamp_min(0) * match).sum(1)).to(torch.int64)[:, 1:]
         # frames are shared only if they are equal
-        if is_traced():
-            follows_row = follows_row & _same(before, after[previous])
-            frames = gather_in_bounds(self.frames, stored_ids.reshape(-1)).view(before.shape)
-            stored = stored & _same(before, frames)
-        else:
-            follows_row &= _same(before, after[previous])
-            chosen = stored.nonzero().squeeze(1)
-            frames = self.frames.index_select(0, stored_ids[chosen].reshape(-1))
-            stored[chosen] = _same(before[chosen], frames.view(-1, *before.shape[1:]))
-        alone = ~(follows_row | stored)
+        follows_row = follows_row & _same(before, after[previous])
+        chosen = rows_where(stored)
+        frames = gather_in_bounds(self.frames, stored_ids[chosen].reshape(-1)).view(-1, *before.shape[1:])
+        stored = stored.index_copy(0, chosen, stored[chosen] & _same(before[chosen], frames))
 
         # a row without predecessor shares frames only within its own stack
-        new = torch.zeros(count, depth + 1, dtype=torch.bool, device=rows.device)
-        blank = torch.zeros(count, depth, dtype=torch.bool, device=rows.device)
-        if is_traced():
-            different, blank = _different(before)
-            new = torch.cat([different & alone.unsqueeze(1), torch.ones_like(new[:, :1])], 1)
-            blank = blank & alone.unsqueeze(1)
-        else:
-            new[:, -1] = True
-            chosen = alone.nonzero().squeeze(1)
-            new[chosen, :-1], blank[chosen] = _different(before[chosen])
+        alone = ~(follows_row | stored)
+        chosen = rows_where(alone)
+        found = torch.stack(_different(before[chosen])) & alone[chosen].unsqueeze(1)
+        new, blank = alone.new_zeros(2, count, depth).index_copy(1, chosen, found)
+        new = torch.cat([new, torch.ones_like(new[:, :1])], 1)
         own = -new.reshape(-1).cumsum(0).view_as(new)
         ids = where_int64(blank, _BLANK, own[:, :-1])
         ids = where_int64(stored.unsqueeze(1), stored_ids, ids)
@@ -187,14 +177,17 @@ class FramePool:
         freed = (
             held & (gather_in_bounds(self._references, dropped) == 0) & (gather_in_bounds(self._mark, dropped) == order)
         )
-        if not is_traced() and bool(wanted > self._num_free + freed.sum()):
+
+        def undone() -> RuntimeError:
             self._refer(dropped, held.to(torch.int32))
             self._refer(ids.clamp_min(_BLANK), -known.to(torch.int32))
-            raise RuntimeError(
+            return RuntimeError(
                 f"all {self.capacity} frames are needed by stored transitions: the trajectories are too short. Pass a "
                 "larger frame_capacity=; each trajectory takes a frame more than it has steps. If more than "
                 f"num_streams={len(self._tail_slot)} go on at once, pass that number, too."
             )
+
+        raise_if(lambda: wanted > self._num_free + freed.sum(), undone)
         place = (self._head + self._num_free + freed.to(torch.int64).cumsum(0) - 1) % self.capacity
         scatter_in_bounds(
             self._free, where_int64(freed, place, self.capacity + torch.zeros_like(place)), dropped.to(torch.int32)
@@ -215,14 +208,10 @@ class FramePool:
         scatter_in_bounds(self._references, ids, change, accumulate=True)
 
     def _store(self, ids: Tensor, new: Tensor, before: Tensor, after: Tensor) -> None:
-        if is_traced():
-            place = where_int64(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))
-            stack = torch.cat([before, after[:, -1:]], 1)
-            scatter_in_bounds(self.frames, place.reshape(-1), stack.flatten(0, 1).to(self.frames.dtype))
-            return
-        self.frames.index_copy_(0, ids[:, -1], after[:, -1])
-        row, position = new[:, :-1].nonzero(as_tuple=True)
-        self.frames.index_copy_(0, ids[row, position], before[row, position])
+        place = where_int64(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))
+        scatter_in_bounds(self.frames, place[:, -1], after[:, -1])
+        chosen = rows_where(new[:, :-1].reshape(-1))
+        scatter_in_bounds(self.frames, place[:, :-1].reshape(-1)[chosen], before.flatten(0, 1)[chosen])
 
     def _remember(self, slots: Tensor, trajectory: Tensor, newest: Tensor) -> None:
         """Remember the last transitions of the most recently written trajectories."""
@@ -269,12 +258,16 @@ class FramePool:
 
     def _rebuild(self) -> None:
         """Recompute references and free places from the ids."""
-        ids = self._ids.reshape(-1).to(torch.int64)
-        self._references.zero_().index_add_(0, ids, (ids > _BLANK).to(torch.int32))
+        self._references.copy_(self._counted())
         free = (self._references[1 : self._nowhere] == 0).nonzero().squeeze(1) + 1
         self._free.zero_()[: len(free)] = free.to(torch.int32)
         self._head.zero_()
         self._num_free.fill_(len(free))
+
+    def _counted(self) -> Tensor:
+        """How often each frame is referred to."""
+        ids = self._ids.reshape(-1).to(torch.int64)
+        return torch.zeros_like(self._references).index_add_(0, ids, (ids > _BLANK).to(torch.int32))
 
     def clear_(self) -> None:
         """Remove all content."""
@@ -285,11 +278,10 @@ class FramePool:
 
     def check_valid(self) -> None:
         """Raise RuntimeError if references, free places and ids contradict each other. O(size)."""
-        ids = self._ids.reshape(-1).to(torch.int64)
-        references = torch.zeros_like(self._references).index_add_(0, ids, (ids > _BLANK).to(torch.int32))
+        references = self._counted()
         if not torch.equal(references[1:], self._references[1:]):
             raise RuntimeError("FramePool: the counts of references are wrong.")
-        places = (self._head + torch.arange(int(self._num_free), device=ids.device)) % self.capacity
+        places = (self._head + torch.arange(int(self._num_free), device=references.device)) % self.capacity
         free = torch.zeros_like(self._references).index_add_(
             0, self._free[places].to(torch.int64), torch.ones_like(places, dtype=torch.int32)
         )

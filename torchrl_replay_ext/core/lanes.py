@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced, where_int64
+from torchrl_replay_ext.compilation import is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.functional.priorities import write_last
 
 # The number of recently preempted trajectories that are remembered: per lane, and if there is a single lane.
@@ -163,23 +163,18 @@ class Lanes:
             return
         previous = shifted(trajectory, self._trajectory[0])
         begins = trajectory != previous
-        if not is_traced() and not bool(begins.any()):
+        if values_can_be_read(begins) and not bool(begins.any()):
             return
         cuts = begins & ~shifted(ended, ~open_lane)
         marked = torch.zeros_like(begins) if initial is None else initial
         restarted = begins & (trajectory <= self._max_trajectory)
         unexpected = cuts & ~restarted & ~marked
+        preempted = where_int64(restarted.any(), -1, self._recently_preempted)
         if not is_traced():
-            returned = begins & ~marked & (trajectory.unsqueeze(1) == self._recently_preempted).any(1)
-            if bool((returned | cuts).any()):
-                latest = self._latest_preempted(trajectory, previous, begins, cuts, marked)
-                if bool(unexpected.any()):
-                    self._warn_of_cut()
-                self._recently_preempted.copy_(latest)
-            elif bool(restarted.any()):
-                self._recently_preempted.fill_(-1)
-        else:
-            self._recently_preempted.copy_(where_int64(restarted.any(), -1, self._recently_preempted))
+            preempted = self._latest_preempted(trajectory, previous, begins, cuts, marked)
+            if bool(unexpected.any()):
+                self._warn_of_cut()
+        self._recently_preempted.copy_(preempted)
         self.broken_off.add_(unexpected.sum())
         self._count_trajectories(trajectory, restarted)
 
@@ -203,7 +198,7 @@ class Lanes:
         largest = int(self._max_trajectory)
         for new, old, is_cut, is_marked in zip(*columns, strict=True):
             if new in gone and not is_marked:
-                self._raise_too_many(new, "comes back after another one was written")
+                raise self._too_many(new, "comes back after another one was written")
             if new <= largest:
                 # ids restarted: earlier ids no longer identify trajectories
                 gone = {}
@@ -235,15 +230,16 @@ class Lanes:
         if initial is not None:
             cut &= ~initial
         returned = cut & (self._recently_preempted[lane] == trajectory.unsqueeze(1)).any(1)
-        if is_traced():
-            self.broken_off.add_(returned.sum())
-        elif bool(returned.any()):
-            raise ValueError(
+        raise_if(
+            returned.any,
+            lambda: ValueError(
                 f"trajectory {int(trajectory[returned][0])} goes on in a column of the storage after another one was "
                 "written there: several workers or collectors write to the same columns in turn. Use flat storage "
                 "(ndim=1) with num_streams=<number of environments that write to the buffer>. (If it was a new "
                 "collector whose trajectory ids began again, mark the first transitions: torchrl's InitTracker does.)"
-            )
+            ),
+        )
+        self.broken_off.add_(returned.sum())
         self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)))
 
     def _remember(self, cut: Tensor) -> None:
@@ -256,9 +252,9 @@ class Lanes:
         largest = trajectory.max().reshape(1)
         self._max_trajectory.copy_(where_int64(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
-    def _raise_too_many(self, new: Tensor | int, how: str | None = None) -> None:
+    def _too_many(self, new: Tensor | int, how: str | None = None) -> ValueError:
         how = how or f"begins while each of {self.lanes} streams holds one that still goes on"
-        raise ValueError(
+        return ValueError(
             f"trajectory {int(new)} {how}: more "
             f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that "
             "write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does with "
@@ -283,7 +279,7 @@ class Lanes:
             return ((ids[:, 1:] == ids[:, :-1]) | done[:, :-1]).all()
 
         by_step = continues(trajectory.view(-1, lanes).T, ended.view(-1, lanes).T)
-        if not is_traced() and bool(by_step):
+        if values_can_be_read(by_step) and bool(by_step):
             return rows
         ids, done = trajectory.view(lanes, -1), ended.view(lanes, -1)
         first = ids[:, 0]
@@ -348,10 +344,11 @@ class Lanes:
         returned = (
             request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
         )
-        if is_traced():
-            self.broken_off.add_(torch.maximum((missing - available.sum()).clamp_min(0), returned.sum()))
-        elif bool((missing > available.sum()) | returned.any()):
-            self._raise_too_many(group_id[returned if bool(returned.any()) else request][-1])
+        too_many = torch.maximum((missing - available.sum()).clamp_min(0), returned.sum())
+        raise_if(
+            lambda: too_many > 0, lambda: self._too_many(group_id[returned if bool(returned.any()) else request][-1])
+        )
+        self.broken_off.add_(too_many)
         age = (
             where_int64(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
         )

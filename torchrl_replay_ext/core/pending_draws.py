@@ -37,7 +37,8 @@ class _Draw:
     counted: bool = False
 
 
-def _memory(slots: Tensor) -> int:
+def memory_of(slots: Tensor) -> int:
+    """The memory that holds ``slots``: equal for a batch and slices of it, different for copies."""
     return slots.untyped_storage().data_ptr()
 
 
@@ -69,7 +70,7 @@ class PendingDraws:
 
     def add(self, slots: Tensor, num_writes: int, *, comes_back: bool = True) -> None:
         """Remember a draw of ``slots`` [n], made after ``num_writes`` writes; whether an update is expected of it."""
-        memory = _memory(slots)
+        memory = memory_of(slots)
         self._draws.pop(memory, None)
         if len(self._draws) >= _REMEMBERED:
             self._draws.popitem(last=False)
@@ -78,7 +79,7 @@ class PendingDraws:
 
     def come_back(self, slots: Tensor) -> None:
         """Note that ``slots`` [n] have come back together with their generations."""
-        draw = self._draws.get(_memory(slots))
+        draw = self._draws.get(memory_of(slots))
         if draw is not None:
             draw.waiting -= slots.shape[0]
 
@@ -89,7 +90,7 @@ class PendingDraws:
             slots: int64 [n].
             num_writes: the number of writes so far.
         """
-        draw, is_drawn = self._draws.get(_memory(slots)), True
+        draw, is_drawn = self._draws.get(memory_of(slots)), True
         if draw is None:
             attribute = self._attribute_few if len(slots) < _UNMISTAKABLE else self._attribute_many
             draw, is_drawn = attribute(slots)

@@ -63,12 +63,8 @@ class SliceIndex:
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        Args:
-            slots: int64 [n], consecutive in the ring, n <= size.
-            clock: int64 [], number of this write, larger than all numbers before.
-            ended: bool [n], the episode ends with this transition.
-            trajectory: int64 [n], trajectory ids; required if lanes are assigned.
-            initial: bool [n], the transition is the first of its episode.
+        ``slots``, int64 [n], are consecutive in the ring. For the other arguments see
+        :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.

@@ -133,8 +133,5 @@ class Proportional(Distribution):
     def rebuild(self) -> None:
         self._tree.rebuild_()
 
-    def stored_slots(self) -> Tensor:
-        return self._log.stored_slots()
-
     def check_valid(self) -> None:
         self._power.check_valid()

@@ -10,6 +10,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.core.sum_tree import UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
 
 __all__ = ["Distribution", "Draw", "RowView", "UpdateMask", "WriteObserver"]
 
@@ -126,15 +127,15 @@ class Distribution(WriteObserver):
     takes_priorities = True
     # entries of tensors() that do not depend on what is stored
     settings: tuple[str, ...] = ()
+    _log: WriteLog
 
     @property
     @abstractmethod
     def max_priority(self) -> float:
         """The largest d that can be represented."""
 
-    @abstractmethod
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        """Priorities have changed.
+        """Priorities have changed. Not called if :attr:`takes_priorities` is False.
 
         Args:
             slots: int64 [n].
@@ -142,6 +143,7 @@ class Distribution(WriteObserver):
             mask: which rows are valid, and which of duplicates wins, where that cannot be decided by branching. None:
                 all are valid, and of duplicates the last one wins.
         """
+        raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 
     @abstractmethod
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
@@ -159,9 +161,9 @@ class Distribution(WriteObserver):
     def reweight(self, slots: Tensor | None) -> None:
         """An exponent has changed: recompute the density of ``slots`` [n], or of all if None."""
 
-    @abstractmethod
     def stored_slots(self) -> Tensor:
         """The slots that hold something that could be drawn, int64 [n]."""
+        return self._log.stored_slots()
 
     def stats(self) -> dict[str, Tensor]:
         """Numbers worth logging, scalars."""

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced, uniform
+from torchrl_replay_ext.compilation import raise_if, uniform
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 
@@ -35,13 +35,10 @@ class Recency(Distribution):
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, torch.zeros_like(slots))
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        raise NotImplementedError("Recency takes no priorities.")
-
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         total = self._tree.total()
-        if not is_traced() and not int(total):
-            raise RuntimeError("RecencySampler: no stored transition can be drawn; write to the buffer first.")
+        message = "RecencySampler: no stored transition can be drawn; write to the buffer first."
+        raise_if(lambda: total == 0, lambda: RuntimeError(message))
         u = uniform(batch_size, device=total.device, generator=generator)
         rate = math.log(2) / self._half_life
         # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
@@ -60,9 +57,6 @@ class Recency(Distribution):
 
     def reweight(self, slots: Tensor | None) -> None:
         pass
-
-    def stored_slots(self) -> Tensor:
-        return self._log.stored_slots()
 
     def clear(self) -> None:
         self._tree.clear_()

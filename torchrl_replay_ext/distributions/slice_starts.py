@@ -9,10 +9,9 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
-from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
@@ -79,15 +78,14 @@ class SliceStarts(Distribution):
     def before_full_overwrite(self) -> None:
         self.slices.forget()
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        raise NotImplementedError("SliceStarts takes no priorities.")
-
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced() and not int(self._tree.total()):
-            raise RuntimeError(
+        raise_if(
+            lambda: self._tree.total() == 0,
+            lambda: RuntimeError(
                 f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
                 f"{self._slice_len} steps in a row; wait for longer ones, pass a smaller slice_len=, or pad=True."
-            )
+            ),
+        )
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
 
     def may_start(self, slots: Tensor) -> Tensor:
@@ -99,9 +97,6 @@ class SliceStarts(Distribution):
 
     def reweight(self, slots: Tensor | None) -> None:
         pass
-
-    def stored_slots(self) -> Tensor:
-        return self._log.stored_slots()
 
     def clear(self) -> None:
         self.slices.clear_()

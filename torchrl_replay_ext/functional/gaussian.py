@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 
 Covariance = Literal["diag", "full"]
 
@@ -45,18 +46,19 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         )
     # checked in float32, where a tiny positive number becomes 0
     scale = scale.to(torch.float64 if scale.dtype == torch.float64 and scale.ndim == 2 else torch.float32)
-    if not bool(scale.isfinite().all()):
-        raise ValueError(f"{owner}(noise_scale={noise_scale}): noise_scale must be finite.")
-    if not bool((scale.diagonal() if scale.ndim == 2 else scale).gt(0).all()):
-        raise ValueError(f"{owner}(noise_scale={noise_scale}): noise_scale must be > 0.")
+    variance = scale.diagonal() if scale.ndim == 2 else scale
+
+    def require(is_met: Callable[[], Any], rule: str) -> None:
+        raise_if(lambda: not is_met(), lambda: ValueError(f"{owner}(noise_scale={noise_scale}): {rule}"))
+
+    require(lambda: scale.isfinite().all(), "noise_scale must be finite.")
+    require(lambda: variance.gt(0).all(), "noise_scale must be > 0.")
     if scale.ndim == 2:
-        if not torch.allclose(scale, scale.mT, rtol=1e-4, atol=1e-6 * float(scale.diagonal().max())):
-            raise ValueError(
-                f"{owner}(noise_scale={noise_scale}): a covariance matrix must be symmetric; for its Cholesky "
-                "factor L pass L @ L.mT."
-            )
-        if int(torch.linalg.cholesky_ex(scale).info):
-            raise ValueError(f"{owner}(noise_scale={noise_scale}): a covariance matrix must be positive definite.")
+        require(
+            lambda: torch.allclose(scale, scale.mT, rtol=1e-4, atol=1e-6 * float(variance.max())),
+            "a covariance matrix must be symmetric; for its Cholesky factor L pass L @ L.mT.",
+        )
+        require(lambda: torch.linalg.cholesky_ex(scale).info == 0, "a covariance matrix must be positive definite.")
 
 
 def gaussian_policy_kl(
@@ -101,8 +103,7 @@ def gaussian_policy_kl(
         raise ValueError(f"gaussian_policy_kl(covariance={covariance!r}): covariance must be 'diag' or 'full'.")
     if not 0 <= eps < math.inf:
         raise ValueError(f"gaussian_policy_kl(eps={eps}): eps must be >= 0 and finite.")
-    if not is_traced():
-        require_noise_scale("gaussian_policy_kl", noise_scale)
+    require_noise_scale("gaussian_policy_kl", noise_scale)
     return divergence(difference, noise_scale, covariance, eps)
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, values_can_be_read
 
 # Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
@@ -152,11 +152,11 @@ def all_different(index: Tensor) -> bool:
         index: integers, int64 [n].
 
     Returns:
-        True if no value occurs twice. False if one does, if n > 1024, or in a compiled graph, where values cannot be
-        read.
+        True if no value occurs twice. False if one does, if n > 1024, or where values cannot be read: in a compiled graph,
+        or on an accelerator.
     """
     count = index.shape[0]
-    return count <= FEW and not is_traced() and len(set(index.tolist())) == count
+    return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count
 
 
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
@@ -171,7 +171,7 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
         index: positions, int64 [n] in [0, N).
         values: new values, [n], in the dtype of ``destination``.
     """
-    if index.device.type != "cpu" or is_traced():
-        destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))
-    else:
+    if values_can_be_read(index):
         destination.scatter_(0, index, values)
+    else:
+        destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))

@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 
 
 def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
@@ -62,6 +62,9 @@ def action_index(
     if valid is not None:
         padding = ~valid.unsqueeze(-1)
         index, wrong = index.masked_fill(padding, 0), wrong.masked_fill(padding, False)
-    if not is_traced() and bool(wrong.any()):
-        raise ValueError(f"{name}: {key!r} {problem}; the policy that acted writes it, and the collector stores it.")
+    raise_if(
+        wrong.any,
+        lambda: ValueError(f"{name}: {key!r} {problem}; the policy that acted writes it, and the collector stores "
+            "it."),
+    )
     return index

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
-from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
+from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar
 from torchrl_replay_ext.core.write_log import Layout
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
@@ -141,7 +141,10 @@ class PrioritySampler(ShowsArguments, Sampler):
             raise TypeError(f"{other}; use CompilableReplayBuffer with CompilableTensorStorage.")
 
     def ready(self, storage: Storage | None) -> bool:
-        """Bring the state up to date with the storage, outside graphs. True if what it held was taken in just now."""
+        """Bring the state up to date with the storage. True if what it held was taken in just now."""
+        if is_traced():
+            self.require_bound(storage)
+            return False
         self.bind(storage)
         self.state.discard_unseen_writes(storage)
         if storage is None or not self.state.log.is_empty or not _torchrl.length(storage):
@@ -197,17 +200,14 @@ class PrioritySampler(ShowsArguments, Sampler):
         name = type(self).__name__
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        if is_traced():
-            self.require_bound(storage)
-        else:
-            self.ready(storage)
-            if self.state.log.is_empty:
-                raise RuntimeError(f"{name}: cannot sample from an empty storage.")
-            if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
-                raise ValueError(
-                    f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
-                    "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
-                )
+        self.ready(storage)
+        raise_if(lambda: self.state.log.is_empty, lambda: RuntimeError(f"{name}: cannot sample from an empty storage."))
+        refusal = (
+            f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with retention='pinned' "
+            "consecutive slots are not consecutive steps. Use retention='ring'."
+        )
+        in_order = self.distribution.slots_in_ring_order
+        raise_if(lambda: not in_order and _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
         beta = self.hyperparameters.get("beta")
         if density is None or beta is None:

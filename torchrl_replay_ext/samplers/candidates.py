@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import require_finite, require_integer
+from torchrl_replay_ext.arguments import require_choice, require_finite, require_integer
 from torchrl_replay_ext.functional.gaussian import Covariance, as_noise_scale, divergence, require_noise_scale
 from torchrl_replay_ext.policies import inside_bounds
 
@@ -77,8 +77,7 @@ class CandidateScorer:
             ("covariance", covariance, get_args(Covariance)),
             ("granularity", granularity, get_args(Granularity)),
         ):
-            if value not in allowed:
-                raise ValueError(f"{_OWNER}({name}={value!r}): {name} must be one of {', '.join(allowed)}.")
+            require_choice(_OWNER, name, value, allowed)
         require_noise_scale(_OWNER, noise_scale)
         self.num_candidates, self.granularity, self.group_size = num_candidates, granularity, group_size
         self.score: Score = score

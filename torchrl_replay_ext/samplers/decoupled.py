@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,14 @@ from torchrl_replay_ext._torchrl import (
     transform_of,
 )
 from torchrl_replay_ext.arguments import require_integer
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, PolicyOutput, Score
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 # The number of actor batches that are recognised if they are passed to the critic's buffer.
 _REMEMBERED = 32
@@ -243,12 +243,12 @@ class DecoupledSampler(SamplerWrapper):
             The index of the chosen rows, [B] or a tuple of [B]; their scores, [B]; and the scores of the candidates of
             each, [B, K].
         """
-        if not is_traced() and not length(storage):
+        if not length(storage):
             raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
         self._scorer.require_whole_groups(batch_size)
         index, _ = self.candidate_sampler.sample(storage, self.num_candidates * batch_size)
         rows, score, candidate_scores = self._scorer.choose(*self._actions(storage, index, transform))
-        if not is_traced() and self._chosen.device != score.device:
+        if self._chosen.device != score.device:
             self._to(score.device)
         self._chosen.copy_(torch.stack([score.mean(), candidate_scores.mean()]))
         if isinstance(index, tuple):
@@ -264,7 +264,7 @@ class DecoupledSampler(SamplerWrapper):
         policy = self.policy
         rows = self._rows(storage, index, transform)
         inputs = rows.select(*policy.in_keys)
-        with nullcontext() if is_traced() else set_interaction_type(InteractionType.DETERMINISTIC):
+        with set_interaction_type(InteractionType.DETERMINISTIC):
             result: Any
             if self._stochastic and isinstance(policy, ProbabilisticTensorDictSequential):
                 result = policy.get_dist_params(inputs)
@@ -295,7 +295,7 @@ class DecoupledSampler(SamplerWrapper):
         # such entries are not columns of the storage
         stacked = [key for key in keys if getattr(storage, "is_stacked", lambda key: False)(key)]
         self._require_entries(data, [key for key in keys if key not in stacked])
-        if stacked or (is_traced() and isinstance(index, Tensor)):
+        if isinstance(storage, CompilableTensorStorage) and isinstance(index, Tensor):
             return storage.take_columns(keys, index)
         return data.select(*keys)[index]
 
@@ -317,11 +317,12 @@ class DecoupledSampler(SamplerWrapper):
             ValueError: if ``index`` is that of one of the last actor batches (not checked in a graph).
         """
         # compare the tensors, not the values: in a small buffer both batches may have the same rows
-        drawn = [] if is_traced() or not isinstance(index, Tensor) else self._drawn
-        if any(index.data_ptr() == own.data_ptr() for own in drawn):
-            raise ValueError(
+        raise_if(
+            lambda: isinstance(index, Tensor) and index.data_ptr() in [own.data_ptr() for own in self._drawn],
+            lambda: ValueError(
                 "DecoupledSampler.update_priority: this is the actor's batch; priorities come from the critic's."
-            )
+            ),
+        )
         critic_sampler: Any = self.critic_sampler
         if not isinstance(critic_sampler, PrioritizedSampler):
             return None

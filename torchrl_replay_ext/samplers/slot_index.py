@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import raise_if
 from torchrl_replay_ext.core.write_log import Layout
 
 
@@ -63,24 +63,31 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
             f"{owner}: index has shape {tuple(coordinates.shape)}; a storage of shape {shape} needs [n, {len(shape)}]."
         )
     coordinates = coordinates.reshape(-1, len(shape))
-    if not is_traced():
-        require_in_range(owner, coordinates, torch.tensor(shape, device=device), shape)
+    require_in_range(owner, coordinates, shape, shape)
     return row_major(coordinates, shape)
 
 
-def require_in_range(owner: str, index: Tensor, high: int | Tensor, shape: tuple[int, ...]) -> None:
+def require_in_range(owner: str, index: Tensor, high: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Raise IndexError if an entry of ``index`` [n] or [n, ndim] is negative or >= ``high``.
 
     Args:
         owner: the class that error messages name.
         index: integers, [n] or [n, ndim].
-        high: upper limit, a number or one for each dimension [ndim].
+        high: upper limit, a number or one for each dimension.
         shape: the shape of the storage, for the error message.
+
+    Values are not checked in a compiled graph.
     """
-    outside = (index < 0) | (index >= high)
-    if bool(outside.any()):
-        wrong = index[outside if index.ndim == 1 else outside.any(1)][0].tolist()
-        raise IndexError(f"{owner}: index {wrong} is out of range for a storage of shape {shape}.")
+
+    def outside() -> Tensor:
+        limit = high if isinstance(high, int) else torch.tensor(high, device=index.device)
+        return (index < 0) | (index >= limit)
+
+    def error() -> IndexError:
+        wrong = index[outside().reshape(len(index), -1).any(1)][0].tolist()
+        return IndexError(f"{owner}: index {wrong} is out of range for a storage of shape {shape}.")
+
+    raise_if(lambda: outside().any(), error)
 
 
 def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:

@@ -17,7 +17,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_bool, require_integer
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
+from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
@@ -237,8 +238,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions, a multiple of "
                 f"slice_len={self._slice_len}."
             )
-        if not is_traced() and _torchrl.draws_sequences(self, storage):
-            raise ValueError(_NO_SEQUENCES)
+        raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(_NO_SEQUENCES))
         start, drawn = self._sampler.draw(storage, batch_size // self._slice_len)
         starts = self._starts
         slots = starts.slices.walk(start)
@@ -291,7 +291,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             if not is_traced():
                 # the batch of newest() was not drawn, and no TD errors are expected of it
                 self._sampler.state.remember_draw(slots, comes_back=drawn is not None)
-                self._masks[_memory(slots)] = (slots, mask)
+                self._masks[memory_of(slots)] = (slots, mask)
                 if len(self._masks) > _REMEMBERED:
                     self._masks.popitem(last=False)
         return unravel(slots, self._sampler.layout.shape), info
@@ -312,16 +312,13 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             ValueError: if ``rb`` is another buffer, or draws sequences (``sample_unit``).
             RuntimeError: if it is empty.
         """
-        if not is_traced():
-            if _torchrl.draws_sequences(self, rb.storage):
-                raise ValueError(_NO_SEQUENCES)
-            if getattr(rb.sampler, "critic_sampler", rb.sampler) is not self:
-                raise ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler.")
-            if not len(rb):
-                raise RuntimeError(f"{_OWNER}: cannot sample from an empty storage.")
-            self._sampler.ready(rb.storage)
-        else:
-            self._sampler.require_bound(rb.storage)
+        raise_if(lambda: _torchrl.draws_sequences(self, rb.storage), lambda: ValueError(_NO_SEQUENCES))
+        raise_if(
+            lambda: getattr(rb.sampler, "critic_sampler", rb.sampler) is not self,
+            lambda: ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler."),
+        )
+        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
+        self._sampler.ready(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
         return view.sample(self._starts.slices.streams.lanes * self._slice_len)
 
@@ -374,7 +371,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
     def _real_rows(self, slots: Tensor) -> Tensor | None:
         """Which of ``slots`` [n] are no padding, bool [n]; None if they are not part of a batch that is remembered."""
-        found = self._masks.get(_memory(slots))
+        found = self._masks.get(memory_of(slots))
         if found is not None and slots.is_contiguous():
             begin = slots.storage_offset() - found[0].storage_offset()
             return found[1][begin : begin + len(slots)]
@@ -436,10 +433,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             f"{_OWNER}(capacity={self._sampler.capacity}, slice_len={self._slice_len}, pad={self._pad}, "
             f"anchors={self.anchors!r})"
         )
-
-
-def _memory(slots: Tensor) -> int:
-    return slots.untyped_storage().data_ptr()
 
 
 class _Newest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -73,17 +74,11 @@ class CompilableTensorStorage(LazyTensorStorage):
             super()._set_last_cursor(cursor)
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
-        if not is_traced():
-            super()._get_new_len(data, cursor)
-            return
         shape = data.shape if is_tensor_collection(data) else tree_leaves(data)[0].shape
-        self._len_value.add_(shape[: self.ndim].numel()).clamp_(max=self.max_size)
+        is_single = isinstance(cursor, Integral) or getattr(cursor, "ndim", None) == 0
+        self._len_value.add_(shape[: self.ndim - is_single].numel()).clamp_(max=self.max_size)
 
     def _init(self, data: Any) -> None:
-        if is_traced():
-            raise RuntimeError(
-                "CompilableTensorStorage: the first write must run outside the compiled function: it makes the storage."
-            )
         super()._init(data)
         self._settle()
 
@@ -104,8 +99,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         if not is_traced():
             super().set(cursor, data, set_cursor=set_cursor)
             return
-        if not self.initialized:
-            self._init(data)
+        self._require_columns()
         stored = stored_data(self)
         keys = set(stored.keys(True, True))
         if set(data.keys(True, True)) != keys:
@@ -120,6 +114,12 @@ class CompilableTensorStorage(LazyTensorStorage):
             column = stored.get(key)
             column[cursor] = data.get(key).to(column.device)
         self._bump_mutation_revision()
+
+    def _require_columns(self) -> None:
+        if not self.initialized:
+            raise RuntimeError(
+                f"{type(self).__name__}: the first write must run outside the compiled function: it makes the storage."
+            )
 
     def take(self, index: Tensor) -> TensorDictBase:
         """:meth:`get` for an index [n] within bounds, in a storage of one dimension that holds TensorDicts."""

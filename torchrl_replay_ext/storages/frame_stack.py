@@ -158,8 +158,9 @@ class FrameStackStorage(CompilableTensorStorage):
             data = torch.stack(data)
         if not is_tensor_collection(data):
             raise TypeError(f"{_OWNER}: the data must be a TensorDict, not {type(data).__name__}.")
-        traced = is_traced()
-        if not traced:
+        if is_traced():
+            self._require_columns()
+        else:
             cursor, data = self._rows(cursor, data)
             if len(data) > _ROWS:
                 for first in range(0, len(data), _ROWS):
@@ -169,10 +170,6 @@ class FrameStackStorage(CompilableTensorStorage):
         before, after = self._stacks(data)
         rest = data.exclude(*self._frame_keys)
         if self._pool is None or not self.initialized:
-            if traced:
-                raise RuntimeError(
-                    f"{_OWNER}: the first write must run outside the compiled function: it makes the storage."
-                )
             if self.device == "auto":
                 self.device = before.device
             self._make_pool(before.shape[1], tuple(before.shape[2:]), before.dtype, torch.device(self.device))
@@ -186,8 +183,6 @@ class FrameStackStorage(CompilableTensorStorage):
         try:
             pool.write(slots, before, after, trajectory)
         except (RuntimeError, ValueError) as error:
-            if traced:
-                raise
             raise type(error)(f"{_OWNER}: {error}") from error
         super().set(cursor, rest, set_cursor=set_cursor)
 
@@ -241,7 +236,7 @@ class FrameStackStorage(CompilableTensorStorage):
             return column if isinstance(column, Tensor) else self.get(slice(None))[index]
         rows = self._columns_at(index)
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
-            slots = index if is_traced() else torch.where(index < 0, index + len(self), index)
+            slots = index + len(self) * (index < 0)
         else:
             # Slices of a full storage are the stored TensorDict itself; the stacks must not be written to it.
             rows = rows.copy()

@@ -16,6 +16,15 @@ from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 
+def _counter(name: str) -> Any:
+    """A number that is held in the tensor ``name``."""
+
+    def set_(self: Any, value: int | Tensor) -> None:
+        getattr(self, name).copy_(torch.as_tensor(value))
+
+    return property(lambda self: scalar(getattr(self, name)), set_)
+
+
 class CompilableWriter(TensorDictRoundRobinWriter):
     """TorchRL's round-robin writer with its cursor in a tensor that is changed in place.
 
@@ -33,21 +42,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         self._write_count_value = torch.zeros((), dtype=torch.int64)
         super().__init__(compilable=True, track_generations=track_generations)
 
-    @property
-    def _cursor(self) -> Any:
-        return scalar(self._cursor_value)
-
-    @_cursor.setter
-    def _cursor(self, value: int | Tensor) -> None:
-        self._cursor_value.copy_(torch.as_tensor(value))
-
-    @property
-    def _write_count(self) -> Any:
-        return scalar(self._write_count_value)
-
-    @_write_count.setter
-    def _write_count(self, value: int | Tensor) -> None:
-        self._write_count_value.copy_(torch.as_tensor(value))
+    _cursor = _counter("_cursor_value")
+    _write_count = _counter("_write_count_value")
 
     def add(self, data: Any) -> Any:
         """Write a single row over the oldest row, and notify the samplers."""
@@ -169,14 +165,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def _mark_update_entities(self, index: Tensor) -> None:
         storage: Any = self._storage
-        eager = not is_traced()
-        if eager:
-            # the flag stays set if a sampler rejects the rows
-            self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+        # the flag stays set if a sampler rejects the rows
+        self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
         for buffer in attached_buffers(storage):
             buffer.mark_update(index)
-        if eager:
-            self._only_refused = False
+        self._only_refused = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that ``state_dict`` returned."""
