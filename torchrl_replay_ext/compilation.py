@@ -36,6 +36,12 @@ def raise_if(condition: Callable[[], Any], error: Callable[[], Exception]) -> No
         raise error()
 
 
+def refuse_in_graph(error: Callable[[], Exception]) -> None:
+    """Raise ``error()`` if this code becomes part of a graph."""
+    if is_traced():
+        raise error()
+
+
 def rows_where(mask: Tensor) -> Tensor:
     """The rows to compute where only those in ``mask`` [n] count: these rows, or all if values cannot be read."""
     return mask.nonzero().squeeze(1) if values_can_be_read(mask) else torch.arange(len(mask), device=mask.device)

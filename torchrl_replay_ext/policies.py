@@ -71,8 +71,8 @@ def inside_bounds(action: Tensor, name: str) -> Tensor:
         lambda: (action.abs() > 2 - _BOUND).any(),
         lambda: ValueError(
             f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but the actions of a "
-            "TanhNormal policy are in [-1, 1]; store actions as the policy writes them, before the environment rescales "
-            "them."
+            "TanhNormal policy are in [-1, 1]; store actions as the policy writes them, before the environment "
+            "rescales them."
         ),
     )
     return action.clamp(-_BOUND, _BOUND)

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, Storage
 from torchrl.envs import Compose
 
 from torchrl_replay_ext._torchrl import stored_data
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, refuse_in_graph
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
@@ -181,8 +181,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             )
         anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
         if anchored:
-            if is_traced():
-                raise NotImplementedError(_NO_SEQUENCES)
+            refuse_in_graph(lambda: NotImplementedError(_NO_SEQUENCES))
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
             data = data.select(*needed, strict=False).reshape(-1)
         stamp = data.get(STAMP_KEY, None) if data.ndim == 1 else None

@@ -28,12 +28,14 @@ class _Draw:
         slots: int64 [n].
         num_writes: the number of writes before the draw.
         waiting: how many of its rows have not come back.
+        real: which rows are not padding, bool [n]; None: all.
         counted: whether its slots were added to the counts per slot.
     """
 
     slots: Tensor
     num_writes: int
     waiting: int
+    real: Tensor | None = None
     counted: bool = False
 
 
@@ -68,14 +70,32 @@ class PendingDraws:
         self._drawn_at: Tensor | None = None
         self._present = self._earlier = self._earlier_draw = torch.empty(0)
 
-    def add(self, slots: Tensor, num_writes: int, *, comes_back: bool = True) -> None:
-        """Remember a draw of ``slots`` [n], made after ``num_writes`` writes; whether an update is expected of it."""
+    def add(self, slots: Tensor, num_writes: int, *, real: Tensor | None = None, comes_back: bool = True) -> None:
+        """Remember a draw.
+
+        Args:
+            slots: int64 [n].
+            num_writes: the number of writes before the draw.
+            real: which rows are not padding, bool [n]; None: all.
+            comes_back: whether an update is expected of it.
+        """
         memory = memory_of(slots)
         self._draws.pop(memory, None)
         if len(self._draws) >= _REMEMBERED:
             self._draws.popitem(last=False)
         self._num_draws += 1
-        self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if comes_back else 0)
+        self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if comes_back else 0, real)
+
+    def real_rows(self, slots: Tensor) -> Tensor | None:
+        """Which of ``slots`` [n] are not padding, bool [n]; None if they belong to no remembered draw.
+
+        They may be a draw, a contiguous part of it, or a copy of it.
+        """
+        draw = self._draws.get(memory_of(slots))
+        if draw is not None and draw.real is not None and slots.is_contiguous():
+            begin = slots.storage_offset() - draw.slots.storage_offset()
+            return draw.real[begin : begin + len(slots)]
+        return next((draw.real for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots)), None)
 
     def come_back(self, slots: Tensor) -> None:
         """Note that ``slots`` [n] have come back together with their generations."""

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import is_traced
+
 # Above this number of entries a sort that rounds is several times faster than an exact one.
 _EXACT_SORT = 50_000
 # A rounded priority has 7 bits of mantissa left.
@@ -55,7 +57,9 @@ class RankOrder:
         return ahead - torch.searchsorted(self._keys, (table << 32) - 2**31)
 
     def is_due(self, count: Tensor) -> bool:
-        """Whether enough of the ``count`` [] entries have changed for a sort."""
+        """Whether enough of the ``count`` [] entries have changed for a sort; never in a graph."""
+        if is_traced():
+            return False
         changes = self.changes.item()
         return changes > 0 and changes >= self._stale_fraction * count.item()
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.recoverable import Recoverable
 
 # In place of the step at which the last write ended.
@@ -97,13 +96,12 @@ class WriteLog(Recoverable):
 
     def record(self, slots: Tensor) -> None:
         """Count one write, of ``slots`` [n]."""
-        if not is_traced():
-            self.last_written_slots = slots
         self.num_writes.add_(1)
         self.generation[slots] = self.num_writes
 
-    def announce(self, index: object) -> None:
-        """Note the index by which the last write was announced."""
+    def announce(self, index: object, slots: Tensor) -> None:
+        """Note the index by which the last write, of ``slots`` [n], was announced."""
+        self.last_written_slots = slots
         self._announced = index.untyped_storage().data_ptr() if isinstance(index, Tensor) else None
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:

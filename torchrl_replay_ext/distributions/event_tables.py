@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, uniform
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder
@@ -174,8 +174,9 @@ class EventTableMixture(Distribution):
         self._weights.before_ingest()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        if is_traced():
-            raise RuntimeError("EventTableSampler: events are not part of a graph; call extend outside of it.")
+        refuse_in_graph(
+            lambda: RuntimeError("EventTableSampler: events cannot be part of a graph; call extend outside of it.")
+        )
         self._sort_if_due()
         if self._reliability is not None:
             self._reliability.insert(slots, priority, rows)
@@ -334,10 +335,12 @@ class EventTableMixture(Distribution):
                 self._count_batch()
                 extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
                 return Draw(slots, extras=extras)
-            self._sort_if_due()
+        self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
-        if not is_traced() and total[0].item() == 0:
-            raise RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0.")
+        raise_if(
+            lambda: total[0] == 0,
+            lambda: RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0."),
+        )
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:
@@ -351,8 +354,8 @@ class EventTableMixture(Distribution):
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
         weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
-        if is_traced():
-            weight = torch.where(mass > 0, weight, 0.0)
+        # from an empty buffer in a graph, all rows have mass 0
+        weight = torch.where(mass > 0, weight, 0.0)
         self._count_batch()
         extras = {
             "priority_weight": weight.to(torch.float32),

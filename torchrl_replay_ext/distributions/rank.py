@@ -140,11 +140,10 @@ class RankBased(Distribution):
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         count = slots.shape[0]
-        if not is_traced():
-            if self._log.layout.for_graphs:
-                self._sort_if_due()
-            if int(self._written) + count > self._size:
-                self.sort()
+        if self._log.layout.for_graphs:
+            self._sort_if_due()
+        if not is_traced() and int(self._written) + count > self._size:
+            self.sort()
         number = torch.arange(count, device=self._device)
         place = self._size - 1 - (self._written + number) % self._size
         self._move(slots, place, is_last_occurrence(slots))
@@ -230,8 +229,7 @@ class RankBased(Distribution):
             self._tabulate(alpha)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced():
-            self._sort_if_due()
+        self._sort_if_due()
         num = self._tree.total()
         u = uniform(batch_size, device=self._device, generator=generator)
         if self._stratified:

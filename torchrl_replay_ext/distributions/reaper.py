@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import rows_where
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -82,8 +82,7 @@ class ReliabilityAdjusted(Distribution):
         """The smallest Ψ > 0 in the buffer, if weights are normalised by it."""
         if self._weight_norm == "batch":
             return None
-        slots = torch.arange(self._num_slots, device=self._device) if is_traced() else self._log.stored_slots()
-        everything = self.density(slots)
+        everything = self.density(rows_where(self._log.generation > 0))
         return torch.where(everything > 0, everything, math.inf).min()
 
     def density(self, slots: Tensor) -> Tensor:

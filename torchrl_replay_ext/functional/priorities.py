@@ -152,8 +152,8 @@ def all_different(index: Tensor) -> bool:
         index: integers, int64 [n].
 
     Returns:
-        True if no value occurs twice. False if one does, if n > 1024, or where values cannot be read: in a compiled graph,
-        or on an accelerator.
+        True if no value occurs twice. False if one does, if n > 1024, or where values cannot be read (in a compiled
+        graph, on an accelerator).
     """
     count = index.shape[0]
     return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count

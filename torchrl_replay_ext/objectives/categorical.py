@@ -64,7 +64,6 @@ def action_index(
         index, wrong = index.masked_fill(padding, 0), wrong.masked_fill(padding, False)
     raise_if(
         wrong.any,
-        lambda: ValueError(f"{name}: {key!r} {problem}; the policy that acted writes it, and the collector stores "
-            "it."),
+        lambda: ValueError(f"{name}: {key!r} {problem}; the policy that acted writes it, and the collector stores it."),
     )
     return index

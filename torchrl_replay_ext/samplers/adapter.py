@@ -171,7 +171,7 @@ class PrioritySampler(ShowsArguments, Sampler):
                 require_in_range(type(self).__name__, slots, self.layout.num_slots, self.layout.shape)
         if slots.numel():
             self.state.write(slots, storage)
-            self.state.log.announce(index)
+            self.state.log.announce(index, slots)
 
     # --- draws
 
@@ -191,7 +191,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         slots, info = self.draw(storage, batch_size)
         if self.layout.for_graphs:
             info[STAMP_KEY] = self.state.generation(slots)
-        if self.takes_priorities and not is_traced():
+        if self.takes_priorities:
             self.state.remember_draw(slots)
         return unravel(slots, self.layout.shape), info
 

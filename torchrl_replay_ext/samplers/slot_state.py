@@ -244,18 +244,14 @@ class SlotState:
         rows = StoredRows(self.owner, storage, slots, self.log)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.overwrite(slots)
-        if is_traced():
+        try:
             for part in self._parts:
                 part.insert(slots, self.priorities.largest, rows)
-        else:
-            try:
-                for part in self._parts:
-                    part.insert(slots, self.priorities.largest, rows)
-                    self._accepting_parts += 1
-            except REFUSALS:
-                if largest is not None:
-                    self.priorities.undo_overwrite(slots, largest)
-                raise
+                self._accepting_parts += 1
+        except REFUSALS:
+            if largest is not None:
+                self.priorities.undo_overwrite(slots, largest)
+            raise
         self.log.record(slots)
         self.priorities.insert(slots)
 
@@ -269,9 +265,16 @@ class SlotState:
 
     # --- updates
 
-    def remember_draw(self, slots: Tensor, *, comes_back: bool = True) -> None:
-        """Remember that ``slots`` [n] were handed out, and whether TD errors are expected of them."""
-        self.pending.add(slots, int(self.log.num_writes), comes_back=comes_back)
+    def remember_draw(self, slots: Tensor, *, real: Tensor | None = None, comes_back: bool = True) -> None:
+        """Outside graphs, remember that ``slots`` [n] were handed out.
+
+        Args:
+            slots: int64 [n].
+            real: which rows are not padding, bool [n]; None: all.
+            comes_back: whether TD errors are expected.
+        """
+        if not is_traced():
+            self.pending.add(slots, int(self.log.num_writes), real=real, comes_back=comes_back)
 
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 where nothing is stored."""

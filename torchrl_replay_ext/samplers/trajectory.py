@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_bool, require_integer
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
-from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
@@ -28,8 +26,6 @@ from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.td_errors import is_initialization
 
 MASK_KEY = ("collector", "mask")
-# Batches whose padded rows are remembered until their TD errors come back.
-_REMEMBERED = 128
 _OWNER = "TrajectoryRetraceSampler"
 _NO_SEQUENCES = (
     f"{_OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
@@ -179,7 +175,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             anchors.observe(make)
             self._sampler = anchors
         # which rows of the last batches are real, by the memory of their slots
-        self._masks: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
 
     @property
     def anchors(self) -> Literal["uniform"] | PrioritySampler:
@@ -288,12 +283,8 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             if self._sampler.layout.for_graphs:
                 # no write has the number of a padded row
                 info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
-            if not is_traced():
-                # the batch of newest() was not drawn, and no TD errors are expected of it
-                self._sampler.state.remember_draw(slots, comes_back=drawn is not None)
-                self._masks[memory_of(slots)] = (slots, mask)
-                if len(self._masks) > _REMEMBERED:
-                    self._masks.popitem(last=False)
+            # the batch of newest() was not drawn, and no TD errors are expected of it
+            self._sampler.state.remember_draw(slots, real=mask, comes_back=drawn is not None)
         return unravel(slots, self._sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
@@ -359,8 +350,8 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             return
         if sampler.lacks_td_errors(priority, storage):
             return
-        slots, error = sampler.flat_slots(index), torch.as_tensor(priority)
-        mask = self._real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
+        slots, error = sampler.flat_slots(index), torch.as_tensor(priority, device=sampler.layout.device)
+        mask = sampler.state.pending.real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return
@@ -368,15 +359,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         chosen = tuple(i[mask] for i in index) if isinstance(index, tuple) else index[mask]
         error = error.reshape(-1)[mask] if error.numel() == mask.numel() else error
         sampler.update_priority(chosen, error, storage=storage, stamp=generation[mask])
-
-    def _real_rows(self, slots: Tensor) -> Tensor | None:
-        """Which of ``slots`` [n] are no padding, bool [n]; None if they are not part of a batch that is remembered."""
-        found = self._masks.get(memory_of(slots))
-        if found is not None and slots.is_contiguous():
-            begin = slots.storage_offset() - found[0].storage_offset()
-            return found[1][begin : begin + len(slots)]
-        equal = [mask for drawn, mask in self._masks.values() if torch.equal(drawn, slots)]
-        return equal[-1] if equal else None
 
     # --- inspection and state
 
@@ -410,7 +392,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             # saved by an earlier version
             state_dict = state_dict["starts"]
         self._sampler.load_state_dict(state_dict)
-        self._masks.clear()
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""
@@ -419,14 +400,9 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     def loads(self, path: str | Path) -> None:
         """Restore what :meth:`dumps` saved."""
         self._sampler.loads(path)
-        self._masks.clear()
 
     def _empty(self) -> None:
         _torchrl.empty_sampler(self._sampler)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # draws belong to this process
-        return {**vars(self), "_masks": OrderedDict()}
 
     def __repr__(self) -> str:
         return (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext._torchrl import length, rows_of_ring, shape_and_device, stored_data
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import refuse_in_graph
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.samplers.slot_index import row_major
@@ -129,8 +129,9 @@ class EventTableWriter(CompilableWriter):
 
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n], or [t, e] in a storage of two dimensions, and fill the tables."""
-        if is_traced():
-            raise RuntimeError("EventTableWriter: events cannot be part of a graph; call extend outside of it.")
+        refuse_in_graph(
+            lambda: RuntimeError("EventTableWriter: events cannot be part of a graph; call extend outside of it.")
+        )
         if not is_tensor_collection(data):
             raise TypeError(f"EventTableWriter: the data must be a TensorDict, not {type(data).__name__}.")
         storage: Any = self._storage
