@@ -244,11 +244,13 @@ class SlotState:
         rows = StoredRows(self.owner, storage, slots, self.log)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.overwrite(slots)
+        accepting = 0
         try:
             for part in self._parts:
                 part.insert(slots, self.priorities.largest, rows)
-                self._accepting_parts += 1
+                accepting += 1
         except REFUSALS:
+            self._accepting_parts += accepting
             if largest is not None:
                 self.priorities.undo_overwrite(slots, largest)
             raise
