@@ -362,7 +362,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             return
         if sampler.lacks_td_errors(priority, storage):
             return
-        slots, error = sampler.flat_slots(index), torch.as_tensor(priority)
+        slots, error = sampler.flat_slots(index), torch.as_tensor(priority, device=sampler.layout.device)
         mask = self._real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
