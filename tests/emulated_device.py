@@ -241,6 +241,9 @@ class EmulatedDevice(TorchDispatchMode):
         frame = sys._getframe(1)
         while frame is not None and caller is None:
             file = frame.f_code.co_filename
+            if file == __file__:
+                frame = frame.f_back
+                continue
             if file.startswith(tuple(self._packages)):
                 caller = f"{file}:{frame.f_lineno}"
             if place is None and file.startswith(tuple(self._packages + self._libraries)):
