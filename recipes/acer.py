@@ -7,27 +7,38 @@
     python -m recipes.acer env=atari/pong num_envs=16
     python -m recipes.acer resume=runs/acer/cartpole/uniform/seed1-...
 
-Algorithm 1 of the paper: a round is slice_len steps of each environment, an update on these steps, and then a number of
-updates on replayed slices that is drawn from a Poisson distribution of mean replay_ratio. With acer.on_policy=false the
-first update is left out, as the paper does for continuous actions. A prioritized sampler draws the slices' first steps.
+Algorithm 1 of the paper: each round collects slice_len steps of each environment, makes one update on these steps, and
+then a number of updates on replayed slices, drawn from a Poisson distribution with mean replay_ratio.
+acer.on_policy=false skips the first update, as the paper does for continuous actions. A prioritized sampler draws the
+first step of each slice.
 
-The parts that the paper's ablation removes: acer.returns=importance_sampling (Retrace), acer.dueling=false (the dueling
-network), acer.trust_region=false, acer.c=inf (truncation with bias correction).
+The ablation of the paper: acer.returns=importance_sampling removes Retrace, acer.dueling=false the dueling network,
+acer.trust_region=false the trust region, and acer.c=inf truncation with bias correction.
 
-In Atari games (env=atari/<game>, any of ale-py), training is on single lives with clipped rewards, evaluation on whole
-games; see recipes.atari.
+env=atari/<game> accepts any game of ale-py. Atari agents train on single lives with clipped rewards and are evaluated
+on whole games; see recipes.atari.
 
-progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score of the policy's most
-probable actions, and return_0 ..., the episodes it is the mean of; in Atari games with known scores human_normalized,
-that mean between random actions (0) and humans (1); training_return, the mean of the last 100 episodes
-that were trained on, of actions that were drawn; means over the updates since the row before: losses (loss_qvalue and
-loss_value of the critic), entropy, kl (of the average policy to the current one), rho (truncated importance weights),
-bc_weight (of the bias correction), tr_active (share of steps that the trust region changed); wall_time in seconds, that
-before a resume included; sampler/..., the scalars of the sampler's stats().
+progress.csv has one row per evaluation, with the columns
+
+    env_steps, updates     totals so far
+    return_mean            mean return of the evaluation's episodes, played with the policy's most probable actions
+    return_0, return_1 ... return of each episode
+    human_normalized       return_mean scaled to 0 for random actions and 1 for humans (Atari games with known scores)
+    training_return        mean return of the last 100 training episodes, played with sampled actions
+    loss_...               losses; loss_qvalue and loss_value are the critic's
+    entropy                entropy of the policy
+    kl                     divergence of the average policy from the current policy, in nats
+    rho                    truncated importance weights
+    bc_weight              weights of the bias correction
+    tr_active              share of steps that the trust region changed
+    wall_time              seconds, including the time before a resume
+    sampler/...            scalars of the sampler's stats()
+
+Columns from loss_... to tr_active are means over the updates since the previous row.
 """
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("acer")
@@ -67,12 +78,17 @@ from torchrl_replay_ext import (
     TrajectoryRetraceSampler,
 )
 
-# Observations are cut off at so many standard deviations, if they are normalized.
+# Normalized observations are clipped to this number of standard deviations.
 OBSERVED = 10.0
 
 
 class Normalizer(nn.Module):
-    """Observations less their running mean, in units of their running standard deviation; or as they are."""
+    """Normalizes observations by their running mean and standard deviation; if not `active`, returns them unchanged.
+
+    Args:
+        size: length of an observation vector.
+        active: whether observations are normalized.
+    """
 
     mean: Tensor
     square: Tensor
@@ -87,7 +103,7 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, observations: Tensor) -> None:
-        """Take ``observations`` [n, size] into account."""
+        """Add ``observations`` [n, size] to the running statistics."""
         if self.active:
             observations = observations.to(self.mean)
             self.count.add_(len(observations))
@@ -105,7 +121,7 @@ class Normalizer(nn.Module):
 
 
 class FixedScale(nn.Module):
-    """A network's output as the mean of a Gaussian of this standard deviation."""
+    """A Gaussian policy: the network's output is the mean, `sigma` the standard deviation."""
 
     def __init__(self, network: nn.Module, sigma: float):
         super().__init__()
@@ -118,7 +134,7 @@ class FixedScale(nn.Module):
 
 
 def _small(layer: nn.Module) -> nn.Linear:
-    """A last layer of a policy that at first hardly depends on the state."""
+    """Scale down the last layer of a policy, so that the initial policy hardly depends on the state."""
     assert isinstance(layer, nn.Linear)
     with torch.no_grad():
         layer.weight.mul_(0.01)
@@ -165,7 +181,7 @@ def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions:
 def make_continuous_loss(
     acer: ACERConfig, observed: tuple[int, ...], num_actions: int, device: torch.device
 ) -> ACERContinuousLoss:
-    """Networks and loss for continuous actions, whose policy has a fixed standard deviation, as in the paper."""
+    """Networks and loss for continuous actions. The policy has a fixed standard deviation, as in the paper."""
     (num_observed,) = observed
     *inner, width = acer.hidden_sizes
 
@@ -205,12 +221,12 @@ def make_continuous_loss(
 
 
 class CurrentPolicy:
-    """The behaviour μ: draws from the current policy and keeps the statistics of the distribution it drew from.
+    """The behaviour policy μ: samples from the current policy and returns the statistics of its distribution.
 
     Args:
-        actor: the policy, without what draws.
-        normalizer: of observations.
-        device: of both.
+        actor: the policy network, which returns the statistics of the distribution.
+        normalizer: normalizes the observations.
+        device: device of both.
     """
 
     def __init__(self, actor: nn.Module, normalizer: Normalizer, device: torch.device):
@@ -224,7 +240,7 @@ class CurrentPolicy:
         return result if isinstance(result, tuple) else (result,)
 
     def __call__(self, observations: np.ndarray) -> dict[str, np.ndarray]:
-        """Actions, drawn by torch's global generator, and statistics."""
+        """Actions, sampled with torch's global generator, and the statistics of their distribution."""
         first, *rest = self._statistics(observations)
         if rest:
             written = {"action": first + rest[0] * torch.randn_like(first), "loc": first, "scale": rest[0]}
@@ -233,20 +249,20 @@ class CurrentPolicy:
         return {key: value.cpu().numpy() for key, value in written.items()}
 
     def most_probable(self, observations: np.ndarray) -> np.ndarray:
-        """The actions of the largest probability."""
+        """The most probable actions."""
         first, *rest = self._statistics(observations)
         return (first if rest else first.argmax(-1)).cpu().numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: networks and the global generator are saved by themselves."""
+        """Empty: the checkpoint saves the networks and the global generator separately."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Does nothing; see :meth:`state_dict`."""
 
 
 class NewestSlices:
-    """The newest steps of each environment, in place of a buffer's draws."""
+    """Source of on-policy batches, with the interface of a buffer: the newest steps of each environment."""
 
     def __init__(self, replay: CompilableReplayBuffer):
         sampler = replay.sampler
@@ -254,17 +270,17 @@ class NewestSlices:
         self._replay, self._sampler = replay, sampler
 
     def sample(self) -> TensorDictBase:
-        """One slice of each environment."""
+        """The newest slice of each environment."""
         return self._sampler.newest(self._replay)
 
     def update_tensordict_priority(self, batch: TensorDictBase) -> None:
-        """They were not drawn."""
+        """Does nothing: the slices were not drawn by priority."""
 
 
 def slices_loss(
     loss_module: ACERLoss | ACERContinuousLoss, normalizer: Normalizer, acer: ACERConfig, sample: TensorDictBase
 ) -> TensorDictBase:
-    """The losses of a flat sample of slices; writes the TD errors into it."""
+    """The losses of a flat sample of slices; writes the TD errors into the sample."""
     batch = sample.reshape(-1, acer.slice_len)
     for key in ("observation", ("next", "observation")):
         batch[key] = normalizer(batch[key])
@@ -275,7 +291,7 @@ def slices_loss(
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
-    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
@@ -284,7 +300,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     acer = cfg.acer
     device = prepare(cfg, run_dir)
 
-    # One environment per evaluation episode; those to learn in are made further down.
+    # One environment per evaluation episode. The collector below makes the training environments.
     evaluation_envs = [make_env(cfg.env) for _ in range(acer.evaluation_episodes)]
     require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
@@ -292,7 +308,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     assert observed is not None
     num_actions = flatdim(action_space)
     if acer.normalize_observations and len(observed) != 1:
-        raise ConfigError("acer.normalize_observations=true: only vectors are normalized; images are divided by 255")
+        raise ConfigError("acer.normalize_observations=true: supports vectors only; images are divided by 255")
 
     # Networks, losses, the average policy and the optimizer.
     discrete = isinstance(action_space, Discrete)
@@ -305,7 +321,6 @@ def train(config: DictConfig, run_dir: Path) -> int:
     optimizer = make_optimizer(acer.optimizer, loss_module.parameters(), acer.learning_rate)
     normalizer = Normalizer(observed[0], active=acer.normalize_observations).to(device)
 
-    # The losses give SQUARED TD errors.
     statistics = ("logits",) if discrete else ("loc", "scale")
 
     def slices(anchors: Sampler) -> TrajectoryRetraceSampler:
@@ -315,9 +330,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
             slice_len=acer.slice_len,
             num_streams=cfg.num_envs,
             behaviour_keys=statistics,
-            anchors=first,  # pyright: ignore[reportArgumentType]: the error of others names those that it takes
+            anchors=first,  # pyright: ignore[reportArgumentType]: the sampler's error names the valid anchors
         )
 
+    # The losses give SQUARED TD errors.
     replay = make_replay(cfg, device, td_error="squared", wrap=slices)
     loss_function = partial(slices_loss, loss_module, normalizer, acer)
 
@@ -325,14 +341,14 @@ def train(config: DictConfig, run_dir: Path) -> int:
         arguments = batches, loss_function, [optimizer], acer.max_grad_norm, average_policy.step
         return CompiledUpdate(*arguments, cudagraphs=cfg.cudagraphs) if cfg.compile else eager_update(*arguments)
 
-    # Made at the first updates, when the buffer holds something and a checkpoint has been loaded.
+    # Built at the first update: a CompiledUpdate needs a filled buffer and, in a resumed run, the loaded checkpoint.
     on_policy, replayed = lazily(make_update, NewestSlices(replay)), lazily(make_update, replay)
 
-    # The policy as functions of arrays: drawn to learn from, its most probable actions for evaluations.
+    # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
     behaviour = CurrentPolicy(policy, normalizer, device)
 
-    # The environments run on the CPU, and their batches stay there until the buffer takes them.
+    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     collector = VectorCollector(
         [partial(make_env, cfg.env, training=True)] * cfg.num_envs,
         behaviour,
@@ -367,7 +383,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
 
 def lazily(make: Callable[[Any], Callable[[], dict[str, Tensor]]], batches: Any) -> Callable[[], dict[str, Tensor]]:
-    """An update that is made when it is called first."""
+    """A function that builds its update with `make(batches)` at the first call."""
     made: list[Callable[[], dict[str, Tensor]]] = []
 
     def update() -> dict[str, Tensor]:

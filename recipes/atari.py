@@ -1,4 +1,4 @@
-"""Atari games (ale-py), preprocessed as the papers on deep Q-learning do: env=atari/<game>."""
+"""Atari games (ale-py) with the preprocessing of the papers on deep Q-learning: env=atari/<game>."""
 
 import importlib.util
 from typing import Any
@@ -13,12 +13,13 @@ NOOP, FIRE = 0, 1
 
 
 class Lives(gymnasium.Wrapper):
-    """Begins an episode with FIRE, and ends it with a life if asked.
+    """Starts episodes with FIRE and, optionally, ends them when a life is lost.
 
     Args:
-        env: with AtariPreprocessing.
-        episodic: whether a lost life ends an episode. The next one is the same game, unless that is over.
-        fire: see AtariConfig. Without ``episodic``, it is pressed after a lost life, too.
+        env: an environment with AtariPreprocessing.
+        episodic: whether a lost life ends an episode. The next episode then continues the same game, unless the game is
+            over.
+        fire: see AtariConfig. If ``episodic`` is False, FIRE is also pressed after a lost life.
     """
 
     def __init__(self, env: gymnasium.Env, *, episodic: bool, fire: bool):
@@ -32,24 +33,24 @@ class Lives(gymnasium.Wrapper):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next reset goes on with the same game."""
+        """Whether the next reset continues the same game."""
         return self._goes_on
 
     def random_state(self) -> bytes:
-        """The emulator's state with that of its generator, which is not NumPy's."""
+        """The state of the emulator, including its own random generator."""
         return self._ale.cloneState(include_rng=True).serialize()
 
     def set_random_state(self, state: bytes) -> None:
-        """Restore what :meth:`random_state` gave; the next reset begins a game."""
+        """Restore a state from :meth:`random_state`; the next reset starts a new game."""
         self._ale.restoreState(type(self._ale.cloneState())(state))
         self._goes_on = False
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step of the game."""
+        """Step the game."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         lives, before = self._ale.lives(), self._lives
         self._lives = lives
-        # in Qbert, none are left for a few frames before the game is over
+        # in Qbert, the number of lives is 0 for a few frames before the game is over
         lost = 0 < lives < before and not (terminated or truncated)
         self._goes_on = self._episodic and lost
         if self._goes_on:
@@ -60,11 +61,11 @@ class Lives(gymnasium.Wrapper):
         return observation, reward, terminated, truncated, info
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode: of the same game after a lost life, unless there is a seed."""
+        """Start an episode. After a lost life, it continues the same game unless a seed is given."""
         over = not self._goes_on or seed is not None
         self._goes_on = False
         if not over:
-            # an observation without a decision, as where a game begins
+            # as at the start of a game, the agent does not choose the first action
             observation, _, terminated, truncated, info = self.env.step(FIRE if self._fire else NOOP)
             over = terminated or truncated
         if over:
@@ -78,23 +79,24 @@ class Lives(gymnasium.Wrapper):
 
 
 def make_atari(env_id: str, atari: AtariConfig, options: dict[str, Any], *, training: bool) -> gymnasium.Env:
-    """Makes a preprocessed game, whose observations are bytes [num_frames, screen_size, screen_size].
+    """Make a preprocessed Atari game with observations uint8 [num_frames, screen_size, screen_size].
 
     Args:
-        env_id: Gymnasium's, ALE/Pong-v5 for example.
+        env_id: Gymnasium id, for example ALE/Pong-v5.
         atari: the preprocessing.
-        options: keywords for gymnasium.make.
-        training: whether lost lives end episodes and rewards are clipped, where `atari` says so; else whole games.
+        options: keyword arguments for gymnasium.make.
+        training: whether atari.life_loss and atari.clip_rewards apply. If False, episodes are whole games with the
+            original rewards.
 
     Raises:
-        ConfigError: a package is missing.
+        ConfigError: if a package is missing.
     """
     for module, package in (("ale_py", "ale-py"), ("cv2", "opencv-python-headless")):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"env.id={env_id}: Atari needs {package}; pip install ale-py opencv-python-headless")
     import ale_py
 
-    # else it writes its name to the terminal
+    # without it, the emulator prints a banner
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gymnasium.register_envs(ale_py)
     env = gymnasium.make(

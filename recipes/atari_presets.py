@@ -1,4 +1,4 @@
-"""The presets of the Atari games: env=atari/<game>."""
+"""Configurations of the Atari games (env=atari/<game>)."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,19 +10,20 @@ from recipes.atari_scores import OTHER_GAMES, SCORES
 
 @dataclass
 class AtariConfig:
-    """Preprocessing (Mnih et al. 2015; stable-baselines3's AtariWrapper, which the ReaPER paper uses).
+    """Preprocessing of Atari games (Mnih et al. 2015; stable-baselines3's AtariWrapper, which the ReaPER paper uses).
 
     Args:
-        num_frames: frames of an observation, the newest last; an episode begins with the first repeated.
-        frame_skip: emulator frames that an action is repeated for; the last two are max-pooled.
-        screen_size: of the gray frames, in pixels.
-        noop_max: a game begins with 1 to so many no-ops.
-        fire: press FIRE where an episode begins, in games with such an action: some wait for it.
-        life_loss: a lost life ends an episode, in training only. The game goes on with the next episode.
-        clip_rewards: to [-1, 1], in training only.
-        max_frames: emulator frames after which a game is truncated.
-        repeat_action_probability: of sticky actions.
-        full_action_space: all 18 actions, not only those that matter in the game.
+        num_frames: frames per observation, the newest last, >= 1. At the start of an episode, the first frame is
+            repeated. Default: 4.
+        frame_skip: emulator frames for which an action is repeated, >= 1; the last two are max-pooled. Default: 4.
+        screen_size: width and height of the gray frames in pixels, >= 1. Default: 84.
+        noop_max: a game starts with a random number of no-ops from 1 to this number. Default: 30.
+        fire: press FIRE at the start of an episode if the game has this action; some games wait for it. Default: True.
+        life_loss: in training, a lost life ends an episode; the next episode continues the game. Default: True.
+        clip_rewards: in training, clip rewards to [-1, 1]. Default: True.
+        max_frames: number of emulator frames after which a game is truncated. Default: 108,000.
+        repeat_action_probability: probability of sticky actions, in [0, 1]. Default: 0.
+        full_action_space: use all 18 actions instead of the actions that the game uses. Default: False.
     """
 
     num_frames: int = 4

@@ -1,13 +1,13 @@
-"""Scores by which Atari games are compared, and the lists of games that papers report.
+"""Reference scores of Atari games, and lists of games that papers report.
 
-Mean returns of whole games that begin with 1 to 30 no-ops and end after 108,000 frames, of uniformly random actions and
-of a professional human tester: Mnih et al. 2015 (Human-level control through deep reinforcement learning, extended data
-table 2) for the 49 games there, Wang et al. 2016 (Dueling network architectures, table 2) for all 57; the numbers are
-those that DeepMind's DQN Zoo uses (dqn_zoo/atari_data.py). A human-normalized score is (score - random) / (human -
-random).
+The scores are mean returns of uniformly random actions and of a professional human tester. Games start with 1 to 30
+no-ops and end after 108,000 frames. Sources: Mnih et al. 2015 (Human-level control through deep reinforcement learning,
+extended data table 2) for 49 games, Wang et al. 2016 (Dueling network architectures, table 2) for all 57 games. The
+numbers are those of DeepMind's DQN Zoo (dqn_zoo/atari_data.py). The human-normalized score is
+(score - random) / (human - random).
 """
 
-# By the name of the game in lower case, with underscores: random, human.
+# Game in lower case with underscores -> score of random actions, score of humans.
 SCORES: dict[str, tuple[float, float]] = {
     "alien": (227.8, 7127.7),
     "amidar": (5.8, 1719.5),
@@ -68,7 +68,7 @@ SCORES: dict[str, tuple[float, float]] = {
     "zaxxon": (32.5, 9173.3),
 }
 
-# Aitchison, Sweetser and Hutter 2023: the ten games that predict the median of all 57 best; those of the ReaPER paper.
+# The ten games of the ReaPER paper: they best predict the median over all 57 (Aitchison, Sweetser and Hutter 2023).
 ATARI_10 = (
     "amidar",
     "battle_zone",
@@ -82,7 +82,7 @@ ATARI_10 = (
     "riverraid",
 )
 
-# The other games of ale-py, which the papers have no scores of.
+# The other games of ale-py, for which the papers give no scores.
 OTHER_GAMES = (
     "adventure",
     "air_raid",

@@ -1,4 +1,4 @@
-"""Times replay buffers and whole training loops, of this package, of TorchRL and of whatever peer is installed.
+"""Measures the speed of replay buffers and training loops of this package, TorchRL and installed peer libraries.
 
     python -m recipes.benchmark
     python -m recipes.benchmark --measure replay --only torchrl compiled --batch-sizes 256
@@ -6,29 +6,35 @@
     python -m recipes.benchmark --quick
     python -m recipes.benchmark --read recipes/results/benchmark.csv
 
-Peers: cpprb, tianshou, flashbax, stable-baselines3. Everything runs on one CPU thread, and all contenders in turn
-within one run, so that they share whatever else the machine does. Each finds the processor's caches full of the others'
-data, as in training; on its own (--only) it is about twice as fast.
+Peers: cpprb, tianshou, flashbax, stable-baselines3. Everything runs on one CPU thread. All contenders take turns within
+one run, so that other load on the host affects them equally. The processor's caches then hold the data of the other
+contenders, as in training; a contender measured alone (--only) is about twice as fast.
 
---measure replay: wall-clock time of one cycle, that is a sample of a full buffer of the largest capacity and the update
-of its priorities from new TD errors; median over the cycles. "sample only" stands for uniform replay, which has nothing
-to update. What comes out is in each library's own arrays: NumPy for cpprb and tianshou, JAX for flashbax (which leaves
-the importance-sampling weights to its user), torch for the others. TD errors are handed over in the same kind of array.
-Rank-based replay sorts once in capacity / 20 updates; a median leaves this sort out.
+--measure replay: wall-clock time of one cycle, median over cycles. A cycle samples a batch from a full buffer of the
+largest capacity and updates its priorities from new TD errors. "sample only" contenders have no priorities to update.
+Each library uses its own arrays for batches and TD errors: NumPy for cpprb and tianshou, JAX for flashbax, torch for
+the others. flashbax does not compute importance-sampling weights. Rank-based replay sorts once per capacity / 20
+updates; the median does not include the sort.
 
---measure training: CPU time of one step of the environment in a DQN on CartPole, with one update per ten steps; median
-over chunks of steps.
+--measure training: CPU time of one env step of a DQN on CartPole with one update per ten steps, median over chunks of
+steps.
 
---measure capacity: the same as replay at several capacities, with 8 transitions written in each cycle and without, for
-batches of 32: uniform replay, PER, ReaPER and rank-based replay (without its sort), compiled and eager, and TorchRL's
-own samplers. Each cycle is compiled anew for each capacity, with an empty cache of the compiler: that takes most of the
-time.
+--measure capacity: the cycle of replay at several capacities with batches of 32, with and without a write of 8
+transitions per cycle. Contenders: uniform replay, PER, ReaPER and rank-based replay (without the sort), each compiled
+and eager, and TorchRL's own samplers. Each cycle is compiled for each capacity with an empty compiler cache, which
+takes most of the time.
 
-benchmark.csv has a row per number: measurement (replay, training or capacity), capacity, batch_size, contender,
-microseconds, and times_faster, the time of TorchRL's PrioritizedSampler or of its own DQN over this one; of capacity
-also written, the transitions written in a cycle, compile_seconds, the first call of a graph with an empty cache (of the
-compiler; the rest of the process is warm), and times_smallest, the time over that at the smallest capacity. --read
-prints and draws a CSV of an earlier run, also one from before there were the last three columns.
+benchmark.csv has one row per number, with the columns
+
+    measurement            replay, training or capacity
+    capacity, batch_size, contender
+    microseconds           median time
+    times_faster           time of TorchRL's PrioritizedSampler, or of its own DQN, divided by this time
+    written                transitions written per cycle (capacity)
+    compile_seconds        first call of a graph with an empty compiler cache, in a warm process (capacity)
+    times_smallest         this time divided by the time at the smallest capacity (capacity)
+
+--read prints and draws the CSV of an earlier run, also if it lacks the last three columns.
 """
 
 import argparse
@@ -49,14 +55,14 @@ QUICK = {"capacities": [200, 400], "batch_sizes": [32], "cycles": 5, "env_steps"
 
 
 def positive(text: str) -> int:
-    """An option's number, at least 1."""
+    """Parse the value of an option: an integer >= 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
     return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmark", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--measure", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="what to time [all three]"
@@ -66,23 +72,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=positive,
         nargs="+",
         default=[10_000, 100_000, 1_000_000],
-        help="of the replay buffers; all of them for capacity, the largest for replay [10000 100000 1000000]",
+        help="capacities of the buffers; replay uses the largest [10000 100000 1000000]",
     )
-    parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[32, 256], help="of replay [32 256]")
-    parser.add_argument("--cycles", type=positive, default=1000, help="timed cycles of each contender [%(default)s]")
+    parser.add_argument(
+        "--batch-sizes", type=positive, nargs="+", default=[32, 256], help="batch sizes of replay [32 256]"
+    )
+    parser.add_argument("--cycles", type=positive, default=1000, help="timed cycles per contender [%(default)s]")
     parser.add_argument("--env-steps", type=positive, default=10_000, help="steps per training loop [%(default)s]")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only contenders whose names begin so")
-    parser.add_argument("--quick", action="store_true", help="a few cycles of small buffers, to see that it works")
-    parser.add_argument("--read", type=Path, metavar="CSV", help="measure nothing; print and draw an earlier run")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"), help="directory of the files [%(default)s]")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only contenders whose names begin with NAME")
+    parser.add_argument("--quick", action="store_true", help="a few cycles of small buffers, as a test")
+    parser.add_argument("--read", type=Path, metavar="CSV", help="print and draw an earlier run, without measuring")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"), help="output directory [%(default)s]")
     if "--quick" in (sys.argv[1:] if arguments is None else arguments):
         parser.set_defaults(**QUICK)
     options = parser.parse_args(arguments)
     smallest = max(2, *options.batch_sizes, 64 if "capacity" in options.measure else 0)
     if min(options.capacities) < smallest:
-        parser.error(f"argument --capacities: {min(options.capacities)} is less than {smallest}, the least here")
+        parser.error(f"argument --capacities: {min(options.capacities)}: must be >= {smallest}")
     if options.env_steps < STEPS_PER_UPDATE:
-        parser.error(f"argument --env-steps: {options.env_steps} is less than the {STEPS_PER_UPDATE} of an update")
+        parser.error(f"argument --env-steps: {options.env_steps}: must be >= {STEPS_PER_UPDATE}, the steps per update")
     if options.read is not None and not options.read.is_file():
         parser.error(f"argument --read: {options.read} is not a file")
     try:
@@ -97,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Measures what the options ask for, prints the table and writes the files."""
-    # Here, since they import torch: a mistake in the options is reported at once.
+    """Run the measurements, print the table and write the files."""
+    # Imported late, because these modules import torch: mistakes in the options are reported at once.
     from recipes.benchmarks import results
     from recipes.run import is_out_of_memory
 
@@ -119,7 +127,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the libraries'
+            warnings.simplefilter("ignore")  # warnings of the libraries
             rows = measure(options, parser)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -129,9 +137,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         torch.set_num_threads(threads)
     results.compare(rows)
     print(
-        f"Microseconds, one thread. replay and capacity: a cycle, median of {options.cycles}. "
-        f"training: CPU time of an environment step, {options.env_steps} steps, an update per {STEPS_PER_UPDATE}. "
-        "compile s: the first call of a graph, with an empty cache of the compiler."
+        f"Microseconds, one thread. replay and capacity: one cycle, median of {options.cycles}. "
+        f"training: CPU time of one env step, {options.env_steps} steps, one update per {STEPS_PER_UPDATE}. "
+        "compile s: first call of a graph with an empty compiler cache."
     )
     results.print_table(rows)
     print(results.versions())
@@ -142,12 +150,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list["Row"]:
-    """Run the measurements that were asked for, print which contenders were skipped, and return all rows."""
+    """Run the measurements chosen by the options, print notes on skipped contenders, and return all rows."""
     import torch
 
     from recipes.benchmarks import capacity, replay, training
 
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
     loops = training.LOOPS if "training" in options.measure else {}
     contenders = replay.REPLAY if "replay" in options.measure else ()
     cases = capacity.NAMES if "capacity" in options.measure else ()
@@ -155,7 +163,7 @@ def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     prefixes = names if options.only is None else options.only
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in names):
-            parser.error(f"argument --only: no contender begins with {prefix!r}; there are: {'; '.join(names)}")
+            parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {'; '.join(names)}")
 
     def wanted(name: str) -> bool:
         return name.startswith(tuple(prefixes))
@@ -175,7 +183,7 @@ def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     for note in notes:
         print(note)
     if not rows:
-        parser.error("argument --only: nothing is left to measure")
+        parser.error("argument --only: none of these contenders can be measured here")
     return rows
 
 

@@ -1,6 +1,6 @@
-"""Conflict-averse gradient descent (CAGrad; Liu et al., 2021), to combine the gradients of several event tables.
+"""Conflict-averse gradient descent (CAGrad; Liu et al., 2021): combines the gradients of several event tables.
 
-The SSET paper explores it in its appendix A.2 (Figure 13).
+The SSET paper tests it in appendix A.2 (Figure 13).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MOST_GRADIENTS = 12
 
 
 def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) -> Tensor:
-    """The update that improves the worst-off loss most, within a ball around the average gradient.
+    """The update that maximizes the smallest improvement over all losses, in a ball around the average gradient.
 
         d = argmax min_i <g_i, d>  subject to  ||d - g_0|| <= c ||g_0||,   g_0 = mean_i g_i
 
@@ -21,20 +21,23 @@ def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) 
 
         d = g_0 + √φ g_w / ||g_w||,   w = argmin <g_w, g_0> + √φ ||g_w||  over the simplex.
 
-    c = 0 gives g_0, and gradients that agree, or a single one, give (1 + c) g_0: as in the paper, d is not rescaled. A
-    d of a constant norm for agreeing gradients is this one divided by 1 + c.
+    With c = 0, d = g_0. With a single gradient, or equal gradients, d = (1 + c) g_0: as in the paper, d is not
+    rescaled. Divide d by 1 + c to keep the norm of equal gradients.
 
-    Where no d in the ball improves all losses, g_w = 0 and g_w / ||g_w|| has no value; its limit does, and this is what
-    comes out. There are no branches on values: this can be compiled.
+    If no d in the ball improves all losses, g_w = 0 and g_w / ||g_w|| is undefined; the result is then its limit. The
+    function does not branch on values, so torch.compile can trace it.
 
     Args:
-        gradients: g_i, floating point [K, P] with K <= 12; all 0 gives 0.
-        c: in [0, 1); may be a tensor, which is not checked.
-        weights: weights [K] >= 0 of the mean, which need not sum to 1, such as each table's rows in the batch. One of
-            weight 0 is absent and its gradient is not read. ``None``: all alike.
+        gradients: g_i, floating point [K, P] with 1 <= K <= 12; all zeros give d = 0.
+        c: radius of the ball relative to ||g_0||, in [0, 1). May be a tensor, whose value is not checked.
+        weights: weights of the mean, [K], >= 0, such as the number of rows of each table in the batch; they need not
+            sum to 1. A gradient with weight 0 is ignored and may hold any values. Default: None, equal weights.
 
     Returns:
-        d, [P], of the dtype of the gradients; detached from their graph.
+        d, [P], with the dtype of the gradients and without autograd graph.
+
+    Raises:
+        ValueError: if a shape or `c` is invalid.
     """
     if gradients.ndim != 2 or len(gradients) == 0:
         raise ValueError(f"cagrad: gradients must be [K, P] with K >= 1, found {list(gradients.shape)}")
@@ -51,11 +54,11 @@ def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) 
     if weights is None:
         weights = gradients.new_ones(num_gradients)
     present = weights > 0
-    # where, not times: an absent gradient may hold anything.
+    # torch.where instead of a product: an ignored gradient may hold inf or NaN.
     gradients = torch.where(present[:, None], gradients, 0.0)
     share = torch.where(present, weights, 0.0).double()
     share = share / torch.where(present.any(), share.sum(), 1.0)
-    # g_0 stands in for what is absent: being a mean of the others, it leaves the g_w that can be reached the same.
+    # g_0 replaces ignored gradients. It is a mean of the other gradients, so the set of possible g_w does not change.
     mixing = torch.where(present[:, None], torch.eye(num_gradients, dtype=share.dtype, device=share.device), share)
     double = gradients.double()
     gram = mixing @ (double @ double.mT) @ mixing.mT
@@ -64,16 +67,16 @@ def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) 
 
 
 def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
-    """The weighted mean loss of each table's rows; the mean of these, by their weights, is that of all rows.
+    """The weighted mean loss of each table's rows. The weighted mean of these losses is the loss of all rows.
 
     Args:
         rows: loss of each row times its weight, [B].
-        weights: of the rows, [B].
-        tables: number of each row's table, int64 [B].
-        num_tables: K.
+        weights: weights of the rows, [B].
+        tables: table number of each row, int64 [B].
+        num_tables: K, number of tables.
 
     Returns:
-        Losses [K], with gradients, 0 for a table without rows; sums of the weights [K], without.
+        Losses [K], differentiable, 0 for a table without rows; and the sum of each table's weights [K], detached.
     """
     member = (tables == torch.arange(num_tables, device=tables.device)[:, None]).to(rows.dtype)
     total = member @ weights.to(rows.dtype)
@@ -81,7 +84,7 @@ def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: i
 
 
 def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
-    """Gradients of `parameters` as `cagrad` combines those of `losses` [K] by `weights` [K]."""
+    """CAGrad gradients of `parameters` for `losses` [K] with `weights` [K]; see :func:`cagrad`."""
     rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses.unbind()]
     flat = torch.stack([torch.cat([gradient.reshape(-1) for gradient in row]) for row in rows])
     parts = cagrad(flat, c, weights).split([parameter.numel() for parameter in parameters])
@@ -91,13 +94,14 @@ def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tenso
 def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
     """√φ / ||g_w|| w, for the w that minimises <g_w, g_0> + √φ ||g_w|| over the simplex.
 
-    Solves all 2^K - 1 faces of the simplex at once, each in closed form, and takes the best. With M = (<g_i, g_j>),
-    b_i = <g_i, g_0> and v = √φ / ||g_w|| w, all restricted to a face, the minimum over its affine hull is where
+    Solves all 2^K - 1 faces of the simplex at once in closed form and takes the best solution. Let M = (<g_i, g_j>),
+    b_i = <g_i, g_0> and v = √φ / ||g_w|| w, all restricted to a face. The minimum over the affine hull of the face
+    satisfies
 
         M v = λ 1 - b,  vᵀ M v = φ,
 
-    a quadratic equation in λ, which is the value of the minimum. It counts if v >= 0, as it is in every corner. Nothing
-    is divided by ||g_w|| or √φ.
+    a quadratic equation in λ, the value of the minimum. The solution is valid if v >= 0, which is always true in the
+    corners. No term is divided by ||g_w|| or √φ.
 
     Args:
         gram: <g_i, g_j>, float64 [K, K].
@@ -105,7 +109,7 @@ def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
         c: in [0, 1).
 
     Returns:
-        float64 [K].
+        v, float64 [K].
     """
     num_gradients = len(gram)
     identity = torch.eye(num_gradients, dtype=gram.dtype, device=gram.device)
@@ -113,7 +117,7 @@ def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
     largest = norms.amax()
     b = gram @ share
     phi = c * c * (share @ b).clamp(min=0.0)
-    # Makes all faces regular; like a component of √ridge ||g_i|| of its own for each gradient.
+    # Makes all faces regular. Equivalent to an extra component √ridge ||g_i|| per gradient, orthogonal to all others.
     ridge = torch.where(norms > 0, norms, torch.where(largest > 0, largest, 1.0))
     gram = gram + _RIDGE * ridge * identity
 
@@ -128,7 +132,7 @@ def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
 
     ones = solve(on_face)
     total = ones.sum(1)
-    # Split λ 1 - b into a part along 1 and one that is orthogonal to it in the metric of M⁻¹.
+    # Split λ 1 - b into a part along 1 and a part orthogonal to 1 in the metric of M⁻¹.
     centre = (ones @ b) / total
     rest = on_face * (b - centre[:, None])
     tilt = solve(rest)

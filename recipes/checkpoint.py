@@ -1,4 +1,4 @@
-"""A run's whole state in one file."""
+"""Saves and loads the complete state of a run in one file."""
 
 import zipfile
 from collections.abc import Mapping
@@ -15,30 +15,31 @@ from recipes.run import CHECKPOINT, ConfigError
 
 
 def save_checkpoint(run_dir: Path, **components: Any) -> None:
-    """Writes the components to `run_dir/checkpoint.zip`, replacing the last one atomically.
+    """Write the components to `run_dir/checkpoint.zip`; an existing checkpoint is replaced atomically.
 
     Args:
         run_dir: directory of the run.
         **components: objects with `state_dict()`, or JSON-compatible values.
 
     Raises:
-        OSError: the disk is full, for example; the last checkpoint is as it was.
+        OSError: if the file cannot be written, for example because the disk is full. The old checkpoint is kept.
     """
     with atomic_write(run_dir / CHECKPOINT) as path:
         _bind(components).save(path)
 
 
 def load_checkpoint(run_dir: Path, device: torch.device, **components: Any) -> None:
-    """Restores the components, in place, from `run_dir/checkpoint.zip`.
+    """Restore the components in place from `run_dir/checkpoint.zip`.
 
     Args:
         run_dir: directory of the run.
-        device: where tensors go.
-        **components: as they were saved; dicts and lists are filled in place.
+        device: device of the restored tensors.
+        **components: components with the same names as in save_checkpoint; dicts and lists are filled in place.
 
     Raises:
-        ConfigError: the checkpoint is damaged, before anything is restored; it does not fit, as when it comes from a
-            CUDA machine and there is none here; or there is no room to unpack it, where temporary files are.
+        ConfigError: if the checkpoint is damaged (raised before anything is restored), if it does not match the
+            components or the hardware, such as a checkpoint from CUDA on a host without it, or if the directory of
+            temporary files has no space to unpack it.
     """
     path = run_dir / CHECKPOINT
     _require_whole(path)
@@ -49,23 +50,23 @@ def load_checkpoint(run_dir: Path, device: torch.device, **components: Any) -> N
 
 
 def _require_whole(path: Path) -> None:
-    """ConfigError if a part of the archive is missing or is not what was written (CRC-32)."""
+    """Raise ConfigError if a file of the archive is missing or its CRC-32 does not match."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
             records = Checkpoint.manifest(path)["components"].values()
             listed = {f"{record['path']}/{name}" for record in records for name in record["files"]}
             missing = listed.difference(archive.namelist())
-    except Exception as error:  # damage has many faces: wrong flags, lengths, names, compressions
+    except Exception as error:  # damaged archives raise many kinds of errors
         raise ConfigError(f"{path} is damaged: {error}") from error
     if damaged is not None or missing:
-        raise ConfigError(f"{path} is damaged: {damaged or min(missing)} is not what was written")
+        raise ConfigError(f"{path} is damaged: {damaged or min(missing)} is missing or corrupt")
 
 
 class _TorchFile(CheckpointAdapter):
-    """State dicts as one file of torch.save.
+    """Saves a state dict with torch.save as one file.
 
-    TorchRL's adapter maps files into memory and writes there: on a full disk that kills the process (SIGBUS).
+    TorchRL's adapter writes through memory-mapped files; on a full disk, that kills the process (SIGBUS).
     """
 
     adapter_id = StateDictCheckpointAdapter.adapter_id
@@ -77,7 +78,7 @@ class _TorchFile(CheckpointAdapter):
             with (path / StateDictCheckpointAdapter.state_torch).open("wb") as file:
                 torch.save(_compact(component.state_dict(*args, **kwargs)), file)
         except RuntimeError as error:
-            # torch's own, as it cleans up after the file's
+            # torch raises its own error while it handles the OSError of the file
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -88,7 +89,7 @@ class _TorchFile(CheckpointAdapter):
 
 
 def _compact(state: Any) -> Any:
-    """The same without what tensors that are views do not show, which would be saved too."""
+    """Copy tensors that are views of larger storages: torch.save would save the whole storage."""
     if isinstance(state, Tensor):
         return state.clone() if state.untyped_storage().nbytes() > state.nbytes else state
     if isinstance(state, dict):
@@ -104,7 +105,7 @@ def _compact(state: Any) -> Any:
 def _bind(components: dict[str, Any]) -> Checkpoint:
     checkpoint = Checkpoint(format="archive")
     for name, component in components.items():
-        # A replay buffer would offer dump/load, which leaves its storage mapped to the checkpoint's files.
+        # Do not use dump/load of a replay buffer: after it, the storage is mapped to the checkpoint's files.
         adapter = _TorchFile() if hasattr(component, "load_state_dict") else None
         checkpoint.register(name, component, adapter=adapter)
     return checkpoint

@@ -1,20 +1,20 @@
 """How many updates until a rare success is learned? The Blind Cliffwalk (Schaul et al. 2016, Fig. 1 and App. B.1).
 
-n states in a row; in each, one of two actions leads on and the other ends the episode. Only the last step pays, 1, so
-that random behaviour is rewarded once in 2^n episodes. The buffer holds every transition of all 2^n sequences of
-actions, 2^(n+1) - 2 of them in random order, and tabular Q-learning (learning rate 1/4, discount 1 - 1/n) replays one
-at a time, without importance-sampling weights. Counted are the updates until the mean squared error of the Q-values is
-at most 10^-3.
+The environment is a row of n states. In each state, one of two actions leads to the next state and the other ends the
+episode. Only the last step has a reward, 1, so random behaviour is rewarded once in 2^n episodes. The buffer holds the
+2^(n+1) - 2 transitions of all 2^n action sequences in random order. Tabular Q-learning (learning rate 1/4, discount
+1 - 1/n) replays one transition at a time, without importance-sampling weights. The experiment counts the updates until
+the mean squared error of the Q-values is at most 10^-3.
 
 - *uniform*: any transition, all equally likely.
-- *rank-based* and *proportional*: this package's samplers in TorchRL's buffer, alpha 0.7; a transition that was never
-  replayed goes first (rank-based) or has the largest priority so far (proportional).
-- *oracle*: the transition whose update leaves the smallest mean squared error.
+- *rank-based* and *proportional*: this package's samplers in TorchRL's buffer, alpha 0.7. Transitions that were never
+  replayed have the first rank (rank-based) or the largest priority so far (proportional).
+- *oracle*: the transition whose update gives the smallest mean squared error.
 
-Q-values begin at normal noise of standard deviation 0.1, the same for all strategies of a seed.
+Q-values are initialized with normal noise of standard deviation 0.1, the same for all strategies of a seed.
 
-Run with ``python -m recipes.cliffwalk --out runs/cliffwalk`` (some minutes): prints a table and writes
-``cliffwalk.csv``, a row for each run, and ``cliffwalk.png``.
+``python -m recipes.cliffwalk --out runs/cliffwalk`` (some minutes) prints a table and writes ``cliffwalk.csv``, with
+one row per run, and ``cliffwalk.png``.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ UNIFORM_BLOCK = 4096
 
 
 class Cliffwalk:
-    """The Q-values of n states, and how far they are from the truth.
+    """The Q-values of the n states, and their error.
 
-    Transition k < n leads on from state k; transition n + k falls from the cliff there.
+    Transition k < n leads from state k to the next state; transition n + k ends the episode in state k.
 
     Args:
         num_states: n, >= 1.
-        generator: source of the initial noise.
+        generator: generator of the initial noise.
     """
 
     def __init__(self, num_states: int, generator: torch.Generator):
@@ -60,13 +60,13 @@ class Cliffwalk:
     def transitions(self, generator: torch.Generator) -> torch.Tensor:
         """Every transition of all 2^n episodes in random order, int64 [2^(n+1) - 2]."""
         n = self.num_states
-        # 2^(n-1-k) episodes lead on from state k and so many fall there; the success is the last of those that lead on
+        # In state k, 2^(n-1-k) episodes go on and as many end. Going on from the last state is the success.
         counts = torch.tensor([2 ** (n - 1 - k) for k in range(n)])
         kinds = torch.arange(2 * n).repeat_interleave(counts.repeat(2))
         return kinds[torch.randperm(len(kinds), generator=generator)]
 
     def td_error(self, transition: int) -> float:
-        """δ of a transition with the current Q-values."""
+        """TD error δ of a transition with the current Q-values."""
         n = self.num_states
         if transition >= n:
             target = 0.0
@@ -77,7 +77,7 @@ class Cliffwalk:
         return target - self.q_values[transition]
 
     def update(self, transition: int) -> float:
-        """Learn from a transition; returns its TD error before."""
+        """Learn from a transition; return its TD error before the update."""
         td_error = self.td_error(transition)
         self.q_values[transition] += LEARNING_RATE * td_error
         return td_error
@@ -89,7 +89,7 @@ class Cliffwalk:
 
 
 def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
-    """An update per step, of transitions drawn uniformly."""
+    """One update per iteration, with uniformly drawn transitions."""
     buffer = make_buffer(RandomSampler(), transitions)
     while True:
         for transition in buffer.sample(UNIFORM_BLOCK)["transition"].tolist():
@@ -98,7 +98,7 @@ def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]
 
 
 def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: object) -> Iterator[None]:
-    """An update per step, of transitions drawn by priority."""
+    """One update per iteration, with transitions drawn by priority."""
     buffer = make_buffer(sampler, transitions)
     while True:
         batch = buffer.sample(1)
@@ -109,7 +109,7 @@ def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: obje
 
 
 def replay_oracle(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
-    """An update per step, of the transition after which the Q-values are nearest to the truth."""
+    """One update per iteration, with the transition that reduces the error of the Q-values most."""
 
     def gain(transition: int) -> float:
         before = walk.q_values[transition] - walk.truth[transition]
@@ -153,7 +153,7 @@ def count_updates(strategy: str, num_states: int, seed: int) -> int:
 
 
 def format_table(rows: list[dict]) -> str:
-    """Median updates, and in brackets as a share of uniform's; one line for each number of states."""
+    """A table of median updates, and in brackets their share of uniform's, with one line per number of states."""
     lines = [f"{'states':>6}" + "".join(f"{strategy:>20}" for strategy in STRATEGIES)]
     for num_states in sorted({row["num_states"] for row in rows}):
         medians = {s: median(rows, num_states, s) for s in STRATEGIES}
@@ -170,7 +170,7 @@ def median(rows: list[dict], num_states: int, strategy: str) -> float:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draws Figure 1 (right): median updates against the number of transitions, shaded from smallest to largest."""
+    """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds shaded."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -193,10 +193,10 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Runs the comparison from the command line and returns its rows."""
+    """Run the comparison from the command line and return its rows."""
     parser = argparse.ArgumentParser(prog="python -m recipes.cliffwalk", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/cliffwalk"), help="folder of cliffwalk.csv and cliffwalk.png"
+        "--out", type=Path, default=Path("runs/cliffwalk"), help="directory of cliffwalk.csv and cliffwalk.png"
     )
     parser.add_argument("--seeds", type=int, default=10, help="runs of each strategy (default: %(default)s)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Transitions of any number of environments that are stepped side by side."""
+"""Collects transitions from one or more environments that are stepped together."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +12,23 @@ from tensordict import TensorDict
 
 from recipes.replayable_env import ReplayableEnv
 
-# Episodes whose returns are kept.
+# Number of finished episodes whose returns are kept.
 _RECENT = 100
 
 
 class EpsilonRandom:
-    """A behaviour policy: with probability ``epsilon`` a uniformly random action, else that of ``policy``.
+    """A behaviour policy: a uniformly random action with probability ``epsilon``, else the action of ``policy``.
 
-    Epsilon-greedy if ``policy`` is greedy; with ``epsilon`` = 1 at first and then 0, a warm-up.
+    With a greedy ``policy`` this is epsilon-greedy. With ``epsilon`` 1 at first and then 0 it is a random warm-up.
+    ``epsilon`` starts at 1.
 
     Args:
         policy: maps observations [envs, ...] to actions, [envs] if they are discrete, else [envs, size].
-        action_space: of one environment, discrete or bounded.
-        seed: of the random actions.
+        action_space: action space of one environment, discrete or bounded.
+        seed: seed of the random actions.
+
+    Raises:
+        TypeError: if the action space is neither Discrete nor Box.
     """
 
     def __init__(self, policy: Callable[[np.ndarray], np.ndarray], action_space: gymnasium.Space, *, seed: int):
@@ -36,7 +40,7 @@ class EpsilonRandom:
         self._rng = np.random.default_rng(seed)
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
-        """Actions for these observations."""
+        """The actions for ``observations``."""
         count = len(observations)
         random = self._rng.random(count) < self.epsilon
         action = self._random_actions(count)
@@ -51,44 +55,48 @@ class EpsilonRandom:
         return self._rng.uniform(space.low, space.high, size=(count, *space.shape)).astype(np.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the random actions."""
+        """The state of the generator of random actions."""
         return {"rng": self._rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self._rng.bit_generator.state = state["rng"]
 
 
 class Behaviour(Protocol):
-    """A policy that collects, and the state of what is random about it."""
+    """A policy that collects, with its random state."""
 
     def __call__(self, observations: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
-        """Actions for these observations, or those under "action" and what else to keep."""
+        """The actions for ``observations``, or a dict of "action" and further entries to store."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """The random state."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         ...
 
 
 class VectorCollector:
-    """Steps ``len(envs)`` environments side by side and yields what happened.
+    """Steps ``len(envs)`` environments together and yields batches of transitions.
 
-    One call of the policy serves all environments: with 8 or more of them a step costs a fraction of that of a
-    general-purpose collector. Batches are flat, time by time; ``("collector", "traj_ids")`` tells
-    trajectories apart.
+    The policy is called once per step for all environments. With 8 or more environments, a step costs a fraction of a
+    step of a general-purpose collector. Batches are flat: the transitions of all environments at the first step, then
+    at the second, and so on. ``("collector", "traj_ids")`` holds the trajectory of each transition.
 
     Args:
-        envs: makers of environments.
-        behaviour: maps observations [envs, ...] to actions [envs, ...], or to a dict of "action" and what else to keep,
-            each [envs, ...]; has its random state in ``state_dict``.
+        envs: functions that make the environments.
+        behaviour: maps observations [envs, ...] to actions [envs, ...], or to a dict of "action" and further entries to
+            store, each [envs, ...]. ``state_dict`` holds its random state.
         frames_per_batch: transitions per batch, a multiple of the number of environments.
-        seed: of the first environment; the others have the numbers after it.
-        flags: names in the environments' ``info`` of bools, which become ``("next", "events", <name>)``.
+        seed: seed of the first environment; the next environments use the next integers.
+        flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
+            Default: ().
+
+    Raises:
+        ValueError: if ``frames_per_batch`` is not a multiple of the number of environments.
     """
 
     def __init__(
@@ -112,7 +120,7 @@ class VectorCollector:
         self._trajectory = np.arange(len(envs))
         self._next_trajectory = len(envs)
         self._return = np.zeros(len(envs))
-        # of the last episodes that ended
+        # returns of the most recently finished episodes
         self.returns: deque[float] = deque(maxlen=_RECENT)
         self._lost: list[int] = []
 
@@ -127,7 +135,7 @@ class VectorCollector:
             yield self.collect()
 
     def collect(self) -> TensorDict:
-        """One batch of ``frames_per_batch`` transitions."""
+        """Collect one batch of ``frames_per_batch`` transitions."""
         rows: list[tuple[np.ndarray, ...]] = []
         names: list[str] = []
         for _ in range(self._steps):
@@ -154,7 +162,11 @@ class VectorCollector:
         return TensorDict({**data, "next": following}, [len(action)], device="cpu")
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """One step of each: observations, rewards, terminated, truncated, flags. Episodes that ended begin anew."""
+        """Step all environments and reset those whose episodes ended.
+
+        Returns:
+            Next observations, rewards, terminated, truncated, flags.
+        """
         results = [env.step(action) for env, action in zip(self._envs, actions, strict=True)]
         after, *columns, infos = zip(*results, strict=True)
         reward, terminated, truncated = (
@@ -173,14 +185,14 @@ class VectorCollector:
         return after, reward, terminated, truncated, flags
 
     def _begin(self, envs: Sequence[int] | np.ndarray) -> None:
-        """New trajectories in these environments."""
+        """Start new trajectories in these environments."""
         self._trajectory = self._trajectory.copy()
         self._trajectory[envs] = np.arange(self._next_trajectory, self._next_trajectory + len(envs))
         self._next_trajectory += len(envs)
         self._return[envs] = 0.0
 
     def resume(self) -> list[int]:
-        """For a resumed run: the numbers of environments that could not go on with their episodes, but began others."""
+        """After a resume: the indices of environments that could not continue their episodes and started new ones."""
         return self._lost
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +207,7 @@ class VectorCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, which takes as long as the episodes so far; see :meth:`resume`."""
+        """Restore a state from :meth:`state_dict` by replaying the current episodes; see :meth:`resume`."""
         self._next_trajectory = state["next_trajectory"]
         self._trajectory = np.array(state["trajectory"])
         self._return = np.array(state["return"])
@@ -213,5 +225,5 @@ class VectorCollector:
 
 
 def _observed(observations: torch.Tensor) -> torch.Tensor:
-    """As float32; but bytes, of images, as they are."""
+    """Observations as float32; images stay uint8."""
     return observations if observations.dtype == torch.uint8 else observations.float()

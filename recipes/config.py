@@ -1,4 +1,4 @@
-"""The configuration that all recipes share; a recipe adds its own hyperparameters."""
+"""Configuration shared by all recipes. recipes.schemas adds the hyperparameters of each recipe."""
 
 import importlib.util
 import math
@@ -13,17 +13,17 @@ from omegaconf import MISSING, OmegaConf
 from recipes.atari_presets import AtariConfig
 
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
-# env=atari/<game> has the hyperparameters of all Atari games
+# All env=atari/<game> share one file of hyperparameters, atari.yaml.
 OmegaConf.register_new_resolver("family", lambda env: env.split("/")[0], replace=True)
 
 
-# Values of sampler.name: samplers that make_sampler of recipes.replay builds, ...
+# Values of sampler.name. PLAIN: samplers without event tables, built by recipes.replay.make_sampler.
 PLAIN = ("uniform", "per", "rank", "reaper", "recency")
-# ... event tables, and samplers that draw batches of their own for the actor.
+# EVENT_TABLES: samplers with event tables. DECOUPLED: samplers that draw a separate batch for the actor.
 EVENT_TABLES = ("sset", "sset_per")
 DECOUPLED = ("dper", "dper_uniform")
 
-# TorchRL's loggers, and the package that each needs.
+# TorchRL's loggers and the package that each one needs; None: no extra package.
 BACKENDS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -34,19 +34,19 @@ BACKENDS = {
 
 MOST_THREADS = 1024
 
-# Conditions of events that recipes.events defines.
+# Event conditions defined in recipes.events.
 EVENT_FUNCTIONS = ("land_between_flags", "land_near_middle")
 
 
 @dataclass
 class EventConfig:
-    """An event of an environment, by default a flag of its name in the environment's `info`.
+    """An event of an environment and its table. By default, `info[<event name>]` of the environment signals it.
 
     Args:
-        history: transitions that enter the table with an event.
-        eta: share of the batch that comes from the table.
-        above: instead of the flag: the reward is larger than this.
-        function: instead of the flag: one of EVENT_FUNCTIONS.
+        history: number of transitions, up to and including the event, that enter the table; >= 1.
+        eta: share of the batch drawn from the table, in [0, 1].
+        above: the event occurs if the reward is larger than this value. Default: None, use `info`.
+        function: one of EVENT_FUNCTIONS, the condition of the event. Default: None, use `info`.
     """
 
     history: int = MISSING
@@ -55,7 +55,7 @@ class EventConfig:
     function: str | None = None
 
     def check(self, where: str) -> None:
-        """Raises ValueError if a value is not valid; `where` is the event's place in the configuration."""
+        """Raise ValueError if a value is invalid. `where`: configuration key of the event, for the message."""
         if self.history < 1:
             raise ValueError(f"{where}.history={self.history}: must be >= 1")
         if not 0 <= self.eta <= 1:
@@ -63,30 +63,30 @@ class EventConfig:
         if self.function is not None and self.function not in EVENT_FUNCTIONS:
             raise ValueError(f"{where}.function={self.function}: choose {', '.join(EVENT_FUNCTIONS)}")
         if self.function is not None and self.above is not None:
-            raise ValueError(f"{where}: has above= and function=, one of them must be null")
+            raise ValueError(f"{where}: above and function are both set; set one of them to null")
 
     @property
     def is_flag(self) -> bool:
-        """Whether the environment says when it occurs."""
+        """Whether the environment signals the event in its `info`."""
         return self.above is None and self.function is None
 
 
 @dataclass
 class EnvConfig:
-    """An environment of Gymnasium.
+    """A Gymnasium environment.
 
     Args:
-        name: in the names of directories and presets.
-        id: Gymnasium's; "module:id" imports the module first.
-        reward_threshold: the mean return at which it counts as solved; None: never.
-        options: keywords for gymnasium.make.
-        events: by name; see recipes.events.
-        atari: preprocessing of an Atari game; None: it is none.
-        random_score: mean return of random actions, and ...
-        human_score: ... of humans, between which returns are normalized; None: they are not.
-        truncation: what a time limit is to the learner. "bootstrap": the episode is cut off there, and its last target
-            goes on with the value of the next state; "terminal": the end, as if there were nothing to come. In an
-            environment whose observations do not tell the time, the latter teaches that any state may be the last.
+        name: name used in run directories and plots.
+        id: Gymnasium id; "module:id" imports the module first.
+        reward_threshold: mean return at which the environment counts as solved; None: never.
+        options: keyword arguments for gymnasium.make. Default: {}.
+        events: events by name, see recipes.events. Default: {}. Their `eta` must sum to at most 1.
+        atari: preprocessing of an Atari game. Default: None, not an Atari game.
+        random_score: mean return of random actions, normalized to 0. Default: None, no normalization.
+        human_score: mean return of humans, normalized to 1. Default: None, no normalization.
+        truncation: how targets treat a time limit. "bootstrap" (default): the target of the last step includes the
+            value of the next state. "terminal": the last step is treated as terminal. Without the time in the
+            observation, "terminal" teaches the agent that an episode may end in any state.
     """
 
     name: str = MISSING
@@ -106,21 +106,22 @@ class EnvConfig:
             self.random_score is not None and self.random_score == self.human_score
         ):
             raise ValueError(
-                f"env.random_score={self.random_score}: it and env.human_score={self.human_score} must be two numbers"
+                f"env.random_score={self.random_score}, env.human_score={self.human_score}: must be two different "
+                "numbers, or both null"
             )
         for name, event in self.events.items():
             event.check(f"env.events.{name}")
         share = sum(event.eta for event in self.events.values())
         if share > 1 + 1e-9:
-            raise ValueError(f"env.events: their eta sum to {share:g}, must be <= 1")
+            raise ValueError(f"env.events: the sum of all eta is {share:g}, must be <= 1")
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The events that the environment has to report in its `info`."""
+        """The names of the events that the environment must signal in its `info`."""
         return tuple(name for name, event in self.events.items() if event.is_flag)
 
     def human_normalized(self, score: float) -> float | None:
-        """The return in units in which random actions have 0 and humans 1; None if their scores are not known."""
+        """The score scaled so that random actions score 0 and humans 1; None if these scores are unknown."""
         if self.random_score is None or self.human_score is None:
             return None
         return (score - self.random_score) / (self.human_score - self.random_score)
@@ -128,7 +129,12 @@ class EnvConfig:
 
 @dataclass
 class LoggerConfig:
-    """See recipes.progress.Progress."""
+    """Logging of a run, see recipes.progress.Progress.
+
+    Args:
+        csv: whether to write progress.csv.
+        backend: a TorchRL logger, one of BACKENDS; None: no logger.
+    """
 
     csv: bool = MISSING
     backend: str | None = MISSING
@@ -138,7 +144,7 @@ class LoggerConfig:
             raise ValueError(f"logger.backend={self.backend}: choose null or {', '.join(BACKENDS)}")
 
     def require_package(self) -> None:
-        """Raises ValueError if the package of the backend is not installed."""
+        """Raise ValueError if the package of the backend is not installed."""
         package = BACKENDS.get(self.backend) if self.backend is not None else None
         if package is not None and importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -148,9 +154,12 @@ class LoggerConfig:
 
 @dataclass
 class LearningConfig(ABC):
-    """Hyperparameters of every recipe; a step is one step of the environment."""
+    """Hyperparameters of every recipe; the comments of recipes/conf/<recipe>/*.yaml explain them.
 
-    group: ClassVar[str]  # their place in the configuration
+    One step is one step of one environment.
+    """
+
+    group: ClassVar[str]  # configuration group of the hyperparameters, such as "dqn"
 
     total_steps: int = MISSING
     buffer_size: int = MISSING
@@ -175,27 +184,27 @@ class LearningConfig(ABC):
         self.check("hidden_sizes", lambda sizes: all(size > 0 for size in sizes), "must be > 0")
 
     def check(self, keys: str, valid: Callable[[Any], bool], requirement: str) -> None:
-        """Raises ValueError where a value is not valid; `keys` are separated by spaces."""
+        """Raise ValueError if the value of a key is invalid; `keys` are separated by spaces."""
         for key in keys.split():
             if not valid(getattr(self, key)):
                 raise ValueError(f"{self.group}.{key}={getattr(self, key)}: {requirement}")
 
     def num_rounds(self) -> int:
-        """Rounds of updates of a whole run."""
+        """Number of rounds of updates in a whole run."""
         return math.ceil(self.total_steps / self.train_interval) - self.learning_starts // self.train_interval
 
     @abstractmethod
     def num_updates(self) -> int:
-        """Gradient updates of a whole run."""
+        """Number of gradient updates in a whole run."""
 
     def evaluations_due(self, step: int) -> int:
-        """Evaluations that belong to the first `step` steps: they are evenly spread, the last one at the end."""
+        """Number of evaluations due after `step` steps. They are evenly spaced; the last one is after total_steps."""
         return min(step, self.total_steps) * self.num_evaluations // self.total_steps
 
 
 @dataclass
 class FixedRoundsConfig(LearningConfig):
-    """Those of recipes with a fixed number of updates in a round."""
+    """Hyperparameters of recipes with a fixed number of updates per round, `gradient_steps`."""
 
     gradient_steps: int = MISSING
 
@@ -204,13 +213,13 @@ class FixedRoundsConfig(LearningConfig):
         self.check("gradient_steps", lambda value: value > 0, "must be > 0")
 
     def num_updates(self) -> int:
-        """Gradient updates of a whole run."""
+        """Number of gradient updates in a whole run."""
         return self.num_rounds() * self.gradient_steps
 
 
 @dataclass
 class RunConfig(ABC):
-    """What the top file of a recipe holds (conf/dqn.yaml, conf/sac.yaml ...) but for the recipe's hyperparameters."""
+    """The options in the top-level file of a recipe (conf/dqn.yaml, conf/sac.yaml ...), without its hyperparameters."""
 
     env: EnvConfig = MISSING
     sampler: dict[str, Any] = MISSING

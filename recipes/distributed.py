@@ -1,18 +1,18 @@
-"""Double DQN with Ray: collectors and the replay buffer are actors, the learner draws from afar.
+"""Double DQN with Ray: collectors and replay buffer are Ray actors, and the learner samples from the remote buffer.
 
     python -m recipes.distributed env=cartpole sampler=reaper num_collectors=2
     python -m recipes.distributed address=auto num_collectors=32 num_envs=4
     python -m recipes.distributed resume=runs/distributed/cartpole/reaper/seed1-...
 
-The settings are those of recipes.dqn (conf/dqn/<env>.yaml): as many updates per step of an environment, but collectors
-act with weights that are up to num_collectors batches old. Two runs of the same seed differ, since it is up to the
-machine which collector comes first. Needs Ray (pip install "ray>=2.9").
+The settings are those of recipes.dqn (conf/dqn/<env>.yaml), with the same number of updates per env step. Collectors
+act with weights that are up to num_collectors batches old. Two runs with the same seed differ, because the order in
+which collectors finish is not deterministic. Needs Ray (pip install "ray>=2.9").
 
-progress.csv has the columns of recipes.dqn.
+progress.csv has the columns of recipes.dqn, except q_sum and q_error.
 """
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("distributed")
@@ -41,7 +41,7 @@ from recipes.update import Learner
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
-    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
@@ -52,19 +52,17 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
 
 def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
-    """The same, with Ray running."""
+    """:func:`train` for a host on which Ray is running."""
     dqn = cfg.dqn
     device = prepare(cfg, run_dir)
 
-    # One environment per evaluation episode; those to learn in are made by the collectors.
+    # One environment per evaluation episode. The collectors make the training environments.
     evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
     if cfg.address is None:
         require_memory(cfg, evaluation_envs[0], torch.device("cpu"))
     observed = evaluation_envs[0].observation_space.shape or ()
     if len(observed) != 1:
-        raise ConfigError(
-            f"env.id={cfg.env.id}: observations of shape {observed} are for recipes.dqn, here are vectors"
-        )
+        raise ConfigError(f"env.id={cfg.env.id}: observations have shape {observed}, must be vectors; use recipes.dqn")
     num_actions = flatdim(evaluation_envs[0].action_space)
 
     # Networks and loss.
@@ -76,16 +74,16 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
         device=device,
     )
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
-    # A copy for the collectors, which have no GPU.
+    # The collectors have no GPU: they get a copy on the CPU.
     exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
     acting = deepcopy(actor).cpu()
     loss_module, targets, target_step = make_loss(dqn, actor)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
 
-    # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
+    # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
     replay = RemoteReplay(cfg, cfg.num_collectors * cfg.num_envs, device, prefetch=cfg.prefetch, td_error="squared")
     learner = Learner(
-        replay,  # pyright: ignore[reportArgumentType]: what an eager learner needs of a buffer
+        replay,  # pyright: ignore[reportArgumentType]: has all methods that an eager learner calls
         loss_module,
         [optimizer],
         gradient_steps=dqn.gradient_steps,

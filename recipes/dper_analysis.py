@@ -1,27 +1,31 @@
-"""How much on-policyness does choosing among candidate batches buy? On the buffer of a TD3 run (DPER, App. A).
+"""How much more on-policy is the best of K candidate batches? Measured on the buffer of a TD3 run (DPER, App. A).
 
     python -m recipes.td3 env=halfcheetah sampler=uniform num_envs=8 compile=true
     python -m recipes.dper_analysis run=runs/td3/halfcheetah/uniform/seed1-...
 
-DPER takes, of K uniform batches, the one whose actions are nearest to the current policy's, and more candidates do not
-help it, which its authors leave unexplained. Here buffer and policy are those of a run's checkpoint, DecoupledSampler
-draws the actor's batches, and counted is how much nearer they are than uniform ones. Writes dper_analysis.png and
-dper_analysis.csv, a row for each granularity and K; each ratio is followed by its 95 % bootstrap interval over draws:
+Of K uniform batches, DPER takes the one whose actions are nearest to those of the current policy. More candidates do
+not improve it; its authors do not explain why. This experiment takes buffer and policy from the checkpoint of a run,
+draws the actor's batches with DecoupledSampler, and measures how much nearer to the policy they are than uniform
+batches. It writes dper_analysis.png and dper_analysis.csv. The CSV has one row per granularity and K; each ratio is
+followed by its 95 % bootstrap interval over draws:
 
-- *score*: what was chosen by, of the chosen over the mean of the candidates: the KL to the exploration noise of a
-  batch or a group, the squared difference of an action from the policy's (in units of the noise) of a transition;
-- *squared_difference*: that of the rows of the actor's batch over that of uniform rows, the same for all granularities;
-- *kl*: the KL of the actor's whole batch over that of a uniform one, the same for all granularities;
-- *spread*: standard deviation of the candidates' scores over their mean. Choosing cannot buy more than it offers: the
-  smallest of K normal values is expected .56 (K = 2), .85 (3), 1.16 (5), 1.54 (10) standard deviations below the mean.
+- *score*: score of the chosen candidate / mean score of the candidates. For granularity batch and group, the score is
+  the KL to the exploration noise. For transition, it is the squared difference between stored action and policy action,
+  in units of the noise.
+- *squared_difference*: squared difference of the actions in the actor's batch / in a uniform batch. The definition is
+  the same for all granularities.
+- *kl*: KL of the actor's whole batch / of a uniform batch. The definition is the same for all granularities.
+- *spread*: standard deviation / mean of the candidates' scores. It limits the gain: the smallest of K normal values is
+  expected 0.56 (K = 2), 0.85 (3), 1.16 (5), 1.54 (10) standard deviations below the mean.
 
-For comparison, rows "newest 0.5" ... have the squared difference of that share of the buffer, the last to be written.
+For comparison, the rows "newest 0.5" ... give the squared difference of the newest 0.5 ... of the buffer / of the whole
+buffer.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("dper_analysis", "analyse")
@@ -54,24 +58,24 @@ from torchrl_replay_ext.functional import gaussian_policy_kl
 RESAMPLES = 1000
 SHARES = (0.5, 0.25, 0.1)
 MEASURES = {
-    "score": "score chosen by, of the mean candidate's",
-    "squared_difference": "squared difference of actions, of uniform rows'",
-    "kl": "KL of the whole batch, of a uniform one's",
+    "score": "score: chosen / mean candidate",
+    "squared_difference": "squared difference of actions: chosen / uniform",
+    "kl": "KL of the whole batch: chosen / uniform",
 }
 
 
 def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, float]:
-    """Buffer and policy of a TD3 run, and the standard deviation of its exploration noise.
+    """Load the buffer and the policy of a TD3 run, and the standard deviation of its exploration noise.
 
     Raises:
-        ConfigError: there is no checkpoint of recipes.td3, or it does not fit.
+        ConfigError: if the directory holds no checkpoint of recipes.td3, or the checkpoint cannot be loaded.
     """
     for name in (CONFIG, CHECKPOINT):
         if not (run_dir / name).is_file():
             raise ConfigError(f"run={run_dir}: no {name} there; pass the directory of a run of recipes.td3")
     config = OmegaConf.load(run_dir / CONFIG)
     if "td3" not in config:
-        raise ConfigError(f"run={run_dir}: its {CONFIG} is not one of recipes.td3")
+        raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
     cfg = parse_config(config, td3.Config)
     env = make_continuous_env(cfg.env)
     sizes = flatdim(env.observation_space), flatdim(env.action_space)
@@ -83,17 +87,17 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     replay = make_replay(cfg, device, td_error="squared", policy=policy, noise_scale=noise_scale)
     load_checkpoint(run_dir, device, loss=loss_module, replay=replay)
     if not len(replay):
-        raise ConfigError(f"run={run_dir}: its buffer is empty")
+        raise ConfigError(f"run={run_dir}: the buffer is empty")
     return replay, policy, noise_scale
 
 
 @torch.no_grad()
 def measure(buffer: TensorDictReplayBuffer, policy: TensorDictModule, noise_scale: float, draws: int) -> np.ndarray:
-    """Draws batches of the actor's.
+    """Draw `draws` batches for the actor.
 
     Returns:
-        [draws, 5]: the mean score of the chosen, of the candidates, and of the squares of the latter; the mean squared
-        difference of the batch's actions from the policy's; its KL.
+        [draws, 5]: mean score of the chosen candidates; mean score of all candidates; mean squared score of all
+        candidates; mean squared difference between the batch's actions and the policy's; KL of the batch.
     """
     rows = []
     for _ in range(draws):
@@ -107,7 +111,7 @@ def measure(buffer: TensorDictReplayBuffer, policy: TensorDictModule, noise_scal
 
 
 def ratio(numbers: np.ndarray, references: np.ndarray) -> tuple[float, float, float]:
-    """Mean of `numbers` over that of `references`, [draws] both, and its 95 % bootstrap interval over the draws."""
+    """Mean of `numbers` / mean of `references`, both [draws], and the 95 % bootstrap interval over the draws."""
     rng = np.random.default_rng(0)
     draws = rng.integers(len(numbers), size=(RESAMPLES, len(numbers)))
     low, high = np.quantile(numbers[draws].mean(1) / references[draws].mean(1), [0.025, 0.975])
@@ -116,7 +120,7 @@ def ratio(numbers: np.ndarray, references: np.ndarray) -> tuple[float, float, fl
 
 @torch.no_grad()
 def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[str, float]:
-    """Squared difference of the newest transitions' actions from the policy's over that of all, by their share."""
+    """Squared difference from the policy's actions, newest transitions / all transitions, for each of SHARES."""
     count = len(replay)
     newest_first = (replay.write_count - 1 - torch.arange(count)) % replay.storage.max_size
     stored = replay[newest_first]
@@ -127,7 +131,7 @@ def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[
 
 
 def format_table(rows: list[dict], newest: dict[str, float]) -> str:
-    """A line for each granularity and K, and those to compare with."""
+    """A table with one line per granularity and K, and lines for the newest transitions."""
     lines = [f"{'granularity':<13}{'K':>3}{'score':>23}{'squared difference':>23}{'KL of the batch':>23}{'spread':>8}"]
     for row in rows:
         columns = (f"{row[name]:>7.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
@@ -137,7 +141,7 @@ def format_table(rows: list[dict], newest: dict[str, float]) -> str:
 
 
 def plot(rows: list[dict], newest: dict[str, float], path: Path) -> None:
-    """Draws the ratios against K, with their intervals."""
+    """Draw the ratios against K, with their intervals."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(MEASURES), sharey=True)
@@ -163,7 +167,7 @@ def plot(rows: list[dict], newest: dict[str, float], path: Path) -> None:
 
 
 def analyse(config: DictConfig, run_dir: Path) -> int:
-    """Measures, prints the table, and leaves dper_analysis.csv and dper_analysis.png in `run_dir`.
+    """Measure, print the table, and write dper_analysis.csv and dper_analysis.png to `run_dir`.
 
     Returns:
         The exit code.

@@ -7,20 +7,26 @@
     python -m recipes.dqn env=atari/qbert sampler=reaper
     python -m recipes.dqn resume=runs/dqn/cartpole/reaper/seed1-...
 
-The settings are those of the ReaPER paper's appendix D, or, in the grid worlds, of the event-table paper's table 1
-(conf/dqn/<env>.yaml; conf/dqn/atari.yaml for env=atari/<game>, any game of ale-py). In Atari games, training is on
-single lives with clipped rewards, evaluation on whole games; see recipes.atari.
+The settings are from the ReaPER paper (appendix D) or, for the grid worlds, from the event-table paper (table 1); see
+conf/dqn/<env>.yaml. env=atari/<game> accepts any game of ale-py and uses conf/dqn/atari.yaml. Atari agents train on
+single lives with clipped rewards and are evaluated on whole games; see recipes.atari.
 
-progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score, and return_0 ..., the
-episodes it is the mean of; in Atari games with known scores human_normalized, that mean between random actions (0) and
-humans (1); epsilon of the behaviour policy; loss, the mean over the updates since the row before;
-wall_time in seconds, that before a resume included; sampler/..., the scalars of the sampler's stats(). In the rooms
-also q_sum, the target network's Q-values summed over all actions in all states but the goal, and q_error, the root mean
-square of their errors.
+progress.csv has one row per evaluation, with the columns
+
+    env_steps, updates     totals so far
+    return_mean            mean return of the evaluation's episodes
+    return_0, return_1 ... return of each episode
+    human_normalized       return_mean scaled to 0 for random actions and 1 for humans (Atari games with known scores)
+    epsilon                exploration rate
+    loss                   mean over the updates since the previous row
+    wall_time              seconds, including the time before a resume
+    sampler/...            scalars of the sampler's stats()
+    q_sum                  sum of the target network's Q-values over all actions and all states except the goal (rooms)
+    q_error                root mean square error of these Q-values (rooms)
 """
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("dqn")
@@ -53,12 +59,16 @@ from recipes.update import Learner, target_pairs
 
 
 def table_losses(loss_module: DQNLoss, num_tables: int, sample: TensorDictBase) -> dict[str, Tensor]:
-    """The loss of the batch, and apart from it the loss of each table's rows, with their weight in that of the batch.
+    """The loss of the batch, and the loss of each event table's rows.
 
     Args:
-        loss_module: with reduction="none".
-        num_tables: number of tables, the default one included.
-        sample: from event tables; gets the TD errors.
+        loss_module: a loss with reduction="none".
+        num_tables: K, number of tables including the default table.
+        sample: a batch from event tables; the loss writes the TD errors into it.
+
+    Returns:
+        "loss" []; "table_loss" [K], the mean loss of each table's rows; "table_weight" [K], the weight of each table in
+        the loss of the batch.
     """
     rows = loss_module(sample)["loss"]
     losses, weights = losses_by_table(rows, sample["priority_weight"], sample["table"], num_tables)
@@ -66,18 +76,18 @@ def table_losses(loss_module: DQNLoss, num_tables: int, sample: TensorDictBase) 
 
 
 def conflict_averse(c: float, losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gradients of what table_losses returns."""
+    """CAGrad gradients of the losses that table_losses returns."""
     return cagrad_gradients(losses["table_loss"], losses["table_weight"], parameters, c)
 
 
 def q_columns(
     env: gymnasium.Env, loss_module: DQNLoss, gamma: float, device: torch.device
 ) -> Callable[[], dict[str, float]]:
-    """q_sum and q_error of the target network, if the environment knows its optimal Q-values; else nothing."""
+    """A function that returns q_sum and q_error of the target network; an empty dict if Q* is not available."""
     world = env.unwrapped
     if not isinstance(world, Rooms) or gamma == 1:
         return dict
-    # the goal leads to itself: nothing is ever learned there
+    # Leave out the goal states: episodes end there, so their Q-values are never learned.
     states = (world.dynamics().next_state != np.arange(world.num_states)[:, None]).any(1)
     observations = torch.as_tensor(world.observations[states], device=device)
     optimal = torch.as_tensor(world.optimal_q(gamma)[states], device=device)
@@ -95,7 +105,12 @@ def q_columns(
 def make_loss(
     dqn: DQNConfig, actor: QValueActor
 ) -> tuple[DQNLoss, Sequence[tuple[Tensor, Tensor]], Callable[[], None] | None]:
-    """The loss of a Double DQN; what a copy of its target network copies, or else the step that moves it."""
+    """Build the Double DQN loss.
+
+    Returns:
+        The loss; pairs (target parameter, source) for copies of the target network, empty if dqn.tau is set; the step
+        of the soft update, None if dqn.tau is None.
+    """
     loss_module = DQNLoss(
         actor,
         loss_function=dqn.loss_function,
@@ -106,14 +121,14 @@ def make_loss(
     )
     loss_module.make_value_estimator(gamma=dqn.gamma)
     if dqn.tau is None:
-        # Makes the target network a copy; when it is due again is up to the learner.
+        # Initializes the target network as a copy. The learner makes the later copies.
         HardUpdate(loss_module, value_network_update_interval=0)
         return loss_module, target_pairs(loss_module), None
     return loss_module, (), SoftUpdate(loss_module, tau=dqn.tau).step
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
-    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
@@ -122,7 +137,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     dqn = cfg.dqn
     device = prepare(cfg, run_dir)
 
-    # One environment per evaluation episode; those to learn in are made further down.
+    # One environment per evaluation episode. The collector below makes the training environments.
     evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
     require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
@@ -135,7 +150,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     columns = q_columns(evaluation_envs[0], loss_module, dqn.gamma, device)
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
-    # The loss writes the SQUARED TD error to "td_error". It applies the sampler's "priority_weight" by itself.
+    # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
     replay = make_replay(cfg, device, td_error="squared")
     learner = Learner(
         replay,
@@ -158,7 +173,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     def greedy(observations: np.ndarray) -> np.ndarray:
         return network(torch.as_tensor(observations, device=device)).argmax(-1).cpu().numpy()
 
-    # The environments run on the CPU, and their batches stay there until the buffer takes them.
+    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(greedy, action_space, seed=cfg.seed)
     collector = VectorCollector(
         [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,

@@ -1,4 +1,4 @@
-"""Environments by their Gymnasium ids."""
+"""Makes environments from their configuration."""
 
 from functools import partial
 from operator import add
@@ -15,14 +15,15 @@ from recipes.run import ConfigError
 
 
 def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Makes an environment with discrete actions 0 ... n - 1 and vector observations, or an Atari game.
+    """Make an environment with discrete actions 0 ... n - 1 and vector observations, or an Atari game.
 
     Args:
         config: the environment.
-        training: of Atari games, see make_atari.
+        training: for Atari games, see make_atari. Default: False.
 
     Raises:
-        ConfigError: there is none of that id and with these options, it is of another kind, or lacks an event.
+        ConfigError: if the environment cannot be made with this id and these options, if its spaces do not match, or
+            if it does not signal a configured event.
     """
     env = _make(config, training=training)
     if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env)):
@@ -31,17 +32,17 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
             "for continuous actions use recipes.sac, recipes.td3 or recipes.acer"
         )
     first = int(env.action_space.start)
-    # networks number their outputs from 0
+    # the outputs of the networks are numbered from 0
     return TransformAction(env, partial(add, first), Discrete(env.action_space.n)) if first else env
 
 
 def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
-    """Makes an environment with vector observations whose actions are vectors in [-1, 1].
+    """Make an environment with vector observations and action vectors in [-1, 1].
 
-    Actions of another range are rescaled, so that a policy's entropy means the same everywhere.
+    Other action ranges are rescaled to [-1, 1], so that the entropy of policies is comparable between environments.
 
     Raises:
-        ConfigError: as make_discrete_env.
+        ConfigError: see make_discrete_env.
     """
     env = _make(config)
     actions = env.action_space
@@ -55,27 +56,27 @@ def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
 
 
 def make_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Makes an environment of either kind; continuous actions may lie outside of [-1, 1], which counts as the bound.
+    """Make an environment with discrete or continuous actions. Continuous actions are clipped to [-1, 1].
 
     Args:
         config: the environment.
-        training: of Atari games, see make_atari.
+        training: for Atari games, see make_atari. Default: False.
 
     Raises:
-        ConfigError: as make_discrete_env and make_continuous_env.
+        ConfigError: see make_discrete_env.
     """
     discrete = isinstance(_make(config).action_space, Discrete)
     return make_discrete_env(config, training=training) if discrete else ClipAction(make_continuous_env(config))
 
 
 class FreshWorld(gymnasium.Wrapper):
-    """BipedalWalker with a world of its own for each episode, as Lunar Lander has it.
+    """BipedalWalker with a new physics world for each episode, as in Lunar Lander.
 
-    Gymnasium empties the last episode's, which then steps differently: the past could not be played again.
+    Gymnasium reuses the world of the last episode. Its steps then differ, so an episode could not be replayed exactly.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
+        """Start an episode in a new world."""
         walker: Any = self.env.unwrapped
         walker._destroy()
         walker.world = type(walker.world)()
@@ -83,10 +84,10 @@ class FreshWorld(gymnasium.Wrapper):
 
 
 class TerminalTruncation(gymnasium.Wrapper):
-    """An environment that reports its time limit as a terminal state."""
+    """Reports truncated episodes as terminated, for env.truncation=terminal."""
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step."""
+        """Step the environment."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, terminated or truncated, False, info
 
@@ -101,7 +102,7 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
                 env = FreshWorld(env)
     except ConfigError:
         raise
-    # whatever an environment's constructor may raise for its options
+    # constructors of environments raise many kinds of errors for invalid options
     except Exception as error:
         raise ConfigError(f"env.id={config.id}: {error}") from error
     if config.truncation == "terminal":
@@ -113,7 +114,8 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
         missing = [name for name in config.flags if name not in found]
         if missing:
             raise ConfigError(
-                f"env.events: {config.id} reports no {', '.join(missing)} in its info, but {', '.join(found) or 'none'}"
+                f"env.events: the info of {config.id} has no flag {', '.join(missing)}; its flags are "
+                f"{', '.join(found) or 'none'}"
             )
     return env
 

@@ -1,4 +1,4 @@
-"""Returns of a fixed policy in whole episodes."""
+"""Evaluates a fixed policy in whole episodes."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,13 @@ from gymnasium.spaces import flatdim
 def evaluate(
     policy: Callable[[np.ndarray], np.ndarray], envs: list[gymnasium.Env], *, epsilon: float = 0.0, seed: list[int]
 ) -> list[float]:
-    """Plays one episode in each environment, side by side.
+    """Play one episode in each environment, all at the same time.
 
     Args:
         policy: maps observations [n, ...] to actions [n, ...].
         envs: one environment per episode.
-        epsilon: probability of a uniformly random action, if actions are discrete and counted from 0.
-        seed: seeds environments and random actions; training draws nothing from here.
+        epsilon: probability of a uniformly random action, for discrete actions counted from 0. Default: 0.
+        seed: seed of the environments and the random actions. Training uses other generators.
 
     Returns:
         The undiscounted return of each episode.

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole or not at all."""
+"""Atomic replacement of files."""
 
 import os
 import shutil
@@ -9,9 +9,12 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of the file `path` when the block ends; it is on the disk by then.
+    """Replace the file `path` atomically at the end of the block; the new content is then on the disk.
 
-    After an error `path` is as it was. A killed process leaves a directory behind, which the next call removes.
+    After an error, `path` is unchanged. A killed process leaves a temporary directory behind; the next call removes it.
+
+    Yields:
+        The path to write the new content to.
     """
     aside = path.parent / f".{path.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)

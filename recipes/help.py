@@ -1,4 +1,4 @@
-"""The text of --help: every option of a recipe with its default, explained by the comments of the YAML files."""
+"""The text of --help: every option of a recipe with its default and the comment from its YAML file."""
 
 import ast
 import re
@@ -8,24 +8,28 @@ from pathlib import Path
 
 from recipes.hints import CONF, GAMES, RECIPES, atari_note, environments, no_such_option, options
 
-# A key that is not nested, its value, and the comment behind it.
+# A top-level key, its value, and the comment at the end of the line.
 LINE = re.compile(r"(\w+): *((?:[^#\s]|(?<=\S)#| (?!\s*#))*)\s*(?:# *(.*))?$")
 SECTIONS = ("defaults", "hydra")
 
 
 def help_text(recipe: str, words: Sequence[str]) -> str:
-    """What --help prints.
+    """The text that --help prints.
 
     Args:
         recipe: name of the recipe.
-        words: the other words of the command line: groups to describe (env=..., sampler=...), or "atari" for the games.
+        words: the other words of the command line: choices of groups to describe (env=..., sampler=...), or "atari"
+            to list the games.
 
     Raises:
-        ValueError: a group has no such choice.
+        ValueError: if a group has no such choice.
     """
     if "atari" in words and atari_note(recipe):
         return _wrapped("", "env=atari/<game>, where <game> is one of: " + ", ".join(GAMES))
-    parts = [_description(recipe), f"Options of python -m recipes.{recipe}, as key=value, with their defaults:"]
+    parts = [
+        _description(recipe),
+        f"Options of python -m recipes.{recipe}, as key=value with their defaults, and groups with their choices:",
+    ]
     parts.append(_explained(CONF / f"{recipe}.yaml", ""))
     choices = _defaults(recipe)
     for word in words:
@@ -41,7 +45,7 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
         if group == "env":
             names = ", ".join(environments(recipe)) + atari_note(recipe)
         elif group == settings:
-            names = "follows env"
+            names = "chosen by env"
         else:
             names = ", ".join(options(group))
         path = CONF / group / f"{choice}.yaml"
@@ -50,7 +54,7 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
             parts.append(_explained(path, f"{group}."))
     others = " ".join(f"{group}=<choice>" for group in choices if group != settings)
     parts.append(
-        _wrapped("", f"The defaults of other choices: python -m recipes.{recipe} --help {others}") + "\n"
+        _wrapped("", f"To see the defaults of other choices: python -m recipes.{recipe} --help {others}") + "\n"
         "hydra.run.dir=... sets the directory of the run, -m runs all combinations of values separated by commas,\n"
         "--cfg job shows the configuration without running it, --hydra-help lists hydra's own options."
     )
@@ -58,24 +62,24 @@ def help_text(recipe: str, words: Sequence[str]) -> str:
 
 
 def _description(recipe: str) -> str:
-    """The docstring of the recipe's module, which is not imported."""
+    """The docstring of the recipe's module. Parsing instead of importing avoids the import of torch."""
     return ast.get_docstring(ast.parse((Path(__file__).parent / f"{recipe}.py").read_text())) or ""
 
 
 def _defaults(recipe: str) -> dict[str, str]:
-    """The groups of the recipe and the choices that its file makes."""
+    """The configuration groups of the recipe and their default choices."""
     text = (CONF / f"{recipe}.yaml").read_text()
     return dict(re.findall(r"^  - (\w+): (\S+)", text.split("\n\n")[0], re.MULTILINE))
 
 
 def _purpose(path: Path) -> str:
-    """The comment at the top of a file."""
+    """The comment in the first line of a file."""
     first = path.read_text().splitlines()[0] if path.is_file() else ""
     return f". {first.removeprefix('#').strip()}" if first.startswith("#") else ""
 
 
 def _explained(path: Path, prefix: str) -> str:
-    """The keys of a file that are not nested, with their values and comments."""
+    """The top-level keys of a file, with their values and comments."""
     found = [match for line in path.read_text().splitlines() if (match := LINE.match(line))]
     keys = [
         (f"  {prefix}{match[1]}={match[2] or '...'}", match[3] or "") for match in found if match[1] not in SECTIONS

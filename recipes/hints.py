@@ -1,4 +1,4 @@
-"""Explains mistakes on the command line: hydra's errors, with the names that come closest to the one that was wrong."""
+"""Explains mistakes on the command line: replaces hydra's errors by shorter ones that suggest similar names."""
 
 import difflib
 import inspect
@@ -18,45 +18,48 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.atari_scores import OTHER_GAMES, SCORES
 
 CONF = Path(__file__).parent / "conf"
-# The recipes that train, by the group that has their settings for an environment; the most common ones first.
+# Training recipes -> configuration group with their settings per environment; the most common recipes first.
 RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "distributed": "dqn"}
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
-# Groups whose keys are keywords of a class: there may be more than their files list.
+# Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
 OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
 
 
 def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
-    """The names that `word` may have been meant to be, the most similar one first; 1 is the same name."""
+    """Return at most `count` names similar to `word`, the most similar first.
+
+    `least`: smallest similarity in [0, 1]; 1 is equality.
+    """
     return difflib.get_close_matches(word, list(names), n=count, cutoff=least)
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of an error message: what `word` may have been meant to be; empty if nothing comes close."""
+    """The end of an error message that suggests names similar to `word`; empty if there are none."""
     found = closest(word, names)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def keyword_hint(error: Exception, function: Callable[..., Any]) -> str:
-    """The end of the message of a TypeError: what a keyword that `function` does not have may have been meant to be."""
+    """The end of the message of a TypeError: suggests keywords of `function` similar to the unexpected one."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     return did_you_mean(found[1], inspect.signature(function).parameters) if found else ""
 
 
 def field_names(schema: Any) -> list[str]:
-    """The names of the fields of a dataclass; none of another type."""
+    """The field names of a dataclass; an empty list for any other type."""
     return [field.name for field in fields(schema)] if is_dataclass(schema) else []
 
 
 def options(group: str) -> list[str]:
-    """The names of the files of a group of recipes/conf, without the games of Atari."""
+    """The choices of a configuration group: its file names in recipes/conf. Atari games are not included."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) -> str | None:
-    """What is wrong with a command line that hydra refuses, in words of this project; None: hydra's own words must do.
+    """Explain why hydra rejects a command line; None if there is no better explanation than hydra's message.
 
     Args:
-        error: of hydra or OmegaConf.
+        error: the error of hydra or OmegaConf.
         recipe: name of the recipe.
         schema: the class of its configuration.
         words: the words of the command line.
@@ -74,7 +77,7 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
 
 
 def no_such_option(group: str, option: str, recipe: str, words: Sequence[str] = ()) -> str:
-    """Explain why `group=option` names no file; if the option follows from `env=`, explain that."""
+    """Explain that `group=option` does not exist, or that `env=` selects an option that the recipe does not have."""
     if group == "env":
         ours = environments(recipe)
         if option == "atari" and atari_note(recipe):
@@ -94,22 +97,22 @@ def no_such_option(group: str, option: str, recipe: str, words: Sequence[str] = 
 
 
 def environments(recipe: str) -> list[str]:
-    """The environments that a recipe has settings for, without those of Atari."""
+    """The environments for which a recipe has settings, without Atari games."""
     return sorted(set(options("env")) & set(options(RECIPES.get(recipe, recipe))))
 
 
 def atari_note(recipe: str) -> str:
-    """Where the games are listed, for recipes that play them."""
+    """A hint how to list the Atari games; empty if the recipe has no settings for them."""
     if recipe not in RECIPES or "atari" not in options(RECIPES[recipe]):
         return ""
     return f", or atari/<game> (python -m recipes.{recipe} --help atari lists the games)"
 
 
 def _wrong_recipe(env: str, recipe: str) -> str:
-    """The environment exists, but the recipe has no settings for it."""
+    """Explain that the environment exists, but the recipe has no settings for it."""
     family = env.split("/")[0]
     fitting = [name for name, group in RECIPES.items() if name != "distributed" and family in options(group)]
-    # acer takes both kinds of environments: the others are the better-known choice
+    # acer supports discrete and continuous actions; suggest the better-known recipes first
     first = [f"recipes.{name}" for name in fitting if name != "acer"] or [f"recipes.{name}" for name in fitting]
     also = " (recipes.acer has settings for it, too)" if "acer" in fitting and "recipes.acer" not in first else ""
     return (
@@ -144,19 +147,19 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
         names.append("hydra")
     found = closest(part, names, 1)
     if not found:
-        # the same name somewhere else
+        # look for the name in other groups
         paths = {full: full.split(".")[-1] for full in _leaves(config)}
         found = [full for full, last in paths.items() if last == part]
         if path not in OPEN:
             found = found or [full for full, last in paths.items() if last in closest(part, paths.values(), 1)]
     if found:
         return f"{text}; did you mean {_or(found[:3])}?"
-    added = f"; a keyword that its file does not list is added with +{word.lstrip('~+')}" if path in OPEN else ""
-    return f"{text}, but {', '.join(names)}{added}"
+    added = f"; add a keyword that the file does not list with +{word.lstrip('~+')}" if path in OPEN else ""
+    return f"{text}; its keys are {', '.join(names)}{added}"
 
 
 def _type_of(schema: Any, name: str) -> Any:
-    """The dataclass of a field, if it is one."""
+    """The dataclass that is the type of a field; None if the type is not a dataclass."""
     hint = get_type_hints(schema).get(name) if is_dataclass(schema) else None
     return next((choice for choice in (hint, *get_args(hint)) if is_dataclass(choice)), None)
 
@@ -172,7 +175,10 @@ def _leaves(node: DictConfig, path: str = "") -> list[str]:
 
 
 def _composed(recipe: str, words: Sequence[str]) -> DictConfig | None:
-    """The recipe's configuration with those groups that the command line chooses, if that is possible."""
+    """The recipe's configuration with the groups chosen on the command line, or else with the defaults.
+
+    None if neither can be composed.
+    """
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     chosen = [word for word in words if word.partition("=")[0] in groups and "," not in word]
     for overrides in (chosen, []):

@@ -1,4 +1,4 @@
-"""Networks that observe vectors or stacked frames."""
+"""Networks for observations that are vectors or stacked frames."""
 
 import torch
 from torch import Tensor, nn
@@ -6,11 +6,13 @@ from torchrl.modules import MLP
 
 
 class Convolutions(nn.Module):
-    """The convolutions of Mnih et al. 2015 and of the ACER paper: 32 of 8x8 / 4, 64 of 4x4 / 2, 64 of 3x3 / 1, ReLU.
+    """The convolutions of Mnih et al. 2015 and of the ACER paper, with ReLU.
+
+    Filters, kernel size and stride of the three layers: 32 of 8x8 / 4, 64 of 4x4 / 2, 64 of 3x3 / 1.
 
     Args:
-        shape: of an observation, [frames, height, width], bytes.
-        device: where the parameters are.
+        shape: shape of an observation, [frames, height, width], uint8.
+        device: device of the parameters. Default: None, torch's default.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device | None = None):
@@ -42,15 +44,15 @@ def make_network(
     activate_last: bool = False,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """Fully connected layers, behind convolutions if images are observed.
+    """Build fully connected layers, after :class:`Convolutions` if observations are images.
 
     Args:
         observed: shape of an observation, a vector or an image.
         outputs: number of outputs.
-        hidden_sizes: of the fully connected layers.
-        activation: of the fully connected layers; with images, all are ReLU.
-        activate_last: whether the last layer is activated, too.
-        device: where the parameters are.
+        hidden_sizes: units of each hidden fully connected layer.
+        activation: activation of the fully connected layers; for images it is always ReLU. Default: ReLU.
+        activate_last: whether the activation is also applied to the outputs. Default: False.
+        device: device of the parameters. Default: None, torch's default.
     """
     images = len(observed) == 3
     trunk = [Convolutions(observed, device)] if images else []

@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""Optimizers that can be chosen by name: Adam and RMSProp."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,18 +10,22 @@ from recipes.run import ConfigError
 
 
 class RMSProp(torch.optim.Optimizer):
-    """RMSProp as in the DQN paper (Graves 2013, eqs. 38-41, without momentum), or not centered, as in A3C.
+    """RMSProp, centered as in the DQN paper (Graves 2013, eqs. 38-41, without momentum) or not centered as in A3C.
 
     n ← ρ n + (1 − ρ) g²,  m ← ρ m + (1 − ρ) g,  x ← x − lr g / √(n − m² + ε)
 
-    Torch's own adds ε behind the root, where rounding can make it one of a negative number.
+    torch.optim.RMSprop adds ε outside the root; there, rounding can make the number under the root negative.
 
     Args:
-        parameters: one group.
+        parameters: the parameters, one group.
         lr: learning rate.
-        decay: ρ.
-        eps: ε. The DQN paper's .01 is for the sum over a batch of 32; for the mean, .01 / 32².
-        centered: whether m is subtracted.
+        decay: ρ, in [0, 1). Default: 0.95.
+        eps: ε, > 0. The DQN paper's 0.01 is for a sum over a batch of 32, which is 0.01 / 32² for a mean. Default:
+            0.01 / 32².
+        centered: whether m² is subtracted; otherwise m = 0. Default: True.
+
+    Raises:
+        ValueError: if `decay` or `eps` is out of range.
     """
 
     def __init__(
@@ -42,18 +46,18 @@ class RMSProp(torch.optim.Optimizer):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of its only group."""
+        """The parameters of the only group."""
         (group,) = self.param_groups
         return list(group["params"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step along the gradients of the parameters."""
+        """Make one step with the gradients of the parameters."""
         RMSPropStep(self)([parameter.grad for parameter in self.parameters])  # pyright: ignore[reportArgumentType]: each has one
 
 
 class RMSPropStep:
-    """The step of an RMSProp, on its own state, in a form that can be traced."""
+    """The step of an RMSProp in a form that torch.compile can trace. Uses and changes the optimizer's state."""
 
     def __init__(self, optimizer: RMSProp):
         (self._group,) = optimizer.param_groups
@@ -63,7 +67,7 @@ class RMSPropStep:
         self._means = [state.get("mean") for state in states]
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Step along these gradients of the parameters."""
+        """Make one step with these gradients of the parameters."""
         decay = self._group["decay"]
         for parameter, gradient, square, mean in zip(
             self.parameters, gradients, self._squares, self._means, strict=True
@@ -72,7 +76,7 @@ class RMSPropStep:
             variance = square
             if mean is not None:
                 mean.lerp_(gradient, 1 - decay)
-                # rounding may leave less than nothing
+                # rounding can make the difference negative
                 variance = (square - mean * mean).clamp_min(0)
             parameter.sub_(self._group["lr"] * gradient / (variance + self._group["eps"]).sqrt())
 
@@ -80,10 +84,10 @@ class RMSPropStep:
 def make_optimizer(
     config: dict[str, Any], parameters: Iterable[Tensor], learning_rate: float
 ) -> torch.optim.Adam | RMSProp:
-    """Builds the optimizer that `config["name"]` names: adam or rmsprop; the other entries are its keywords.
+    """Build the optimizer named by `config["name"]`: adam or rmsprop. The other entries are its keyword arguments.
 
     Raises:
-        ConfigError: unknown name or keyword, or a value that is refused.
+        ConfigError: if the name or a keyword is unknown, or a value is invalid.
     """
     keywords = {key: value for key, value in config.items() if key != "name"}
     try:

@@ -1,17 +1,17 @@
-"""Learning curves of runs: the interquartile mean over seeds, with a 95 % bootstrap band.
+"""Plots learning curves of runs: the interquartile mean (IQM) over seeds with a 95 % bootstrap band.
 
     python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole.png
     python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms.png
     python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
     python -m recipes.plot study=reaper
 
-Runs are grouped by environment (a panel each for every column of progress.csv) and sampler (a line each), or by what
-`--by` names in their configuration. A run that stopped because it had reached the reward threshold keeps its last
-return from there on; one that is unfinished leaves the average where it ends. `--solved` prints after how many steps
-runs have solved their task: at the first of three evaluations in a row with at least that value of the last column.
+There is one panel per environment and column, and one line per sampler, or per value of the configuration keys in
+`--by`. A run that stopped because it reached the reward threshold counts with its last return at later steps. A run
+that ended otherwise ends the line of its group. `--solved` prints the steps until a run solved its task: the first of
+three consecutive evaluations whose value in the last column is at least the given value.
 
-Of a study (recipes.study; its name, or its directory), it prints the table and writes it and the figure into its
-directory.
+For a study (study=<name or directory>, see recipes.study), it prints the table and writes table and figure into the
+directory of the study.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LABELS = {
 
 @dataclass
 class Run:
-    """One run's evaluations."""
+    """The evaluations of one run."""
 
     env: str
     group: str
@@ -58,25 +58,30 @@ class Run:
 
     @property
     def solved(self) -> bool:
-        """Whether its last evaluation reached the threshold."""
+        """Whether the last evaluation reached the threshold."""
         return self.threshold is not None and bool(self.values[self.column][-1] >= self.threshold)
 
     def at(self, steps: np.ndarray, column: str) -> np.ndarray:
-        """The latest value at each of `steps`; NaN before the first evaluation and after the end of the run."""
+        """The latest value at each of `steps`; NaN before the first evaluation and after the end of an unsolved run."""
         latest = np.searchsorted(self.steps, steps, side="right") - 1
         values = np.where(latest >= 0, self.values[column][latest], np.nan)
         return values if self.solved else np.where(steps > self.steps[-1], np.nan, values)
 
 
 def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Run:
-    """Reads a run's directory.
+    """Read the evaluations of a run.
+
+    Args:
+        run_dir: directory of the run.
+        columns: columns of progress.csv to read. Default: the mean return.
+        by: configuration keys that name the group of the run. Default: the sampler.
 
     Raises:
-        ConfigError: it holds no evaluations, or not these columns, or its configuration has no such keys.
+        ConfigError: if the directory holds no evaluations, or a column or key is missing.
     """
     for name in (CONFIG, PROGRESS):
         if not (run_dir / name).is_file():
-            raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run that keeps one (logger=csv)")
+            raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run with logger=csv")
     config = OmegaConf.load(run_dir / CONFIG)
     rows = read_progress(run_dir / PROGRESS)
     if not rows:
@@ -98,17 +103,17 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     )
 
 
-# Maps values [n, ...] to a number, or to one for each column.
+# Maps values [n, ...] to a statistic [...] over axis 0.
 Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Mean of the middle half over axis 0; with fewer than 4 runs, the mean."""
+    """Mean of the middle half over axis 0; with fewer than 4 values, the mean."""
     return trim_mean(values, 0.25, axis=0)
 
 
 def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_mean) -> tuple[np.ndarray, np.ndarray]:
-    """95 % percentile bootstrap interval of a statistic over runs [n, ...], which are resampled whole."""
+    """95 % percentile bootstrap interval of a statistic; resamples axis 0 of `values` [n, ...]."""
     rng = np.random.default_rng(0)
     found = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
     low, high = np.quantile(found, [0.025, 0.975], axis=0)
@@ -116,11 +121,11 @@ def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_
 
 
 def draw_curves(axes: Axes, groups: dict[str, list[Run]], column: str) -> None:
-    """Draws a line for each group of runs, and the threshold of their returns."""
+    """Draw one line per group of runs, and the reward threshold."""
     for group, runs in groups.items():
         steps = np.unique(np.concatenate([run.steps for run in runs]))
         values = np.stack([run.at(steps, column) for run in runs])
-        # Where only some runs have a value, the line would jump from one set of runs to another: leave it out.
+        # Leave out steps at which some runs have no value: the line would jump when the set of runs changes.
         steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
         label = f"{group} (seed {runs[0].seed})" if len(runs) == 1 else f"{group} (IQM of {len(runs)} seeds)"
         (line,) = axes.plot(steps, interquartile_mean(values), label=label, marker="." if len(steps) < 3 else "")
@@ -133,7 +138,7 @@ def draw_curves(axes: Axes, groups: dict[str, list[Run]], column: str) -> None:
 
 
 def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> None:
-    """Draws the runs' learning curves into a PNG."""
+    """Draw the learning curves of runs into the PNG `out`."""
     by_env: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run_dir in run_dirs:
         run = read_run(run_dir, columns, by)
@@ -148,13 +153,13 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
 
 
 def steps_to_solved(run: Run, least: float, column: str = RETURN) -> float:
-    """Steps at the first of IN_A_ROW evaluations in a row with a value of at least `least`; inf if there are none."""
+    """Env steps at the first of IN_A_ROW consecutive evaluations with values >= `least`; inf if there are none."""
     steps = steps_to_reach(run.steps.tolist(), run.values[column].tolist(), least, IN_A_ROW)
     return math.inf if steps is None else float(steps)
 
 
 def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: Sequence[str] = SAMPLER) -> str:
-    """A line for each environment and group: the median of the steps to solved, and those of each seed."""
+    """A table with one line per environment and group: median steps to solved, and the steps of each seed."""
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for run_dir in run_dirs:
         run = read_run(run_dir, [column], by)
@@ -169,13 +174,20 @@ def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: 
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs; or study=<name or directory>")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
     parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
-    parser.add_argument("--by", nargs="+", default=SAMPLER, metavar="KEY", help="what tells the lines apart [sampler]")
-    parser.add_argument("--solved", type=float, metavar="VALUE", help="print the steps until this value is kept up")
+    parser.add_argument(
+        "--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys; one line per value [sampler]"
+    )
+    parser.add_argument(
+        "--solved",
+        type=float,
+        metavar="VALUE",
+        help="print the env steps until runs solve the task: three evaluations >= VALUE",
+    )
     arguments = parser.parse_args()
     first, *others = map(str, arguments.runs)
     try:

@@ -1,4 +1,4 @@
-"""The record of a run: progress.csv, and a TorchRL logger where one is chosen."""
+"""Logs a run: progress.csv and an optional TorchRL logger."""
 
 import csv
 import importlib.util
@@ -21,21 +21,21 @@ from recipes.files import atomic_write
 from recipes.run import ConfigError, reason
 
 PROGRESS = "progress.csv"
-VIDEO = "evaluation"  # what a backend calls it
+VIDEO = "evaluation"  # name of videos in the logger
 
 
 class Progress:
-    """Writes one row of numbers per evaluation, at once.
+    """Writes one row of numbers per evaluation, without delay.
 
     Args:
         run_dir: directory of the run.
-        write_csv: whether to keep progress.csv.
+        write_csv: whether to write progress.csv.
         backend: a TorchRL logger ("tensorboard", "wandb", ...) or None.
-        until: rows beyond this number of env steps are dropped: they were written after the checkpoint a resumed run
-            starts from, and will be written again.
+        until: existing rows with more env steps than this are removed. They were written after the checkpoint that a
+            resumed run starts from, and will be written again. Default: 0.
 
     Raises:
-        ConfigError: the backend's package is not installed.
+        ConfigError: if the backend's package is not installed.
     """
 
     def __init__(self, run_dir: Path, write_csv: bool, backend: str | None, until: int = 0) -> None:
@@ -44,7 +44,7 @@ class Progress:
         self._waiting: list[dict[str, float]] = []
         try:
             self.logger = get_logger(
-                backend or "",  # pyright: ignore[reportArgumentType]: NotImplementedError for names it does not know
+                backend or "",  # pyright: ignore[reportArgumentType]: NotImplementedError for unknown names
                 logger_name=str(run_dir),
                 experiment_name=backend or "",
             )
@@ -54,16 +54,18 @@ class Progress:
             rewrite(self.path, [row for row in read_progress(self.path) if int(row["env_steps"]) <= until])
 
     def write(self, row: dict[str, float], histograms: Mapping[str, Tensor] | None = None) -> None:
-        """Appends a row; its keys must be those of the first row. If the disk is full, it waits until it is not.
+        """Append a row, which must have the keys of the first row. If it cannot be written, keep it for the next call.
 
-        Histograms of tensors go to the backend alone.
+        Args:
+            row: numbers by column.
+            histograms: tensors by name, sent only to the backend. Default: None.
         """
         if self.path is not None:
             self._waiting.append(row)
             try:
                 self.flush()
             except OSError as error:
-                warn(f"{self.path}: {reason(error)}; {len(self._waiting)} rows wait to be written")
+                warn(f"{self.path}: {reason(error)}; {len(self._waiting)} rows are kept and written later")
         if self.logger:
             for name, value in row.items():
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
@@ -73,12 +75,12 @@ class Progress:
                 self.logger.log_histogram(name, data, step=int(row["env_steps"]), bins=bins)
 
     def show(self, frames: np.ndarray, step: int) -> None:
-        """Hands a video [frames, height, width, 3] to the backend, which needs moviepy; else nothing is done."""
+        """Send a video [frames, height, width, 3] to the backend; does nothing without backend or moviepy."""
         if self.logger and importlib.util.find_spec("moviepy") is not None:
             self.logger.log_video(VIDEO, torch.from_numpy(frames).movedim(-1, 1).unsqueeze(0), step=step)
 
     def flush(self) -> None:
-        """Writes the rows that wait; OSError: the file is as it was."""
+        """Write the rows that could not be written before. If it raises OSError, the file is unchanged."""
         if self.path is None or not self._waiting:
             return
         append_rows(self.path, self._waiting)
@@ -86,18 +88,18 @@ class Progress:
 
 
 class Means:
-    """Means of what is recorded from one row to the next."""
+    """Means of the numbers that were added since the last row."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Takes tensors [n]."""
+        """Add tensors [n] by name."""
         for name, value in values.items():
             self._values[name].append(value)
 
     def take(self, names: Sequence[str]) -> dict[str, float]:
-        """The means of these, nan if there is nothing yet; and begins anew."""
+        """Return the means of these numbers, NaN if nothing was added, and remove all values."""
         means = {name: torch.cat(self._values[name]).mean().item() if self._values else math.nan for name in names}
         self._values.clear()
         return means
@@ -107,18 +109,18 @@ class Means:
         return {name: torch.cat(values) for name, values in self._values.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self._values.clear()
         self.add(state)
 
 
 def warn(message: str) -> None:
-    """Says on stderr, above the progress bar, that something went wrong which the run survives."""
+    """Print a warning to stderr, above the progress bar."""
     tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Appends rows to a CSV, which are on the disk then; OSError: the file is as it was."""
+    """Append rows to a CSV and sync it to the disk. If it raises OSError, the file is unchanged."""
     length = path.stat().st_size if path.is_file() else 0
     try:
         with path.open("a", newline="") as file:
@@ -132,7 +134,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
-    """Replaces the file's content by `rows`, atomically; no rows: no file."""
+    """Replace the content of a CSV by `rows`, atomically; without rows, delete the file."""
     if not rows:
         path.unlink()
         return
@@ -150,14 +152,14 @@ def _lines(rows: Sequence[Mapping[str, object]], *, header: bool) -> str:
 
 
 def read_progress(path: Path) -> list[dict[str, str]]:
-    """The rows of a progress.csv, oldest first, without a last one that was cut off."""
+    """The rows of a progress.csv, oldest first. An incomplete last line is ignored."""
     with path.open(newline="") as file:
         whole, _, _ = file.read().rpartition("\n")
     return list(csv.DictReader(io.StringIO(whole, newline="")))
 
 
 def steps_to_reach(steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int) -> int | None:
-    """Steps at the first of `in_a_row` evaluations in a row with at least this value; None if there are none."""
+    """Env steps at the first of `in_a_row` consecutive evaluations with values >= `least`; None if there are none."""
     reached = [value >= least - 1e-6 for value in values]
     for first in range(len(reached) - in_a_row + 1):
         if all(reached[first : first + in_a_row]):

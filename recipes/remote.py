@@ -1,6 +1,6 @@
-"""Ray's part of a recipe: collectors and a replay buffer as actors, on this host or on many.
+"""Collectors and a replay buffer as Ray actors, on one host or several.
 
-Everything here can be imported without Ray; whether it is installed is checked by :func:`runtime`.
+This module can be imported without Ray; :func:`runtime` checks whether Ray is installed.
 """
 
 import importlib.util
@@ -39,41 +39,44 @@ from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, 
 from torchrl_replay_ext._torchrl import ray_actor
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 
-# How batches travel: Ray takes 2.3 ms of CPU time to pack and unpack a batch of tensors, and 0.1 ms for arrays.
+# Batches are sent as arrays: Ray takes 2.3 ms of CPU time to pack and unpack a batch of tensors, and 0.1 ms for arrays.
 Arrays = dict[NestedKey, np.ndarray]
 
 TRAJECTORY = ("collector", "traj_ids")
 
 
 def from_arrays(columns: Arrays) -> TensorDict:
-    """A batch that has travelled; copied, since what Ray hands out cannot be written to."""
+    """The batch that was sent as arrays. The data is copied, because arrays from Ray are read-only."""
     data = {key: torch.tensor(column) for key, column in columns.items()}
     return TensorDict(data, next(iter(data.values())).shape[:1], device="cpu")
 
 
 @contextmanager
 def runtime(address: str | None, num_actors: int) -> Iterator[None]:
-    """Ray for the length of a run; one that runs in this process already is used, and left running.
+    """Connect to Ray or start it, for the duration of the block.
+
+    If Ray is already initialized in this process, it is used and not shut down.
 
     Args:
-        address: of a running cluster, "auto" to look for it; None: start Ray on this host, and stop it at the end.
-        num_actors: each takes one of the cluster's CPUs, but on this host they may share what there is.
+        address: address of a running cluster, or "auto" to search for one; None: start Ray on this host and stop it at
+            the end.
+        num_actors: number of actors. Each needs one CPU of the cluster; on this host, they may share the CPUs.
 
     Raises:
-        ConfigError: Ray is not installed, there is no cluster at that address, or it is too small.
+        ConfigError: if Ray is not installed, no cluster is found at `address`, or the cluster has too few CPUs.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("Ray is not installed, which collects and keeps the buffer here: pip install 'ray>=2.9'")
+        raise ConfigError("Ray is not installed, but recipes.distributed needs it: pip install 'ray>=2.9'")
     import ray  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
 
     if ray.is_initialized():
         yield
         return
-    # Ray's workers would give way to all else on this host, but here they are the work.
+    # By default, Ray's workers run at low priority, but they do most of the work.
     os.environ.setdefault("RAY_worker_niceness", "0")
     local = {"num_cpus": max(num_actors, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
     try:
-        # What actors print would tear the progress bar; their errors arrive where their results are awaited.
+        # Output of actors would break the progress bar. Their errors are raised where their results are awaited.
         ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"address={address}: {error}") from error
@@ -81,8 +84,8 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
         available = ray.cluster_resources().get("CPU", 0)
         if available < num_actors:
             raise ConfigError(
-                f"num_collectors={num_actors - 1}: with the buffer that takes {num_actors} CPUs, the cluster has "
-                f"{available:g}"
+                f"num_collectors={num_actors - 1}: collectors and buffer need {num_actors} CPUs, the cluster has "
+                f"{available:g}; reduce num_collectors"
             )
         yield
     finally:
@@ -91,25 +94,25 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
 
 @contextmanager
 def noticing_lost_actors(buffer: Any) -> Iterator[None]:
-    """For what is asked of actors; an error of the user's own code in one of them passes as it is.
+    """Raise LostProcess if a call of an actor fails because its process has ended. Other errors are not changed.
 
     Args:
         buffer: handle of the buffer's actor.
 
     Raises:
-        LostProcess: the process of the buffer or of a collector was killed, ran out of memory or crashed.
+        LostProcess: if the process of the buffer or of a collector was killed, ran out of memory or crashed.
     """
     try:
         yield
     except Exception as error:
-        import ray.exceptions  # pyright: ignore[reportMissingImports]: likewise
+        import ray.exceptions  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
 
-        # The second is what comes of sending weights to it.
+        # Sending weights to a lost process raises a Gloo error.
         if not isinstance(error, ray.exceptions.RayActorError) and "/gloo/" not in str(error):
             raise
         lost = "a collector"
         try:
-            # Collectors cannot be asked: after an error in one, TorchRL ends all of them.
+            # Only the buffer can be checked: after an error in one collector, TorchRL ends all collectors.
             ray.get(buffer.__ray_ready__.remote(), timeout=10)
         except ray.exceptions.GetTimeoutError:
             pass
@@ -119,24 +122,24 @@ def noticing_lost_actors(buffer: Any) -> Iterator[None]:
 
 
 class ReplayActor(CompilableReplayBuffer):
-    """The buffer as it lives in its actor, with what a learner cannot reach from afar."""
+    """The buffer inside its actor, with methods for the remote learner."""
 
     def draw(self) -> Arrays:
-        """A batch."""
+        """Draw a batch, as arrays."""
         return {key: column.numpy() for key, column in self.sample().items(True, True)}
 
     def exchange(self, errors: Arrays) -> Arrays:
-        """Takes the TD errors of one batch and gives another."""
+        """Apply the TD errors of one batch and draw another."""
         self.update_tensordict_priority(from_arrays(errors))
         return self.draw()
 
     def sampler_stats(self) -> dict[str, float]:
-        """The sampler's stats(), if it has any."""
+        """The sampler's stats(); empty if it has none."""
         sampler = self.sampler
         return {key: value.item() for key, value in sampler.stats().items()} if isinstance(sampler, PRIORITIZED) else {}
 
     def end_open_episodes(self) -> None:
-        """Marks the newest transition of each episode that goes on as truncated: a resumed run begins new ones."""
+        """Truncate all episodes that have not ended: a resumed run starts new ones."""
         slots = written_slots(self)
         if not len(slots):
             return
@@ -156,32 +159,33 @@ def _event_writer(*arguments: Any) -> EventTableWriter:
 
 
 class RemoteReplay:
-    """The learner's end of a buffer in an actor, which collectors write to by themselves.
+    """The learner's interface to a replay buffer in an actor. The collectors write to the buffer directly.
 
-    Calls go out in turn, from a thread of their own: TD errors of one batch, and with the answer comes another, while
-    the learner works on those drawn before. Batches carry the number of each row's write, so that the buffer drops
-    updates of rows it has overwritten since.
+    A background thread makes the calls one after the other. Each call sends the TD errors of one batch and receives a
+    new batch, while the learner works on batches drawn earlier. Batches carry the number of each row's write; the
+    buffer ignores updates of rows that have been overwritten.
 
     Args:
         config: the run's configuration.
-        num_streams: environments that write to it.
-        device: where batches go.
-        prefetch: batches on their way while the learner works on one; draws do not know the last ``prefetch`` updates.
-        td_error: what the loss writes, "squared" or "absolute".
+        num_streams: number of environments that write to the buffer.
+        device: device of the batches.
+        prefetch: batches requested ahead while the learner works on one. A batch may be drawn before the last
+            ``prefetch`` updates are applied.
+        td_error: the kind of TD errors that the loss writes: "squared" or "absolute".
 
     Raises:
-        ConfigError: as :func:`~recipes.replay.make_replay`.
+        ConfigError: see :func:`~recipes.replay.make_replay`.
     """
 
-    # it is with the buffer
+    # the sampler is in the actor
     sampler = None
 
     def __init__(self, config: RunConfig, num_streams: int, device: torch.device, *, prefetch: int, td_error: str):
         learning, name = config.learning, config.sampler["name"]
-        # Made and thrown away: what is wrong with the settings is found before an actor is.
+        # Built only to check the settings before an actor is started.
         local = make_replay(config, torch.device("cpu"), td_error=td_error)
         self._prioritized = isinstance(local.sampler, PRIORITIZED)
-        # Sampler and writer are made apart, where the buffer is, and find the same tables through the storage.
+        # The actor builds sampler and writer separately; they find their common tables through the storage.
         arguments = dict(config.sampler), learning.buffer_size, learning.num_updates(), num_streams, td_error
         if name in EVENT_TABLES:
             sampler = partial(_event_sampler, config.env, *arguments)
@@ -209,16 +213,16 @@ class RemoteReplay:
             return call.result()
 
     def extend(self, data: TensorDictBase) -> None:
-        """Nothing: the collectors have written it."""
+        """Does nothing: the collectors write to the buffer."""
 
     def sample(self) -> TensorDictBase:
-        """The next batch."""
+        """Return the next batch."""
         while len(self._batches) <= self._prefetch:
             self._batches.append(self._calls.submit(self._remote.draw))
         return from_arrays(self._answer(self._batches.popleft())).to(self._device)
 
     def update_tensordict_priority(self, sample: TensorDictBase) -> None:
-        """Sends the TD errors of a sample, and asks for another."""
+        """Send the TD errors of a sample and request another."""
         if not self._prioritized:
             return
         errors: Arrays = {key: sample[key].cpu().numpy() for key in ("index", STAMP_KEY, "td_error")}
@@ -233,11 +237,11 @@ class RemoteReplay:
         self._answer(self._calls.submit(self._remote.end_open_episodes))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the whole buffer, after all updates so far; it travels to the learner."""
+        """The state of the whole buffer after all updates so far, copied to the learner."""
         return self._answer(self._calls.submit(self.buffer.state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self._answer(self._calls.submit(self.buffer.load_state_dict, state))
 
     def shutdown(self) -> None:
@@ -247,7 +251,7 @@ class RemoteReplay:
 
 
 class FlagReader(BaseInfoDictReader):
-    """Copies bools from a Gymnasium environment's ``info`` to ``("events", <name>)``; False where there is none."""
+    """Copies bools from a Gymnasium environment's ``info`` to ``("events", <name>)``; missing bools are False."""
 
     def __init__(self, flags: Sequence[str]):
         self._flags = flags
@@ -259,12 +263,12 @@ class FlagReader(BaseInfoDictReader):
 
     @property
     def info_spec(self) -> dict[str, Any]:
-        """What :meth:`__call__` writes."""
+        """The spec of the entries that :meth:`__call__` writes."""
         return {"events": Composite({name: Binary(1, dtype=torch.bool) for name in self._flags})}
 
 
 def make_remote_env(config: EnvConfig, num_envs: int) -> EnvBase:
-    """Called where a collector lives: its environment, or several that are stepped one after the other."""
+    """Make the environment of a collector, inside its actor; several are stepped one after the other."""
 
     def make() -> EnvBase:
         env = GymWrapper(make_discrete_env(config), categorical_action_encoding=True, device=None)
@@ -276,25 +280,32 @@ def make_remote_env(config: EnvConfig, num_envs: int) -> EnvBase:
 
 
 def stored_rows(worker: int, num_workers: int, keys: tuple[NestedKey, ...], data: TensorDictBase) -> TensorDictBase:
-    """Called by a collector before it writes: what is stored, flat, with trajectory ids that no other one uses."""
+    """The rows that a collector writes to the buffer: flat, with trajectory ids that are unique among collectors.
+
+    Args:
+        worker: index of the collector.
+        num_workers: number of collectors.
+        keys: entries to store.
+        data: the collected batch.
+    """
     rows = data.reshape(-1).select(*keys)
     rows[TRAJECTORY] = rows[TRAJECTORY] * num_workers + worker
     return rows
 
 
 class RemoteCollector:
-    """TorchRL's collectors as actors that write to a buffer; each gets the newest weights ahead of each batch.
+    """TorchRL collectors as actors that write to a buffer. Each gets the newest weights before each batch.
 
-    While the learner works on the batch of one, the others collect theirs; none is more than a batch ahead, so that the
-    ratio of updates to steps is what the configuration says.
+    While the learner works on the batch of one collector, the others collect. No collector is more than one batch
+    ahead, so the ratio of updates to steps is the configured one.
 
     Args:
         config: the run's configuration; each collector steps ``num_envs`` environments.
-        policy: on the CPU; its state when a batch is asked for is what collects.
-        replay: what they write to.
+        policy: the policy, on the CPU. A collector uses the weights at the time when its batch is requested.
+        replay: the buffer that the collectors write to.
         num_collectors: number of actors.
         frames_per_batch: transitions per batch of a collector.
-        keys: what is stored of each transition.
+        keys: entries to store for each transition.
     """
 
     def __init__(
@@ -328,7 +339,7 @@ class RemoteCollector:
         )
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Batches without entries: what was collected is in the buffer."""
+        """Yield batches without entries; the collectors write the data to the buffer."""
         self._collector.set_seed(self._seed + self._starts)
         with noticing_lost_actors(self._replay.actor):
             self._collector.update_policy_weights_(self._policy)
@@ -336,20 +347,20 @@ class RemoteCollector:
                 yield TensorDict({}, [self._frames])
 
     def resume(self) -> list[int]:
-        """For a resumed run: its collectors begin new episodes, and those in the buffer end here."""
+        """After a resume: collectors start new episodes, so the open episodes in the buffer are truncated."""
         self._starts += 1
         self._replay.end_open_episodes()
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """How often the run was resumed: each time goes on with other seeds."""
+        """The number of resumes; each resume uses new seeds."""
         return {"starts": self._starts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self._starts = state["starts"]
 
     def shutdown(self) -> None:
-        """End the actors, that of the buffer too."""
+        """End the actors, including the buffer's."""
         self._collector.shutdown()
         self._replay.shutdown()

@@ -1,4 +1,4 @@
-"""Replay buffers of the recipes: what they hold, and how it is sampled."""
+"""Builds the replay buffers of the recipes: storage, sampler and writer."""
 
 import contextlib
 import math
@@ -40,7 +40,7 @@ _CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler,
 SAMPLERS: dict[str, Callable[..., Sampler]] = dict(zip(PLAIN, _CLASSES, strict=True))
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
-# What the losses and the samplers read. `truncated` ends an episode, but only `terminated` cuts the bootstrap.
+# Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
 STORED_KEYS = (
     "observation",
     "action",
@@ -54,21 +54,21 @@ STORED_KEYS = (
 
 
 def stored_keys(env: EnvConfig) -> tuple[NestedKey, ...]:
-    """What is stored of each transition: STORED_KEYS and the events that the environment reports."""
+    """The entries stored for each transition: STORED_KEYS and the events that the environment signals."""
     return *STORED_KEYS, *((*FLAGS, name) for name in env.flags)
 
 
 def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
-    """Checks that the memory of the device can hold what the buffer stores, and a batch.
+    """Check that the buffer and a batch fit into the memory of the device.
 
-    The size counted is that of observations, actions and rewards alone: the least that is needed.
+    Only observations, actions and rewards are counted, so the real sizes are larger.
 
     Raises:
-        ConfigError: a size is beyond the memory that there is in all.
+        ConfigError: if the buffer or a batch is larger than the total memory.
     """
     learning = config.learning
     actions, frames = env.action_space, 1 if config.env.atari is None else config.env.atari.num_frames
-    # the buffer holds each frame of a stack once, and the next observation of a stack in the step that follows
+    # The buffer stores each frame once: stacks of consecutive steps share frames, and so do the next observations.
     observation = _num_bytes(env.observation_space)
     rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
     stored = rest + (observation // frames if frames > 1 else 2 * observation)
@@ -83,18 +83,18 @@ def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) 
 
 
 def _num_bytes(space: gymnasium.Space) -> int:
-    """Bytes of an observation as it is stored: bytes of images, single precision of other numbers."""
+    """Bytes of a stored observation: 1 per pixel of an image, 4 (float32) per other number."""
     return math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)
 
 
 def total_memory(device: torch.device) -> int:
-    """The bytes of memory of a GPU, or those that this process may use of the host's; without a known limit 2^63."""
+    """Total memory in bytes: of the GPU, or the part of the host's that this process may use; 2^63 if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     sizes = [2**63]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    # limits of a container
+    # limits of the container, cgroup v2 and v1
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
             sizes.append(int(Path(path).read_text()))
@@ -110,27 +110,28 @@ def make_replay(
     noise_scale: float = 1.0,
     wrap: Callable[[Sampler], Sampler] | None = None,
 ) -> CompilableReplayBuffer:
-    """Builds the buffer of a run, with the sampler that was chosen and the writer that it needs.
+    """Build the buffer of a run, with the configured sampler and the writer that it needs.
 
     Args:
         config: the run's configuration.
-        device: where the data lives.
-        td_error: what the recipe's loss writes to the entry "td_error": "squared" or "absolute" TD errors.
-        policy: the actor, for those samplers that give it batches of its own (see actor_batches); None: there is none.
-        noise_scale: standard deviation of the exploration noise, for those samplers.
-        wrap: makes the buffer's sampler of the one that was chosen.
+        device: device of the storage.
+        td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
+        policy: the actor. Required by the samplers in DECOUPLED, which draw separate batches for it; see
+            actor_batches. Default: None.
+        noise_scale: standard deviation of the exploration noise, used by the samplers in DECOUPLED. Default: 1.
+        wrap: maps the configured sampler to the buffer's sampler. Default: None, use the configured sampler.
 
     Raises:
-        ConfigError: as make_sampler and make_event_tables.
+        ConfigError: see make_sampler and make_event_tables; also if a sampler in DECOUPLED has no actor or no critic.
     """
     learning, settings = config.learning, dict(config.sampler)
     name = settings["name"]
     if name in DECOUPLED:
         if policy is None:
-            raise ConfigError(f"sampler={name}: there is no actor here; use recipes.td3 or recipes.sac")
+            raise ConfigError(f"sampler={name}: this recipe does not support it; use recipes.td3 or recipes.sac")
         settings = settings.pop("critic", None) or {}
         if not isinstance(settings, dict) or "name" not in settings:
-            raise ConfigError(f"sampler={name}: sampler.critic must be a sampler of its own, {{name: per}} for example")
+            raise ConfigError(f"sampler={name}: sampler.critic must be a sampler, for example {{name: per}}")
     arguments = settings, learning.buffer_size, learning.num_updates(), config.num_envs, td_error
     if settings["name"] in EVENT_TABLES:
         tables, sampler = make_event_tables(config.env, *arguments)
@@ -162,14 +163,18 @@ def make_replay(
 
 
 def require_frames(replay: TensorDictReplayBuffer) -> None:
-    """RuntimeError if frames of images were lost in a compiled update, where that could not be an error."""
+    """Raise RuntimeError if the storage had no place for some frames. Compiled writes cannot raise it themselves."""
     lost = getattr(replay.storage, "lost_frames", 0)
     if lost:
-        raise RuntimeError(f"{lost} frames had no place in the buffer: episodes are shorter than 8 steps on average")
+        raise RuntimeError(f"{lost} frames did not fit into the buffer: episodes are shorter than 8 steps on average")
 
 
 def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
-    """Where the actor's batches come from, if not from those of the critic."""
+    """A function that draws the actor's batches; None if the actor uses the critic's batches.
+
+    Raises:
+        ConfigError: if the sampler cannot draw batches for the actor.
+    """
     sampler = replay.sampler
     if not isinstance(sampler, DecoupledSampler):
         return None
@@ -182,18 +187,18 @@ def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase
 def make_sampler(
     config: dict[str, Any], capacity: int, num_updates: int, num_envs: int = 1, td_error: str = "squared"
 ) -> Sampler:
-    """Builds the sampler that `config["name"]` names.
+    """Build the sampler named by `config["name"]`.
 
     Args:
-        config: the sampler group; beyond `name`, its keys are the sampler's keywords. A `{start, end}` value is
-            annealed linearly over all updates of the run.
-        capacity: slots of the buffer.
-        num_updates: updates of the run.
-        num_envs: environments whose transitions are written in turn.
-        td_error: what the prioritized samplers are handed: "squared" or "absolute" TD errors.
+        config: the sampler group. All keys except `name` are keyword arguments of the sampler. A value
+            `{start, end}` is annealed linearly over all updates of the run.
+        capacity: number of slots of the buffer.
+        num_updates: number of updates of the run.
+        num_envs: number of environments whose transitions are interleaved. Default: 1.
+        td_error: the kind of TD errors that prioritized samplers receive: "squared" (default) or "absolute".
 
     Raises:
-        ConfigError: unknown name or keyword, or a value the sampler refuses.
+        ConfigError: if the name or a keyword is unknown, or the sampler rejects a value.
     """
     if config["name"] not in SAMPLERS:
         raise ConfigError(f"sampler.name={config['name']}: choose {', '.join((*PLAIN, *EVENT_TABLES, *DECOUPLED))}")
@@ -215,18 +220,19 @@ def make_sampler(
 def make_event_tables(
     env: EnvConfig, config: dict[str, Any], capacity: int, num_updates: int, num_envs: int, td_error: str
 ) -> tuple[EventTables, EventTableSampler]:
-    """Builds the tables of the environment's events and the sampler that draws from them.
+    """Build the event tables of an environment and the sampler that draws from them.
 
     Args:
-        env: the environment; what its events leave of a batch comes from the table of everything.
-        config: the sampler group; beyond `name` and `retention`, its keys are the sampler's keywords, see make_sampler.
+        env: the environment. The share of the batch that its events do not use is drawn from the default table.
+        config: the sampler group. All keys except `name` and `retention` are keyword arguments of the sampler, see
+            make_sampler.
         capacity: see make_sampler.
         num_updates: see make_sampler.
         num_envs: see make_sampler.
         td_error: see make_sampler.
 
     Raises:
-        ConfigError: the environment has no events, or a value is refused.
+        ConfigError: if the environment has no events, or the tables or the sampler reject a value.
     """
     name = config["name"]
     if not env.events:
@@ -238,7 +244,7 @@ def make_event_tables(
         tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
         if (priority := config.get("priority")) is not None:
             if not isinstance(priority, dict):
-                raise TypeError(f"priority={priority}: must be a group, as {{kind: {priority}}}")
+                raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
             streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
             keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
         shares = {event_name: event.eta for event_name, event in env.events.items()}
@@ -249,7 +255,7 @@ def make_event_tables(
 
 
 def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
-    """The values but for `name`, with {start, end} as schedules."""
+    """The keyword arguments in `config`, without `name`; {start, end} becomes a schedule."""
     return {
         key: Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -258,7 +264,7 @@ def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
 
 
 def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
-    """The slots of all transitions, oldest first; with tables that keep more, of those in the default table."""
+    """The slots of all stored transitions, or with event tables of the default table's transitions; oldest first."""
     if isinstance(replay.writer, EventTableWriter):
         return replay.writer.tables["default"].index()
     count = len(replay)
@@ -266,16 +272,20 @@ def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
 
 
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
-    """Ends the episodes of `envs` at their newest transitions: a resumed run begins new ones there."""
+    """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes."""
     end_episodes(replay, written_slots(replay)[-num_envs:][list(envs)])
 
 
 def end_episodes(replay: TensorDictReplayBuffer, newest: torch.Tensor) -> None:
-    """Marks transitions, the newest of their episodes, as truncated where the episode goes on.
+    """Truncate episodes that have not ended.
 
-    What is stored cannot be changed behind the sampler's back, so it is the newest transition once more that ends it.
-    It reports no event once more; but one that is a condition on rewards or observations holds for the copy too, which
-    then joins the original in the event's table.
+    Stored transitions must not be changed without the sampler. Therefore a copy of the newest transition, marked as
+    truncated, is written. Its event flags are cleared. An event that is a condition on rewards or observations also
+    holds for the copy, which then enters the event's table next to the original.
+
+    Args:
+        replay: the buffer.
+        newest: slots of the newest transition of each episode.
     """
     transitions = replay[newest].exclude("index").clone()
     if FLAGS in transitions.keys(include_nested=True):

@@ -1,4 +1,4 @@
-"""How to bring an environment back to the middle of an episode."""
+"""Restores environments to the middle of an episode by replaying its actions."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ import torch
 
 
 class ReplayableEnv:
-    """An environment, and what brings another one like it to where it is: played again, not copied.
+    """An environment whose state can be saved and restored in the middle of an episode.
 
-    That is the state of its generators where its episode began, and the actions since. Other than by its generators,
-    the environment must be deterministic. One whose reset may go on with the same game (:class:`~recipes.atari.Lives`)
-    says so by an attribute ``goes_on``; then all begins with the game.
+    The saved state consists of the random generators at the start of the episode and the actions since then. To restore
+    it, the actions are replayed. Apart from its generators, the environment must be deterministic. If a reset may
+    continue the same game (:class:`~recipes.atari.Lives`), the wrapper must have an attribute ``goes_on``; replay then
+    starts at the beginning of the game.
 
     Args:
         env: the environment, with its wrappers.
-        seed: of its first episode.
+        seed: seed of the first episode.
     """
 
     def __init__(self, env: gymnasium.Env, seed: int):
@@ -32,7 +33,7 @@ class ReplayableEnv:
         return self.observation
 
     def reset(self) -> np.ndarray:
-        """Begin the next episode; returns its first observation."""
+        """Start the next episode and return its first observation."""
         if self._games is not None and self._games.goes_on:
             self._ends.append(len(self._actions))
             self.observation, _ = self.env.reset()
@@ -40,14 +41,14 @@ class ReplayableEnv:
         return self._begin(random=random_state(self.env))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step."""
+        """Step the environment and record the action."""
         self._actions.append(action)
         result = self.env.step(action)
         self.observation = result[0]
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the environment is."""
+        """The recorded actions, the generators, and the last observation."""
         return {
             "origin": self._origin,
             "actions": torch.as_tensor(np.array(self._actions)),
@@ -57,10 +58,11 @@ class ReplayableEnv:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Bring the environment to where it was; or if it does not get there, to the beginning of a new episode.
+        """Restore a state from :meth:`state_dict`; if that fails, start a new episode.
 
         Returns:
-            Whether it got there: to the same observation and generators, exactly, and to no other end on the way.
+            Whether the state was restored: the replayed episode ended at the same steps, and the last observation and
+            the generators are exactly equal.
         """
         if self._play(state):
             return True
@@ -85,21 +87,21 @@ class ReplayableEnv:
 
 
 def random_state(env: gymnasium.Env) -> dict[str, Any]:
-    """The state of an environment's generators."""
+    """The state of an environment's random generators."""
     generator = env.unwrapped.np_random.bit_generator.state
     own = _wrapper(env, "random_state")
     return {"generator": generator, "game": None if own is None else own.random_state()}
 
 
 def set_random_state(env: gymnasium.Env, state: dict[str, Any]) -> None:
-    """Restore what :func:`random_state` gave; the next reset begins a new game."""
+    """Restore a state from :func:`random_state`; the next reset starts a new game."""
     env.unwrapped.np_random.bit_generator.state = state["generator"]
     if state["game"] is not None:
         _wrapper(env, "random_state").set_random_state(state["game"])
 
 
 def _wrapper(env: Any, name: str) -> Any:
-    """The outermost wrapper with an attribute of its own of this name; None: there is none."""
+    """The outermost wrapper whose class defines an attribute of this name; None if there is none."""
     while isinstance(env, gymnasium.Wrapper):
         if name in vars(type(env)):
             return env

@@ -1,4 +1,4 @@
-"""The table and the figure of a study (recipes.study), from its runs.csv, curves.csv and study.yaml alone."""
+"""Makes the table and the figure of a study (recipes.study) from its runs.csv, curves.csv and study.yaml."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ TABLE, FIGURE = "table.md", "figure.png"
 
 @dataclass
 class Study:
-    """What a study has found so far.
+    """The finished runs of a study.
 
     Args:
-        config: what was studied.
-        rows: of runs.csv, by environment, variant and seed.
-        runs: evaluations, likewise.
+        config: configuration of the study.
+        rows: rows of runs.csv by environment, variant and seed.
+        runs: evaluations of the runs, by environment, variant and seed.
     """
 
     config: StudyConfig
@@ -33,18 +33,18 @@ class Study:
     runs: Mapping[str, Mapping[str, Mapping[int, Run]]]
 
     def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
-        """A number of the row of each run, [seeds]."""
+        """The number that `of` computes from the row of each run, [seeds]."""
         return np.array([of(row) for row in self.rows[env][variant].values()])
 
     def pairs(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
-        """That of the baseline and of the variant, [seeds that both have, 2]."""
+        """That number for (baseline, variant), [n, 2], for the n seeds that both have."""
         theirs, ours = self.rows[env][self.config.baseline], self.rows[env][variant]
         seeds = sorted(ours.keys() & theirs.keys())
         return np.array([(of(theirs[seed]), of(ours[seed])) for seed in seeds]).reshape(-1, 2)
 
 
 def steps_of(row: dict[str, str]) -> float:
-    """Steps to the threshold; of a run that did not reach it, all its steps."""
+    """Env steps to the threshold; all env steps if the run did not reach it."""
     return float(row["reached"] or row["env_steps"])
 
 
@@ -54,19 +54,19 @@ def final_of(row: dict[str, str]) -> float:
 
 
 def read_study(out: Path) -> Study:
-    """Reads a study's directory.
+    """Read the directory of a study.
 
     Raises:
-        ConfigError: no run of a study has finished there.
+        ConfigError: if the directory holds no finished run of a study.
     """
     for name in (STUDY, RUNS, CURVES):
         if not (out / name).is_file():
-            raise ConfigError(f"{out}: no {name} there; python -m recipes.study makes it")
+            raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
     config = parse_config(OmegaConf.load(out / STUDY), StudyConfig)
     rows: defaultdict[str, defaultdict[str, dict[int, dict[str, str]]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(out / RUNS):
         rows[row["env"]][row["variant"]][int(row["seed"])] = row
-    # by step: what was written twice, around an interruption, is there once
+    # indexed by step, because rows around an interruption may be in the file twice
     curves: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for row in read_rows(out / CURVES):
         curves[key_of(row)][int(row["env_steps"])] = float(row[config.column])
@@ -88,23 +88,24 @@ def read_study(out: Path) -> Study:
 
 
 def study_directory(name: str) -> Path:
-    """Where a study is: its directory, or its name; runs of this checkout go before published ones."""
+    """The directory of a study, given by name or directory; runs/study has priority over recipes/results."""
     places = [Path(name), Path("runs/study") / name, Path(__file__).parent / "results" / name]
     return next((place for place in places if (place / RUNS).is_file()), places[1])
 
 
 def with_interval(values: np.ndarray, statistic: Statistic, form: str) -> str:
-    """A statistic of values [seeds, ...] over the seeds, with its 95 % bootstrap interval."""
+    """The text of a statistic over seeds [seeds, ...] with its 95 % bootstrap interval."""
     low, high = bootstrap_interval(values, statistic)
     return f"{form} [{form}, {form}]".format(statistic(values), low, high)
 
 
 def format_table(study: Study) -> str:
-    """A Markdown table with a row for each environment and variant.
+    """A Markdown table with one row per environment and variant.
 
-    Steps of runs that did not reach the threshold count as all their steps. Shares are of steps saved against the
-    baseline: the median over pairs of the same seed, and that of the mean steps, as the sources report it. The last
-    evaluations are the last tenth of each run's; their mean gain over the baseline is of pairs, too.
+    A run that did not reach the threshold counts with all its steps. The share of steps saved against the baseline is
+    given twice: as the median over pairs with the same seed, and as the share of the mean steps, as the papers report
+    it. "Last evaluations" are the last tenth of the evaluations of each run; their gain is the mean over pairs with the
+    same seed.
     """
     config = study.config
     lines = [
@@ -143,7 +144,7 @@ def format_table(study: Study) -> str:
 
 
 def provenance(study: Study) -> str:
-    """What it takes to repeat it."""
+    """Command, seeds, commits and versions of torch that produced the study."""
     rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
     seeds = sorted({int(row["seed"]) for row in rows})
     commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
@@ -154,11 +155,11 @@ def provenance(study: Study) -> str:
 
 
 def draw(study: Study, out: Path) -> None:
-    """Learning curves above, and below the steps each seed took, with the median and its interval."""
+    """Draw the figure: learning curves in the upper row; steps of each seed, median and interval in the lower row."""
     config = study.config
     envs = [env for env in config.envs if env in study.runs]
     cycle = colormaps["tab10" if len(config.variants) <= 10 else "tab20"]
-    # the legend of more of them would hide the curves
+    # with more than 4 variants, the legend would hide the curves
     beside_curves = len(config.variants) > 4
     figure = Figure(figsize=((8.5 if beside_curves else 5.4) * len(envs), 8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -189,12 +190,12 @@ def draw(study: Study, out: Path) -> None:
 
 
 def full_table(study: Study) -> str:
-    """The table, and where it comes from."""
+    """The table and its provenance."""
     return f"{format_table(study)}\n\n{provenance(study)}\n"
 
 
 def report(out: Path) -> str:
-    """Draws the figure, writes the table beside it, and returns the table."""
+    """Write figure and table to the directory of the study and return the table."""
     study = read_study(out)
     table = full_table(study)
     (out / TABLE).write_text(table)

@@ -1,6 +1,6 @@
-"""What every recipe does around its training: hydra, exit codes, run directories, resuming, Ctrl-C.
+"""Command-line handling shared by all recipes: hydra, exit codes, run directories, resuming, Ctrl-C.
 
-Nothing here imports torch, so that a mistake on the command line is reported within a second or two.
+This module does not import torch, so mistakes on the command line are reported within a second or two.
 """
 
 import logging
@@ -25,30 +25,30 @@ from recipes.help import help_text
 from recipes.hints import did_you_mean, explain, field_names
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
-CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # in a run's directory
+CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # file names in a run directory
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
 
 Schema = TypeVar("Schema")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; its message is what the user reads."""
+    """The configuration cannot be run. The message is shown to the user."""
 
 
 class LostProcess(RuntimeError):
-    """A process that a run cannot go on without has ended; its message says which."""
+    """A process that the run needs has ended. The message names it."""
 
 
 def run_recipe(name: str, function: str = "train") -> NoReturn:
-    """Reads the command line with hydra, runs the recipe once per job and exits with its code.
+    """Read the command line with hydra, run the recipe once per job and exit with its exit code.
 
-    The configuration is checked before the recipe's module, and torch with it, is imported.
+    The configuration is checked before the recipe's module is imported, because that imports torch.
 
     Args:
-        name: the recipe; its module is recipes.<name>, the class of its configuration recipes.schemas.<name>.Config,
-            its top file recipes/conf/<name>.yaml.
-        function: the function of the module that runs a job. Called with the configuration and the directory of the
-            run, it returns an exit code, and raises ConfigError before it starts to train.
+        name: the recipe. Its module is recipes.<name>, its configuration class recipes.schemas.<name>.Config and its
+            top-level file recipes/conf/<name>.yaml.
+        function: name of the module's function that runs a job. It is called with the configuration and the run
+            directory and returns an exit code. It may raise ConfigError before training starts. Default: "train".
     """
     if {"--help", "-h"} & set(sys.argv):
         try:
@@ -70,7 +70,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 run_dir = Path(run_directory(config.resume, ""))
                 config = resumed_config(config, run_dir, list(HydraConfig.get().overrides.task))
             if not os.access(run_dir, os.W_OK | os.X_OK):
-                raise ConfigError(f"{run_dir}: files cannot be written there; choose another directory")
+                raise ConfigError(f"{run_dir}: directory is not writable; choose another directory")
             checked = parse_config(config, schema)
             if hasattr(checked, "logger"):
                 try:
@@ -78,12 +78,12 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 except ValueError as error:
                     raise ConfigError(str(error)) from error
             recipe = import_module(f"recipes.{name}")
-            logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
+            logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
             code = getattr(recipe, function)(config, run_dir)
         except ConfigError as error:
             exit_bad_config(error)
         except (MemoryError, RuntimeError) as error:
-            # config.yaml is written when everything is built
+            # config.yaml is written after everything is built: without it, the sizes in the configuration are too large
             if (run_dir / CONFIG).is_file() or not is_out_of_memory(error):
                 raise
             exit_bad_config(
@@ -91,9 +91,9 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
             )
         finally:
             if not any(output_dir.iterdir()):
-                output_dir.rmdir()  # hydra made it before it was known to be of no use
+                output_dir.rmdir()  # hydra creates the directory before the configuration is checked
         if code != DONE:
-            sys.exit(code)  # ends a sweep too
+            sys.exit(code)  # also stops a sweep (-m)
 
     try:
         job()
@@ -102,7 +102,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
     except (OSError, ValueError) as error:
         if started:
             raise
-        # hydra could not make the directory of the run, or refuses its own options
+        # hydra could not create the run directory, or rejected one of its own options
         where = f"{error.filename}: " if isinstance(error, OSError) else ""
         exit_bad_config(ConfigError(f"{where}{reason(error)}"))
     except KeyboardInterrupt:
@@ -112,13 +112,13 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
 
 
 def exit_bad_config(error: Exception) -> NoReturn:
-    """Says in one line on stderr what is wrong with the configuration, and exits with code 2."""
+    """Write the error to stderr in one line and exit with code 2."""
     sys.stderr.write(f"bad configuration: {one_line(error)}\n")
     sys.exit(BAD_CONFIG)
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error of ours, hydra's or omegaconf's in one line, without their internals."""
+    """The message of an error in one line, without the internals of hydra and OmegaConf."""
     text = str(error)
     if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
         text += f" ({str(error.__cause__).splitlines()[0]})"
@@ -129,26 +129,28 @@ def one_line(error: Exception) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory could not be had: Python's or NumPy's error, or one of torch's, on a CPU or a GPU."""
+    """Whether an allocation failed: an error of Python, NumPy or torch, on a CPU or a GPU."""
     return isinstance(error, MemoryError) or re.search(r"allocate memory|out of memory", str(error)) is not None
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, with a file for one, in words."""
+    """A short text for the error: the system's text if there is one, else the first line of the message."""
     return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def run_directory(resume: str | None, fresh: str) -> str:
-    """The directory of the run: a new one, or that of the run to go on with.
+    """The run directory: `resume` if it is given, else `fresh`.
 
     Raises:
-        ConfigError: `resume` holds no checkpoint (before hydra makes that directory).
+        ConfigError: if `resume` holds no checkpoint. It is raised before hydra creates a directory.
     """
     if resume is None:
         return fresh
     for name in (CONFIG, CHECKPOINT):
         if not (Path(resume) / name).is_file():
-            raise ConfigError(f"resume={resume}: no {name} there; pass the directory of a run that was checkpointed")
+            raise ConfigError(
+                f"resume={resume}: no {name} there; pass the directory of a run that has saved a checkpoint"
+            )
     return resume
 
 
@@ -157,12 +159,15 @@ OmegaConf.register_new_resolver("lcm", math.lcm, replace=True)
 
 
 def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> DictConfig:
-    """The configuration a run was started with, changed only where that leaves the learning problem as it was.
+    """The configuration that the run was started with, plus overrides of the keys in RESUMABLE.
 
     Args:
-        config: what hydra composed of this command line.
+        config: the configuration that hydra composed from this command line.
         run_dir: directory of the run.
-        overrides: the command line's `key=value` words.
+        overrides: the `key=value` words of this command line.
+
+    Raises:
+        ConfigError: if another key is overridden: it could change the learning problem.
     """
     resumed = cast(DictConfig, OmegaConf.load(run_dir / CONFIG))
     for override in overrides:
@@ -179,7 +184,7 @@ def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schem
     """The configuration as a `schema` dataclass.
 
     Raises:
-        ConfigError: an unknown key, a missing one, a value of the wrong type or out of range.
+        ConfigError: if a key is unknown or missing, or a value has the wrong type or is out of range.
     """
     try:
         parsed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
@@ -194,12 +199,12 @@ def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schem
 
 @contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
-    """Turns Ctrl-C (SIGINT) and SIGTERM into a question the loop asks where its state is whole.
+    """Record Ctrl-C (SIGINT) and SIGTERM, so that the training loop can stop between two batches.
 
-    A second Ctrl-C interrupts at once.
+    A second signal raises KeyboardInterrupt at once.
 
     Yields:
-        A function that says whether to stop.
+        A function that returns whether a signal has arrived.
     """
     signals: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Soft actor-critic with automatic entropy tuning and uniform, PER, rank-based or ReaPER replay, or event tables.
+"""Soft actor-critic (SAC) with automatic entropy tuning and uniform, PER, rank-based or ReaPER replay, or event tables.
 
     python -m recipes.sac env=pendulum sampler=per seed=1
     python -m recipes.sac -m seed=1,2,3 sampler=uniform,per
@@ -6,16 +6,24 @@
     python -m recipes.sac env=lunarlander_continuous sampler=sset
     python -m recipes.sac resume=runs/sac/pendulum/per/seed1-...
 
-The settings are those of the event-table paper's table 2 (conf/sac/<env>.yaml), but for pendulum.
+The settings are from the event-table paper (table 2), except for pendulum; see conf/sac/<env>.yaml.
 
-progress.csv has a row per evaluation: env_steps and updates so far; return_mean, the score of the deterministic policy,
-and return_0 ..., the episodes it is the mean of; loss_actor, loss_qvalue, loss_alpha, alpha (the weight of the entropy)
-and entropy (of the policy), means over the updates since the row before; wall_time in seconds, that before a resume
-included; sampler/..., the scalars of the sampler's stats().
+progress.csv has one row per evaluation, with the columns
+
+    env_steps, updates     totals so far
+    return_mean            mean return of the evaluation's episodes, played with the mode of the policy
+    return_0, return_1 ... return of each episode
+    loss_actor, loss_qvalue, loss_alpha
+    alpha                  weight of the entropy
+    entropy                entropy of the policy
+    wall_time              seconds, including the time before a resume
+    sampler/...            scalars of the sampler's stats()
+
+Losses, alpha and entropy are means over the updates since the previous row.
 """
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("sac")
@@ -49,7 +57,7 @@ def make_actor(policy: nn.Module) -> ProbabilisticActor:
         TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         distribution_class=TanhNormal,
-        distribution_kwargs={"safe_tanh": False},  # needed where tanh is inverted: the loss knows what went into it
+        distribution_kwargs={"safe_tanh": False},  # needed only to invert tanh, which the loss does not do
         return_log_prob=True,
     )
 
@@ -57,9 +65,9 @@ def make_actor(policy: nn.Module) -> ProbabilisticActor:
 def make_loss(
     sac: SACConfig, num_observed: int, num_actions: int, device: torch.device
 ) -> tuple[nn.Sequential, SACLoss]:
-    """The policy network and the loss, which holds two critics and alpha besides.
+    """The policy network and the loss, which also holds two critics and alpha.
 
-    The policy gives location and scale of a normal distribution, and tanh brings its draws into [-1, 1].
+    The policy outputs location and scale of a normal distribution; tanh maps its samples to [-1, 1].
     """
 
     def mlp(inputs: int, outputs: int) -> MLP:
@@ -76,21 +84,21 @@ def make_loss(
         target_entropy=sac.target_entropy,
     )
     loss_module.make_value_estimator(gamma=sac.gamma)
-    _ = loss_module.target_entropy  # made at its first use, which must not be in a graph
+    _ = loss_module.target_entropy  # created at its first use, which must not happen in a graph
     return policy, loss_module
 
 
 def losses(
     loss_module: SACLoss, sample: TensorDictBase, actor_batch: Callable[[], TensorDictBase] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The three losses, and what else to record; writes the TD errors into the sample.
+    """The three losses and further numbers to log; writes the TD errors into the sample.
 
-    The actor and alpha learn from batches of their own where there are any (DPER), else from the critics'.
+    The actor and alpha learn from `actor_batch()` if it is given (DPER), else from the critics' batch.
 
-    These are the steps of loss_module(sample), but that would apply the sampler's "priority_weight" to all three. The
-    weights undo what prioritisation does to the targets a critic expects at a state and action (Schaul et al. 2016,
-    section 3.4). The actor's and alpha's objectives hold in each state by itself: any distribution of states will do,
-    and they keep that of the sampler.
+    These are the steps of loss_module(sample), except that only the critics' loss uses the sampler's "priority_weight".
+    The weights correct the bias that prioritisation adds to the expected target at a state and action (Schaul et al.
+    2016, section 3.4). The objectives of the actor and alpha are defined per state. They are valid for any distribution
+    of states, so the states are used as the sampler draws them, without weights.
     """
     loss_qvalue, of_critics = loss_module.qvalue_v2_loss(sample)
     batch = sample.exclude("priority_weight") if actor_batch is None else actor_batch()
@@ -107,7 +115,7 @@ def losses(
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
-    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
@@ -116,7 +124,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     sac = cfg.sac
     device = prepare(cfg, run_dir)
 
-    # One environment per evaluation episode; those to learn in are made further down.
+    # One environment per evaluation episode. The collector below makes the training environments.
     evaluation_envs = [make_continuous_env(cfg.env) for _ in range(sac.evaluation_episodes)]
     require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
@@ -135,7 +143,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         "alpha": torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=sac.alpha_learning_rate, fused=True),
     }
 
-    # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics'.
+    # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics' errors.
     replay = make_replay(cfg, device, td_error="absolute", policy=make_actor(policy))
     learner = Learner(
         replay,
@@ -148,7 +156,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         cudagraphs=cfg.cudagraphs,
     )
 
-    # The policy as functions of arrays: draws to learn from, the mode for evaluations.
+    # The policy as functions of arrays: samples for training, the mode for evaluations.
     def location_and_scale(observations: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return policy(torch.as_tensor(observations, dtype=torch.float32, device=device))
 
@@ -160,7 +168,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     def deterministic(observations: np.ndarray) -> np.ndarray:
         return torch.tanh(location_and_scale(observations)[0]).cpu().numpy()
 
-    # The environments run on the CPU, and their batches stay there until the buffer takes them.
+    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(stochastic, action_space, seed=cfg.seed)
     collector = VectorCollector(
         [partial(make_continuous_env, cfg.env)] * cfg.num_envs,

@@ -1,20 +1,22 @@
-"""Do event tables speed up Q-learning? The setting of SSET's Theorem 1, small enough to count (SSET, App. A.1).
+"""Do event tables speed up Q-learning? The setting of SSET's Theorem 1 with tabular Q-learning (SSET, App. A.1).
 
-Tabular Q-learning in the Three Room Grid World, from a fixed stream of experience: the same for every method of a seed,
-an optimal action with probability .1, else any. Reward 1 at the goal and 0 elsewhere, discount .99, learning rate .2,
-Q = 0 at first. Every 8 steps 32 transitions are replayed, one after the other, each with a target from the Q-values of
-the moment. Counted are the steps of the environment until the root mean squared error of Q against Q*, over all states
-and actions, is at most .7; it is looked at every 500 steps.
+Tabular Q-learning in the Three Room Grid World, from a stream of experience that is the same for all methods of a seed.
+The behaviour takes an optimal action with probability 0.1, else a random one. The reward is 1 at the goal and 0
+elsewhere, the discount 0.99, the learning rate 0.2, and initially Q = 0. Every 8 steps, 32 transitions are replayed one
+after the other, each with a target from the current Q-values. The experiment counts the env steps until the root mean
+squared error of Q against Q*, over all actions and all states except the goal, is at most 0.7. The error is computed
+every 500 steps.
 
-- *uniform*: all of 20,000 transitions alike.
-- *history 60*, *200*: event tables at_gap (κ 4,000, η .2) and done (κ 6,000, η .3), next to the default table
-  (κ 10,000, η .5), with the last 60 or 200 transitions before an event, which are kept as long as a table holds them.
-- *history 1*: the events alone, without what led to them. Histories are what makes event tables work: this one is no
-  faster than uniform replay.
-- *history 60 + PER*: proportional priorities inside the tables (α .65), weights of exponent .4.
+- *uniform*: uniform draws from 20,000 transitions.
+- *history 60*, *history 200*: event tables at_gap (κ 4,000, η 0.2) and done (κ 6,000, η 0.3) besides the default table
+  (κ 10,000, η 0.5). Event tables hold the last 60 or 200 transitions before each event, which stay stored as long as a
+  table holds them.
+- *history 1*: event tables with the event transitions only. This method is no faster than uniform replay: event tables
+  need histories.
+- *history 60 + PER*: proportional priorities inside the tables (α 0.65), importance-sampling weights with exponent 0.4.
 
-Run with ``python -m recipes.sset_tabular --out runs/sset_tabular`` (some minutes): prints a table and writes
-``sset_tabular.csv``, a row for each run, and ``sset_tabular.png``.
+``python -m recipes.sset_tabular --out runs/sset_tabular`` (some minutes) prints a table and writes
+``sset_tabular.csv``, with one row per run, and ``sset_tabular.png``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ CAPACITY = {"default": 10_000, "at_gap": 4_000, "done": 6_000}
 ETA = {"default": 0.5, "at_gap": 0.2, "done": 0.3}
 PER: TablePriority = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
 
-# method -> history (None: no event tables) and priorities inside tables
+# Method -> history (None: no event tables), priorities inside the tables (None: uniform draws).
 METHODS: dict[str, tuple[int | None, TablePriority | None]] = {
     "uniform": (None, None),
     "history 60": (60, None),
@@ -64,12 +66,12 @@ METHODS: dict[str, tuple[int | None, TablePriority | None]] = {
 
 
 def make_world() -> Rooms:
-    """The world with the rewards of the theorem, which are in [0, 1]."""
+    """The three rooms with rewards in [0, 1], as the theorem requires."""
     return ThreeRooms(rewards=(1.0, 0.0))
 
 
 def make_stream(world: Rooms, truth: np.ndarray, seed: int) -> TensorDict:
-    """The experience of a seed, [STEPS]."""
+    """The stream of experience of a seed, [STEPS]."""
     rng = np.random.default_rng(seed)
     env = gymnasium.wrappers.TimeLimit(world, HORIZON)
     rows: list[tuple] = []
@@ -115,7 +117,7 @@ def make_buffer(method: str) -> TensorDictReplayBuffer:
 
 
 def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
-    """Replay a batch, row by row; returns the TD errors."""
+    """Replay a batch row by row and return the TD errors."""
     columns = (batch["state"], batch["action"], batch["next", "reward"], batch["next", "state"])
     going_on = (~batch["next", "terminated"]).tolist()
     weights = batch["priority_weight"].tolist() if "priority_weight" in batch else [1.0] * len(going_on)
@@ -129,7 +131,7 @@ def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
 
 
 def run(method: str, seed: int) -> list[float]:
-    """The error of Q after every CHECK_INTERVAL steps."""
+    """Run a method; return the error of Q after every CHECK_INTERVAL steps."""
     world = make_world()
     truth = world.optimal_q(DISCOUNT)
     stream = make_stream(world, truth, seed)
@@ -153,12 +155,12 @@ def run(method: str, seed: int) -> list[float]:
 
 
 def steps_needed(curve: list[float]) -> float:
-    """Steps until the error is at most THRESHOLD; inf if it never is."""
+    """Env steps until the error is at most THRESHOLD; inf if this never happens."""
     return next((CHECK_INTERVAL * number for number, e in enumerate(curve, start=1) if e <= THRESHOLD), math.inf)
 
 
 def format_table(rows: list[dict]) -> str:
-    """Median steps, their share of uniform's, and in how many seeds a method was faster than uniform replay."""
+    """A table of median steps, their share of uniform's, and the number of seeds in which a method was faster."""
     of = {method: {row["seed"]: row["steps"] for row in rows if row["method"] == method} for method in METHODS}
     lines = [f"{'method':<18}{'median steps':>14}{'of uniform':>12}{'faster in':>12}"]
     for method, steps in of.items():
@@ -171,7 +173,7 @@ def format_table(rows: list[dict]) -> str:
 
 
 def plot(curves: dict[tuple[str, int], list[float]], path: Path) -> None:
-    """Draws the median error over the seeds, shaded from smallest to largest."""
+    """Draw the median error over the seeds, with the range over seeds shaded."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -192,16 +194,16 @@ def plot(curves: dict[tuple[str, int], list[float]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Runs the comparison from the command line and returns its rows."""
+    """Run the comparison from the command line and return its rows."""
     parser = argparse.ArgumentParser(prog="python -m recipes.sset_tabular", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/sset_tabular"), help="folder of sset_tabular.csv and sset_tabular.png"
+        "--out", type=Path, default=Path("runs/sset_tabular"), help="directory of sset_tabular.csv and sset_tabular.png"
     )
     parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: must be at least 1")
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
     curves = {}

@@ -1,22 +1,29 @@
-"""Many runs of a recipe, side by side: variants, environments and seeds, as a study in conf/study/ lists them.
+"""Runs a study: many runs of a recipe with the variants, environments and seeds listed in conf/study/<study>.yaml.
 
     python -m recipes.study study=reaper
     python -m recipes.study study=reaper seeds=3 workers=2 out=runs/study/quick
     python -m recipes.plot study=reaper
 
-Runs are processes of their own, as many at a time as there are cores, first all variants of one seed, then those of the
-next. Each leaves its directory in <out>/runs, and when it has finished a row in <out>/runs.csv and its evaluations in
-<out>/curves.csv; <out>/study.yaml says what was studied. The same command goes on with a study that was interrupted:
-what has a row is not run again, and what has a checkpoint is resumed. Seeds are not batched into one process:
-torch.vmap updates the networks of ten seeds in .35 of the time, but on CartPole these updates are a tenth of a run.
+Each run is a separate process; by default, as many run in parallel as there are CPU cores. All variants of one seed run
+before the next seed starts. A run writes its directory to <out>/runs. When it has finished, it adds a row to
+<out>/runs.csv and its evaluations to <out>/curves.csv. <out>/study.yaml holds the configuration of the study. To
+continue an interrupted study, repeat the command: runs with a row are skipped and runs with a checkpoint are resumed.
+Seeds are not batched into one process: torch.vmap updates the networks of ten seeds in 0.35 of the time, but on
+CartPole these updates take a tenth of a run.
 
-runs.csv has a row per run: recipe, env, variant, seed; env_steps and updates it took; threshold, and reached, the steps
-after which it reached that (empty: it did not); last, best and final, its last evaluation, its best one, and the mean
-of the last tenth of them; wall_time in seconds; commit and torch, the code that ran; command, which repeats it.
+runs.csv has one row per run, with the columns
+
+    recipe, env, variant, seed
+    env_steps, updates     total numbers
+    threshold, reached     value to reach, and env steps after which the run reached it (empty: not reached)
+    last, best, final      last evaluation, best evaluation, and mean of the last tenth of the evaluations
+    wall_time              seconds
+    commit, torch          version of the code and of torch
+    command                command that repeats the run
 """
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("study", "run_study")
@@ -46,7 +53,7 @@ from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigErr
 from recipes.schemas.study import Config, StudyConfig
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
-# of a run, in runs.csv and curves.csv
+# columns of runs.csv and curves.csv that identify a run
 KEYS = ("recipe", "env", "variant", "seed")
 
 
@@ -62,17 +69,17 @@ class Job:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from other runs, as in the columns KEYS."""
+        """The values of the columns KEYS, which identify the run."""
         return self.recipe, self.env, self.variant, str(self.seed)
 
     @property
     def command(self) -> list[str]:
-        """The command line behind the interpreter."""
+        """The command-line arguments of the Python interpreter."""
         return ["-m", f"recipes.{self.recipe}", f"env={self.env}", *self.words, f"seed={self.seed}"]
 
 
 def jobs_of(study: StudyConfig, seeds: int | None = None) -> list[Job]:
-    """All runs of a study, in the order in which they are run."""
+    """All runs of a study in order; `seeds` overrides the number of seeds of the study."""
     return [
         Job(study.recipe, env, variant, study.first_seed + number, (*study.fixed, *words))
         for number in range(seeds or study.seeds)
@@ -82,12 +89,12 @@ def jobs_of(study: StudyConfig, seeds: int | None = None) -> list[Job]:
 
 
 def override(key: str, path: Path) -> str:
-    """A word of the command line that sets `key` to a path, whatever that holds."""
+    """A word of the command line that sets `key` to a path, with special characters quoted."""
     return f"{key}={QuotedString(str(path), Quote.single).with_quotes()}"
 
 
 class Pool:
-    """Processes that run jobs, each in a directory of its own."""
+    """Runs jobs in processes, each in a separate directory."""
 
     def __init__(self, out: Path, study: StudyConfig, version: str):
         self._out, self._study, self._version = out, study, version
@@ -95,11 +102,11 @@ class Pool:
         self.stopped = False
 
     def directory(self, job: Job) -> Path:
-        """Where the run is."""
+        """The run directory of a job."""
         return self._out / "runs" / job.env.replace("/", "_") / job.variant / f"seed{job.seed}"
 
     def run(self, job: Job) -> dict[str, Any] | None:
-        """Runs a job, or goes on with it, and gives its row; None if it was stopped or failed."""
+        """Run or resume a job and return its row of runs.csv; None if it was stopped or failed."""
         if self.stopped:
             return None
         run_dir = self.directory(job)
@@ -109,7 +116,7 @@ class Pool:
         elif run_dir.exists():
             shutil.rmtree(run_dir)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        # One thread each: there is a run for every core.
+        # One thread per run: there is one run per core.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         with run_dir.with_suffix(".log").open("w") as log:
             process = subprocess.Popen(
@@ -126,7 +133,7 @@ class Pool:
         return self.row(job)
 
     def row(self, job: Job) -> dict[str, Any]:
-        """The row of a run that has finished."""
+        """The row of a finished run in runs.csv."""
         run_dir, study = self.directory(job), self._study
         evaluations = read_progress(run_dir / PROGRESS)
         steps = [int(row["env_steps"]) for row in evaluations]
@@ -150,31 +157,31 @@ class Pool:
         }
 
     def curve(self, job: Job) -> list[dict[str, str]]:
-        """The evaluations of a run."""
+        """The rows of a finished run in curves.csv."""
         column = self._study.column
         rows = read_progress(self.directory(job) / PROGRESS)
         key = dict(zip(KEYS, job.key, strict=True))
         return [{**key, "env_steps": row["env_steps"], column: row[column]} for row in rows]
 
     def stop(self) -> None:
-        """Asks all processes to end where their state is whole."""
+        """Ask all processes to save a checkpoint and exit."""
         self.stopped = True
         for process in list(self._running):
             process.send_signal(signal.SIGINT)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV; none if there is no file."""
+    """The rows of a CSV; an empty list if the file does not exist."""
     return read_progress(path) if path.is_file() else []
 
 
 def key_of(row: dict[str, str]) -> tuple[str, ...]:
-    """What tells the run of a row of runs.csv or curves.csv from others, as Job.key."""
+    """The key (see Job.key) of the run that a row of runs.csv or curves.csv belongs to."""
     return tuple(row[name] for name in KEYS)
 
 
 def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
-    """The runs that have a row. What a killed study left half-written, a row or a curve without its row, is removed."""
+    """The keys of the runs in runs.csv. Removes incomplete rows, and curves without a row, left by a killed study."""
     for path in (out / RUNS, out / CURVES):
         if path.is_file():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -187,7 +194,7 @@ def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
 
 
 def code_version() -> str:
-    """The commit of this checkout, with a + if it was changed since; "unknown" where git does not know."""
+    """The commit of this checkout, followed by "+" if files have changed since; "unknown" without git."""
     root = Path(__file__).parent
     try:
         commit, changes = (
@@ -201,7 +208,7 @@ def code_version() -> str:
 
 @contextmanager
 def stopping(pool: Pool) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the pool."""
+    """Stop the pool on Ctrl-C and SIGTERM."""
     previous = {number: signal.signal(number, lambda *_: pool.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -211,17 +218,17 @@ def stopping(pool: Pool) -> Iterator[None]:
 
 
 def run_study(config: DictConfig, out: Path) -> int:
-    """Runs what is missing of a study.
+    """Run all runs of a study that have not finished.
 
     Returns:
-        The exit code: 0, 1 if runs failed, 130 if it was interrupted.
+        The exit code: 0; 1 if runs failed; 130 if the study was interrupted.
     """
     cfg = parse_config(config, Config)
     study = cfg.study
     recorded = OmegaConf.structured(study)
     if (out / STUDY).is_file():
         before = OmegaConf.load(out / STUDY)
-        # more seeds are more of the same
+        # the number of seeds may change
         if not isinstance(before, DictConfig) or {**before, "seeds": None} != {**recorded, "seeds": None}:
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
@@ -237,7 +244,7 @@ def run_study(config: DictConfig, out: Path) -> int:
         for future in as_completed(futures):
             job, row = futures[future], future.result()
             if row is not None:
-                # the curve first: what has a row is whole
+                # the curve first, so that a run with a row is complete
                 append_rows(out / CURVES, pool.curve(job))
                 append_rows(out / RUNS, [row])
                 bar.update()
@@ -246,7 +253,7 @@ def run_study(config: DictConfig, out: Path) -> int:
                 log = pool.directory(job).with_suffix(".log")
                 bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
     if pool.stopped:
-        print(f"interrupted; the same command goes on with {out}")
+        print(f"interrupted; repeat the command to continue {out}")
         return INTERRUPTED
     print(f"{len(jobs) - failed} runs in {out / RUNS}; python -m recipes.plot study={out} shows them")
     return FAILED if failed else DONE

@@ -1,7 +1,7 @@
 """Which transition should be learned next? The stylized setting of the ReaPER paper (Appendix C, Figure 4).
 
-One episode of n transitions on the optimal path, a reward of 1 at its end and none before; tabular Q-learning with
-learning rate 1 and discount factor 1: learning transition t sets Q_t ← Q_{t+1}, where Q_{n+1} = 1. Counted are the
+One episode has n transitions on the optimal path, with a reward of 1 at the end and 0 before. Tabular Q-learning with
+learning rate 1 and discount factor 1 learns transition t by Q_t ← Q_{t+1}, with Q_{n+1} = 1. The experiment counts the
 updates until every Q_t = 1.
 
 - *uniform*: any transition, learned or not.
@@ -9,12 +9,13 @@ updates until every Q_t = 1.
 - *ReaPER-g*: the largest Ψ_t = R_t |δ_t| (Eq. 4-5), ties broken at random.
 - *oracle*: the last transition with δ_t ≠ 0. It never updates a transition twice, which is optimal.
 
-Initially Q_t = 0. Reliability is "high" as it stands, "medium" when every fourth Q-value is overwritten with 1, and
-"low" when every second one is. The paper does not say where the counting begins; here it is t = p, 2p, 3p, ... with
-p = 4 or 2 and t = 1 the first transition. Another offset changes how many values are left to learn in the medium
-condition and moves the means of uniform and PER-g a little, but no conclusion: ReaPER-g equals the oracle for all.
+Initially Q_t = 0, the condition of "high" reliability. Reliability is "medium" if every fourth initial Q-value is
+replaced by 1, and "low" if every second one is. The paper does not define the first replaced value; here, the values at
+t = p, 2p, 3p, ... are replaced, with p = 4 or 2 and t = 1 the first transition. Another offset changes the number of
+values to learn in the medium condition and slightly the means of uniform and PER-g, but not the conclusions: ReaPER-g
+equals the oracle for every offset.
 
-Run with ``python -m recipes.stylized --out runs/stylized --seeds 100`` (about ten seconds): prints a table and writes
+``python -m recipes.stylized --out runs/stylized --seeds 100`` (about ten seconds) prints a table and writes
 ``stylized.csv`` and ``stylized.png``.
 """
 
@@ -32,16 +33,16 @@ from torch import Tensor
 from torchrl_replay_ext.functional import reliability
 
 PERIODS = {"high": None, "medium": 4, "low": 2}
-"""Reliability condition -> every how many Q-values one is overwritten with 1."""
+"""Reliability condition -> period p: every p-th initial Q-value is 1. None: all are 0."""
 
 
 def initial_q_values(length: int, period: int | None, offset: int = 0) -> Tensor:
-    """Q_1 ... Q_n at the start, and Q_{n+1} = 1, the target of the last transition.
+    """The initial Q_1 ... Q_n, followed by Q_{n+1} = 1, the target of the last transition.
 
     Args:
-        length: number of transitions n of the episode.
-        period: overwrite every ``period``-th value with 1; ``None`` leaves all of them at 0.
-        offset: how many places earlier than t = ``period`` the first overwritten value stands, in [0, ``period``).
+        length: n, number of transitions of the episode.
+        period: every ``period``-th value is 1 instead of 0; None: all are 0.
+        offset: the first such value is at t = ``period`` - ``offset``; in [0, ``period``). Default: 0.
 
     Returns:
         Float tensor [n + 1].
@@ -54,13 +55,13 @@ def initial_q_values(length: int, period: int | None, offset: int = 0) -> Tensor
 
 
 def argmax_random_ties(score: Tensor, generator: torch.Generator) -> Tensor:
-    """The index of the largest score of each row [rows, n] -> [rows], ties broken at random."""
+    """The index of the largest score in each row, [rows, n] -> [rows], with ties broken at random."""
     is_largest = score == score.amax(1, keepdim=True)
     return torch.rand(score.shape, generator=generator).masked_fill(~is_largest, -1.0).argmax(1)
 
 
 def select_uniform(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """Any transition, all equally likely."""
+    """A uniformly random transition."""
     rows, length = td_error.shape
     return torch.randint(length, (rows,), generator=generator)
 
@@ -92,12 +93,12 @@ STRATEGIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def count_updates(strategy: str, q_values: Tensor, generator: torch.Generator) -> Tensor:
-    """The number of updates until all Q-values are learned, for many independent episodes of one length at a time.
+    """The number of updates until all Q-values are learned, for many independent episodes of the same length.
 
     Args:
         strategy: a key of :data:`STRATEGIES`.
         q_values: initial values [episodes, n + 1], see :func:`initial_q_values`; left unchanged.
-        generator: source of the random choices.
+        generator: generator of the random choices.
 
     Returns:
         Integer tensor [episodes].
@@ -119,17 +120,17 @@ def count_updates(strategy: str, q_values: Tensor, generator: torch.Generator) -
 
 
 def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[dict]:
-    """Counts the updates of every strategy in every condition.
+    """Count the updates of every strategy in every condition.
 
     Args:
         lengths: episode lengths.
-        seeds: number of independent episodes behind each mean.
-        seed: seed of the random choices.
-        offset: see :func:`initial_q_values`; taken modulo the period of the condition.
+        seeds: number of independent episodes per mean.
+        seed: seed of the random choices. Default: 0.
+        offset: see :func:`initial_q_values`; taken modulo the period of the condition. Default: 0.
 
     Returns:
-        One row for each condition, length and strategy, with ``updates`` (mean), ``extra`` (mean number of updates over
-        the oracle's) and ``extra_std`` (its standard deviation over the seeds).
+        One row per condition, length and strategy, with ``updates`` (mean), ``extra`` (mean number of updates in excess
+        of the oracle's) and ``extra_std`` (standard deviation of ``extra`` over the seeds).
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -154,7 +155,7 @@ def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[
 
 
 def format_table(rows: list[dict]) -> str:
-    """The mean number of extra updates over the oracle's, one line for each condition and length."""
+    """A table of the mean updates in excess of the oracle's, one line per condition and length."""
     compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
     lines = [f"{'reliability':<12}{'length':>7}{'oracle':>9}" + "".join(f"{'+' + s:>12}" for s in compared)]
     for condition in PERIODS:
@@ -166,7 +167,7 @@ def format_table(rows: list[dict]) -> str:
 
 
 def write_csv(rows: list[dict], path: Path) -> None:
-    """Writes the rows of :func:`run`."""
+    """Write the rows of :func:`run` to a CSV."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -174,7 +175,7 @@ def write_csv(rows: list[dict], path: Path) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draws Figure 4: extra updates over the oracle against the length of the episode, one panel for each condition."""
+    """Draw Figure 4: updates in excess of the oracle's against the episode length, one panel per condition."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -196,18 +197,18 @@ def plot(rows: list[dict], path: Path) -> None:
         panel.set_title(f"{condition} reliability")
         panel.set_xlabel("episode length")
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("updates more than the oracle")
+    panels[0].set_ylabel("updates in excess of the oracle")
     panels[0].legend()
     figure.savefig(path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Runs the comparison from the command line and returns its rows."""
+    """Run the comparison from the command line and return its rows."""
     parser = argparse.ArgumentParser(prog="python -m recipes.stylized", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/stylized"), help="folder of stylized.csv and stylized.png"
+        "--out", type=Path, default=Path("runs/stylized"), help="directory of stylized.csv and stylized.png"
     )
-    parser.add_argument("--seeds", type=int, default=100, help="episodes behind each mean (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     parser.add_argument(
         "--lengths",

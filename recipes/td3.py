@@ -7,17 +7,22 @@
     python -m recipes.td3 env=hopper sampler=dper compile=true
     python -m recipes.td3 resume=runs/td3/pendulum/per/seed1-...
 
-The settings are those of the authors' code (conf/td3/<env>.yaml), but for pendulum. Steps and updates take turns in
-cycles of policy_delay: so many steps, then as many updates of the critics and one of the actor and all targets.
+The settings are from the authors' code, except for pendulum; see conf/td3/<env>.yaml. With one environment, a cycle is
+policy_delay steps, then as many updates of the critics, then one update of the actor and all targets.
 
-progress.csv has a row per evaluation: env_steps and updates (of the critics) so far; return_mean, the score of the
-policy without noise, and return_0 ..., the episodes it is the mean of; loss_actor (minus the first critic's value of
-the policy's actions) and loss_qvalue, means over the updates since the row before; wall_time in seconds, that before a
-resume included; sampler/..., the scalars of the sampler's stats().
+progress.csv has one row per evaluation, with the columns
+
+    env_steps, updates     totals so far; updates are those of the critics
+    return_mean            mean return of the evaluation's episodes, played without noise
+    return_0, return_1 ... return of each episode
+    loss_actor             minus the first critic's value of the policy's actions; mean since the previous row
+    loss_qvalue            mean over the updates since the previous row
+    wall_time              seconds, including the time before a resume
+    sampler/...            scalars of the sampler's stats()
 """
 
 if __name__ == "__main__":
-    # Ahead of the imports below, which take seconds: a mistake on the command line is reported at once.
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
     from recipes.run import run_recipe
 
     run_recipe("td3")
@@ -45,11 +50,15 @@ from recipes.update import Delayed, Learner
 
 
 class ExplorationNoise:
-    """Normal noise: x ← (1 − θ) x + σ √(1 − (1 − θ)²) ε with x = 0 at first and ε ~ N(0, 1).
+    """Gaussian exploration noise: x ← (1 − θ) x + σ √(1 − (1 − θ)²) ε, starting at x = 0, with ε ~ N(0, 1).
 
-    Its standard deviation is σ, at once if θ = 1, where each step is independent, else in the long run: then it is an
-    Ornstein-Uhlenbeck process, which goes on when episodes end. The DDPG paper states the factor of ε instead, which
-    is 0.53 σ for its θ = 0.15. Draws are from torch's global generator.
+    With θ = 1, steps are independent and x has standard deviation σ. With θ < 1, x is an Ornstein-Uhlenbeck process
+    whose standard deviation tends to σ. The process is not reset when an episode ends. The DDPG paper gives the factor
+    of ε instead of σ; it is 0.53 σ for the paper's θ = 0.15. Samples are from torch's global generator.
+
+    Args:
+        sigma: σ, >= 0, in units of actions in [-1, 1].
+        theta: θ, in (0, 1].
     """
 
     def __init__(self, sigma: float, theta: float):
@@ -58,7 +67,7 @@ class ExplorationNoise:
         self._value = np.float32(0)
 
     def __call__(self, shape: tuple[int, ...]) -> np.ndarray:
-        """The next x, float32, of one and the same shape in all calls."""
+        """The next x, float32; `shape` must be the same in all calls."""
         self._value = self._keep * self._value + self._scale * torch.randn(shape).numpy()
         return self._value
 
@@ -67,14 +76,14 @@ class ExplorationNoise:
         return {"value": torch.as_tensor(self._value)}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self._value = state["value"].cpu().numpy()
 
 
 def make_loss(
     td3: TD3Config, num_observed: int, num_actions: int, device: torch.device
 ) -> tuple[nn.Sequential, TD3Loss]:
-    """The policy network, which gives actions in [-1, 1], and the loss, which holds two critics besides."""
+    """The policy network, whose actions are in [-1, 1], and the loss, which also holds two critics."""
 
     def mlp(inputs: int, outputs: int) -> MLP:
         return MLP(inputs, outputs, num_cells=td3.hidden_sizes, activation_class=nn.ReLU, device=device)
@@ -95,16 +104,16 @@ def make_loss(
 
 
 def critic_loss(loss_module: TD3Loss, sample: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The critics' loss, with the sampler's "priority_weight"; writes the TD errors into the sample."""
+    """The critics' loss, weighted by the sampler's "priority_weight"; writes the TD errors into the sample."""
     loss_qvalue, of_critics = loss_module.value_loss(sample)
     sample["td_error"] = of_critics["td_error"].detach().amax(0)
     return {"loss_qvalue": loss_qvalue}
 
 
 def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The actor's loss, without weights: like that of SAC, it holds in each state by itself (recipes/sac.py).
+    """The actor's loss, without importance-sampling weights; recipes.sac.losses explains why.
 
-    That of the loss module, but that it asks the first critic alone; there the second one is computed too.
+    Equal to loss_module.actor_loss, but computes only the first critic instead of both.
     """
     actor, critic = loss_module.actor_network, loss_module.qvalue_network
     with loss_module.actor_network_params.to_module(actor, preserve_module_state=False):
@@ -114,7 +123,7 @@ def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> dict[str, torch.T
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
-    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
@@ -123,7 +132,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     td3 = cfg.td3
     device = prepare(cfg, run_dir)
 
-    # One environment per evaluation episode; those to learn in are made further down.
+    # One environment per evaluation episode. The collector below makes the training environments.
     evaluation_envs = [make_continuous_env(cfg.env) for _ in range(td3.evaluation_episodes)]
     require_memory(cfg, evaluation_envs[0], device)
     action_space = evaluation_envs[0].action_space
@@ -139,7 +148,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         loss_module.qvalue_network_params.flatten_keys().values(), lr=td3.critic_learning_rate, fused=True
     )
 
-    # TD3Loss gives SQUARED TD errors: the larger one of the two critics'.
+    # TD3Loss gives SQUARED TD errors: the larger one of the two critics' errors.
     replay = make_replay(
         cfg,
         device,
@@ -164,7 +173,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         cudagraphs=cfg.cudagraphs,
     )
 
-    # The policy as functions of arrays: with noise to learn from, without it for evaluations.
+    # The policy as functions of arrays: with noise for training, without noise for evaluations.
     noise = ExplorationNoise(td3.exploration_noise, THETA[td3.noise])
 
     @torch.inference_mode()
@@ -175,7 +184,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         action = deterministic(observations)
         return (action + noise(action.shape)).clip(-1, 1)
 
-    # The environments run on the CPU, and their batches stay there until the buffer takes them.
+    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(noisy, action_space, seed=cfg.seed)
     collector = VectorCollector(
         [partial(make_continuous_env, cfg.env)] * cfg.num_envs,

@@ -1,4 +1,4 @@
-"""The loop of every recipe: collect, learn, evaluate, record, save."""
+"""The training loop of every recipe: collect, learn, evaluate, log, save."""
 
 import random
 import sys
@@ -32,7 +32,7 @@ from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigErr
 from recipes.video import Camera
 
 if TYPE_CHECKING:
-    # imports Ray where it is installed, which takes a second
+    # recipes.remote imports Ray if it is installed, which takes a second
     from recipes.remote import RemoteCollector, RemoteReplay
 
 CURVE = "learning_curve.png"
@@ -41,21 +41,22 @@ NORMALIZED = "human_normalized"
 
 @dataclass(kw_only=True)
 class Agent:
-    """What a recipe hands to the loop.
+    """The parts of a recipe that the training loop uses.
 
     Args:
         collector: yields batches of transitions.
         replay: the buffer.
-        explore: told the number of steps so far, ahead of each batch.
-        learn: told a batch and the number of steps with it; writes the batch to the buffer and makes the updates.
-            Returns the numbers to record, in dicts of tensors [updates].
-        policy: maps observations [n, ...] to actions [n, ...]; it is what evaluations evaluate.
-        evaluation_epsilon: probability of a random action there, if actions are discrete.
+        explore: called before each batch with the number of env steps so far.
+        learn: called with a batch and the number of env steps including it. Writes the batch to the buffer, makes the
+            updates and returns the numbers to log, as dicts of tensors [updates].
+        policy: the policy to evaluate; maps observations [n, ...] to actions [n, ...].
         losses: names of the numbers that `learn` returns.
-        stores: entries of a batch to store, beyond those that every recipe does; None: the collector has written it.
-        columns: other numbers to record, at this number of steps.
-        shown: what the progress bar shows of all that.
-        state: networks, optimizers and whatever else the future depends on, for the checkpoint.
+        shown: names of the numbers that the progress bar shows.
+        state: networks, optimizers and other objects with state, for the checkpoint.
+        stores: entries of a batch to store in addition to recipes.replay.stored_keys; None: the collector writes to the
+            buffer itself. Default: ().
+        evaluation_epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
+        columns: maps the number of env steps to further numbers to log. Default: none.
     """
 
     collector: "VectorCollector | RemoteCollector"
@@ -72,21 +73,19 @@ class Agent:
 
 
 def prepare(cfg: RunConfig, run_dir: Path) -> torch.device:
-    """Checks what can be checked before anything is built, seeds everything, and finds the device."""
+    """Check the run directory and the device, set threads and seeds, and return the device."""
     if cfg.resume is None and (run_dir / CONFIG).exists():
-        raise ConfigError(
-            f"{run_dir} holds a run already: go on with it (resume={run_dir}), or choose another directory"
-        )
+        raise ConfigError(f"{run_dir} holds a run already: resume it (resume={run_dir}) or choose another directory")
     device = find_device(cfg.device)
     if cfg.cudagraphs and device.type != "cuda":
-        raise ConfigError(f"cudagraphs=true: needs a CUDA device, this is {device}")
+        raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {device}")
     torch.set_num_threads(cfg.num_threads)
     seed_everything(cfg.seed)
     return device
 
 
 def find_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+    """The torch device of this name; `auto` is the first CUDA device, or the CPU if there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -98,7 +97,7 @@ def find_device(name: str) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch."""
+    """Seed the global generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -112,15 +111,15 @@ def run(
     run_dir: Path,
     device: torch.device,
 ) -> int:
-    """Trains, evaluates, and leaves config.yaml, progress.csv, learning_curve.png and checkpoint.zip in `run_dir`.
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
         agent: the recipe's parts.
-        evaluation_envs: one per evaluation episode.
-        cfg: the configuration, checked.
-        config: the same as it was read, to be kept.
+        evaluation_envs: one environment per evaluation episode.
+        cfg: the checked configuration.
+        config: the configuration as read, to be saved in config.yaml.
         run_dir: directory of the run.
-        device: where the networks are.
+        device: device of the networks.
 
     Returns:
         The exit code.
@@ -128,7 +127,7 @@ def run(
     learning, collector, replay = cfg.learning, agent.collector, agent.replay
     stored = None if agent.stores is None else (*stored_keys(cfg.env), *agent.stores)
 
-    # Everything that a run's future depends on: a resumed one goes on as if it had never stopped.
+    # The checkpoint holds the complete state, so a resumed run continues as if it had never stopped.
     counters: dict[str, Any] = {
         "env_steps": 0,
         "updates": 0,
@@ -156,7 +155,7 @@ def run(
         lost = collector.resume()
         if lost and isinstance(replay, TensorDictReplayBuffer) and not finished():
             end_last_episodes(replay, cfg.num_envs, lost)
-            warn(f"{len(lost)} of {cfg.num_envs} environments cannot be brought back to where they were: new episodes")
+            warn(f"the state of {len(lost)} of {cfg.num_envs} environments cannot be restored; they start new episodes")
     camera = Camera(cfg.env, run_dir) if cfg.video else None
     try:
         progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
@@ -210,7 +209,7 @@ def run(
             row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
             if cfg.logger.backend is not None:
                 share = replay.sampler.probabilities(replay.storage)
-                # relative to uniform draws
+                # relative to uniform sampling
                 histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         progress.write(row, histograms)
         record_video()
@@ -261,11 +260,11 @@ def run(
         except LostProcess as error:
             lost_process = error
         except (TorchDynamoException, CppCompileError):
-            # Ctrl-C in a terminal reaches the processes of the compiler as well, and ends them.
+            # Ctrl-C in a terminal also ends the compiler's processes.
             if not interrupted():
                 raise
             aborted = True
-        # A batch without its updates is not a state to go on from.
+        # The last batch was collected but its updates were not made: do not save this state.
         saved = aborted or save()
 
     collector.shutdown()
@@ -275,32 +274,36 @@ def run(
         environment.close()
     if not saved:
         before = (
-            f"resume={run_dir} goes on from the one before" if (run_dir / CHECKPOINT).is_file() else "there is none"
+            f"resume={run_dir} continues from the previous one"
+            if (run_dir / CHECKPOINT).is_file()
+            else "there is no previous one"
         )
-        sys.stderr.write(f"no checkpoint at the end of the run; {before}\n")
+        sys.stderr.write(f"the final checkpoint could not be saved; {before}\n")
         return FAILED
     if lost_process is not None:
-        sys.stderr.write(f"go on with resume={run_dir}\n")
+        sys.stderr.write(f"continue with resume={run_dir}\n")
         return FAILED
     if aborted:
-        before = f"go on with resume={run_dir}" if (run_dir / CHECKPOINT).is_file() else "there is no checkpoint yet"
-        print(f"interrupted at step {counters['env_steps']} while the update was compiled; {before}")
+        before = f"continue with resume={run_dir}" if (run_dir / CHECKPOINT).is_file() else "there is no checkpoint yet"
+        print(f"interrupted at step {counters['env_steps']} while the update was being compiled; {before}")
         return INTERRUPTED
     if not finished():
-        print(f"interrupted at step {counters['env_steps']}; go on with resume={run_dir}")
+        print(f"interrupted at step {counters['env_steps']}; continue with resume={run_dir}")
         return INTERRUPTED
     if cfg.logger.csv:
         try:
             plot_runs([run_dir], run_dir / CURVE)
         except OSError as error:
-            sys.stderr.write(f"{run_dir / CURVE}: {reason(error)}; make room, then: python -m recipes.plot {run_dir}\n")
+            sys.stderr.write(
+                f"{run_dir / CURVE}: {reason(error)}; free disk space, then run: python -m recipes.plot {run_dir}\n"
+            )
             return FAILED
     print(summary(counters, cfg.env.reward_threshold, run_dir))
     return DONE
 
 
 def summary(counters: dict[str, Any], threshold: float | None, run_dir: Path) -> str:
-    """The line a finished run ends with."""
+    """The last line that a finished run prints."""
     if counters["reached_at"] is not None:
         outcome = f"reached {threshold:g} at step {counters['reached_at']}"
     elif threshold is not None:

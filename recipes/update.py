@@ -1,4 +1,4 @@
-"""The update step of a recipe: as a loop of eager operations, or as one compiled graph."""
+"""The update step of a recipe, eager or as one compiled graph."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,27 @@ from torchrl.objectives import LossModule
 from recipes.optimizers import RMSProp, RMSPropStep
 from torchrl_replay_ext import AdamStep, clip_gradients, compile_step
 
-# Maps a sample to numbers, and writes the TD errors into the sample. As with TorchRL's loss modules, those whose names
-# begin with "loss" are to be minimised; the others are for the record.
+# Maps a sample to numbers and writes the TD errors into the sample. As in TorchRL's loss modules, numbers whose names
+# begin with "loss" are minimised; the others are only logged.
 LossFunction = Callable[[TensorDictBase], Mapping[str, Tensor] | TensorDictBase]
 
-# Maps what a loss function returned, and parameters, to gradients of the parameters, contiguous as these are.
+# Maps the result of a loss function and a list of parameters to the gradients of these parameters. Each gradient must
+# be contiguous, as its parameter is.
 Gradients = Callable[[Mapping[str, Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(kw_only=True)
 class Delayed:
-    """What follows every ``interval``-th update: an update of other parameters, as that of the actor in TD3.
+    """A second update after every ``interval``-th update, such as the actor's update in TD3.
 
     Args:
-        interval: divides ``gradient_steps`` and ``updates_per_graph`` of the :class:`Learner`.
-        loss_function: see :data:`LossFunction`; it finds the first parameters as the update before has left them.
+        interval: number of updates per delayed update. Must divide ``gradient_steps`` and ``updates_per_graph`` of the
+            :class:`Learner`.
+        loss_function: see :data:`LossFunction`. It runs after the step of the first optimizers.
         optimizers: see :class:`Learner`.
-        sample: gives its batch, in a graph too (another CompilableReplayBuffer's ``sample``); None: the batch of the
-            update before.
-        target_step: see :class:`Learner`.
+        sample: draws the batch of the delayed update. Compiled updates need one that can be traced, such as ``sample``
+            of another CompilableReplayBuffer. Default: None, use the batch of the preceding update.
+        target_step: see :class:`Learner`. Default: None.
     """
 
     interval: int
@@ -42,7 +44,7 @@ class Delayed:
 
 
 def total(losses: Mapping[str, Tensor]) -> Tensor:
-    """The sum of the entries that are losses."""
+    """The sum of the entries whose names begin with "loss"."""
     return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
 
 
@@ -52,22 +54,23 @@ def gradients_of_total(losses: Mapping[str, Tensor], parameters: Sequence[Tensor
 
 
 class Learner:
-    """Writes what was collected into the buffer and learns from the buffer.
+    """Writes collected data to the buffer and makes updates with samples from it.
 
     Args:
-        replay: the buffer; a CompilableReplayBuffer if ``compiled``.
+        replay: the buffer; must be a CompilableReplayBuffer if ``compiled``.
         loss_function: see :data:`LossFunction`.
-        optimizers: Adam or RMSProp with one group of parameters each; those of one must not be in another, and no
-            parameter may get gradients from a loss that is not meant for it: the losses are added up.
-        gradient_steps: updates per call.
-        max_grad_norm: gradients of an optimizer's parameters of a larger norm are scaled down to it; None: as they are.
-        target_step: moves the target networks after each update (``SoftUpdate(...).step``).
-        gradients: see :data:`Gradients`; None: those of the sum of the losses.
-        delayed: what follows some of the updates only.
-        targets: pairs of a target parameter and its source, for calls that ask for a copy ahead of their updates.
-        compiled: as one compiled graph.
-        updates_per_graph: updates in one graph; divides ``gradient_steps``.
-        cudagraphs: replay the graph as one CUDA graph.
+        optimizers: Adam or RMSProp, each with one group of parameters. No parameter may be in two optimizers. The
+            losses are added up, so no parameter may receive a gradient from the loss of another optimizer.
+        gradient_steps: updates per call, > 0.
+        max_grad_norm: gradients of an optimizer with a larger norm are scaled down to this norm. Default: None, no
+            clipping.
+        target_step: updates the target networks after each update (``SoftUpdate(...).step``). Default: None.
+        gradients: see :data:`Gradients`. Default: None, gradients of the sum of the losses.
+        delayed: second update after some of the updates. Default: None.
+        targets: pairs (target parameter, source) that calls with ``copy_targets=True`` copy. Default: none.
+        compiled: compile the update into one graph. Default: False.
+        updates_per_graph: updates in one graph; must divide ``gradient_steps``. Default: 1.
+        cudagraphs: replay the graph as a CUDA graph. Default: False.
     """
 
     def __init__(
@@ -95,20 +98,23 @@ class Learner:
         self._eager = eager_update(*self._arguments)
         self._is_compiled = compiled
         self._compiled: CompiledUpdate | None = None
-        # With one call per batch, the batch is written in the same graph. But on a GPU the batch has to come from the
-        # CPU first, ranks are sorted at writes outside graphs only, and events are not part of a graph.
+        # If each batch needs one graph call, the graph can also write the batch. Exceptions: on a GPU, because batches
+        # come from the CPU; and samplers that sort ranks or evaluate events, which they do outside of graphs.
         self._extends = (
             gradient_steps == updates_per_graph and self._on_cpu and getattr(replay.sampler, "writes_in_graphs", True)
         )
 
     def __call__(self, data: TensorDictBase, *, copy_targets: bool = False) -> list[dict[str, Tensor]]:
-        """Write ``data`` and make the updates.
+        """Write ``data`` to the buffer and make ``gradient_steps`` updates.
+
+        Args:
+            data: the new transitions.
+            copy_targets: copy the ``targets`` before the updates. Default: False.
 
         Returns:
-            What the loss functions returned: dicts of tensors [updates].
+            The results of the loss functions, as dicts of tensors [updates].
         """
-        # The first write of all is outside of graphs: it sets up the buffer. They are made afterwards, so that a run
-        # that goes on from a checkpoint has the same ones.
+        # The first write sets up the buffer and must be eager. The graph is compiled after it, in new and resumed runs.
         if not self._is_compiled or not self._replay.write_count:
             self._replay.extend(data)
             if copy_targets:
@@ -143,11 +149,13 @@ def eager_update(
     gradients: Gradients | None = None,
     delayed: Delayed | None = None,
 ) -> Callable[..., dict[str, Tensor]]:
-    """Sample, losses, gradients, optimizer steps, targets, priorities: see :class:`Learner`.
+    """Build the eager update: sample, losses, gradients, optimizer steps, targets, priorities.
+
+    The arguments are those of :class:`Learner`.
 
     Returns:
-        A function that makes one update and returns what the loss functions did, as tensors [1, ...]. Told the number
-        of the update, counted from 1, it knows whether the delayed one is due.
+        A function that makes one update and returns the results of the loss functions as tensors [1, ...]. Its argument
+        is the number of the update, counted from 1, which decides whether the delayed update follows.
     """
 
     def descend(
@@ -187,24 +195,25 @@ def eager_update(
 
 
 class CompiledUpdate:
-    """The same in one graph: ``num_updates`` updates, ahead of them a copy to the target network if it is due.
+    """``num_updates`` updates as one compiled graph, which optionally starts with a write of new data.
 
-    Parameters, optimizer state and buffer are changed in place, so checkpoints see them; make it anew after a
-    checkpoint was loaded. It is compiled at the first call and then serves the whole run: shapes and objects must stay
-    what they are (:func:`~torchrl_replay_ext.compile_step`).
+    The graph changes parameters, optimizer state and buffer in place, so checkpoints include the changes. It is
+    compiled at the first call. Shapes and objects must not change afterwards
+    (:func:`~torchrl_replay_ext.compile_step`); create a new CompiledUpdate after loading a checkpoint.
 
     Args:
-        replay: a CompilableReplayBuffer that was written to.
+        replay: a CompilableReplayBuffer that holds transitions.
         loss_function: see :data:`LossFunction`.
         optimizers: see :class:`Learner`.
         max_grad_norm: see :class:`Learner`.
         target_step: see :class:`Learner`.
         gradients: see :class:`Learner`.
         delayed: see :class:`Learner`.
-        targets: pairs of a target parameter and its source.
-        num_updates: updates per call.
-        extends: each call brings new data, always of the same number of rows, which is written first.
-        cudagraphs: replay the graph as one CUDA graph.
+        targets: pairs (target parameter, source), copied before the updates of calls with ``target_due=True``.
+        num_updates: updates per call. Default: 1.
+        extends: each call gets new data, always with the same number of rows, and writes it before the updates.
+            Default: False.
+        cudagraphs: replay the graph as a CUDA graph. Default: False.
     """
 
     def __init__(
@@ -236,10 +245,14 @@ class CompiledUpdate:
         self._compiled = compile_step(updates, cudagraphs=cudagraphs)
 
     def __call__(self, data: TensorDictBase | None = None, *, target_due: bool = False) -> dict[str, Tensor]:
-        """Make the updates and return what the loss functions did, as tensors [num_updates], fewer of a delayed one."""
+        """Make the updates and return the results of the loss functions.
+
+        Returns:
+            Tensors [num_updates]; [num_updates / interval] for a delayed update.
+        """
         self._target_due.fill_(target_due)
         losses = self._compiled(data)
-        # the next replay of a CUDA graph overwrites what this one returned
+        # the next replay of a CUDA graph overwrites these tensors
         return {name: value.clone() for name, value in losses.items()} if self._cudagraphs else losses
 
     def _updates(self, data: TensorDictBase | None) -> dict[str, Tensor]:
@@ -249,7 +262,7 @@ class CompiledUpdate:
             for target, source in self._targets:
                 target.copy_(torch.where(self._target_due, source, target))
         results = [self._update(number + 1) for number in range(self._num_updates)]
-        # the last one has everything: a delayed update belongs to it
+        # a delayed update, if there is one, follows the last update: results[-1] has all names
         return {name: torch.stack([result[name] for result in results if name in result]) for name in results[-1]}
 
     def _update(self, number: int) -> dict[str, Tensor]:
@@ -289,13 +302,13 @@ def _traceable(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSPropStep:
 
 
 def parameters_of(optimizer: torch.optim.Adam | RMSProp) -> list[Tensor]:
-    """The parameters of its only group."""
+    """The parameters of the optimizer's only group."""
     (group,) = optimizer.param_groups
     return list(group["params"])
 
 
 def target_pairs(loss_module: LossModule) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of the target networks with its source."""
+    """Pairs (target parameter, source) of all target networks of a loss."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for name, _ in loss_module.named_children():
         if name.startswith("target_"):

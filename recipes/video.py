@@ -1,4 +1,4 @@
-"""Videos of the agent that is evaluated: video=true."""
+"""Records videos of evaluations (video=true)."""
 
 import os
 from collections.abc import Callable
@@ -15,41 +15,41 @@ from recipes.evaluation import evaluate
 from recipes.files import atomic_write
 from recipes.run import ConfigError
 
-VIDEOS = "videos"  # in a run's directory
+VIDEOS = "videos"  # subdirectory of a run directory
 MAX_STEPS = 1000
-WIDTH = 240  # pixels; smaller images stay as they are
+WIDTH = 240  # pixels; wider images are scaled down
 FRAMES_PER_SECOND = 25
 
 
 class Camera:
-    """Plays an episode in an environment of its own at each evaluation, and keeps it as an animated GIF.
+    """Plays one episode in a separate environment at each evaluation and saves it as an animated GIF.
 
-    It begins as the first episode of the evaluation does, and is cut off after MAX_STEPS.
+    The episode starts like the first episode of the evaluation and has at most MAX_STEPS steps.
 
     Args:
         config: the environment.
-        run_dir: videos go to its subdirectory VIDEOS, by the number of steps trained.
+        run_dir: directory of the run; videos are saved in its subdirectory VIDEOS.
 
     Raises:
-        ConfigError: the environment cannot be rendered here.
+        ConfigError: if the environment cannot be rendered on this host.
     """
 
     def __init__(self, config: EnvConfig, run_dir: Path):
-        # else pygame complains where there is no display
+        # without it, pygame warns on hosts without a display
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         rendered = replace(config, options={**config.options, "render_mode": "rgb_array"})
         try:
             env = make_env(rendered)
             env.reset()
             if not isinstance(env.render(), np.ndarray):
-                raise TypeError("it gives no images")
-        # whatever a display or a graphics library may raise
+                raise TypeError("render() returns no image")
+        # displays and graphics libraries raise many kinds of errors
         except Exception as error:
             message = str(error) or type(error).__name__
             raise ConfigError(f"video=true: {config.id} cannot be rendered here: {message}") from error
         self._env = gymnasium.wrappers.RenderCollection(gymnasium.wrappers.TimeLimit(env, MAX_STEPS))
         self._directory = run_dir / VIDEOS
-        # Every so many frames make a GIF of the game's speed.
+        # Keep every n-th frame, so that the GIF has the speed of the game.
         speed = float(env.metadata.get("render_fps") or FRAMES_PER_SECOND)
         self._stride = max(1, round(speed / FRAMES_PER_SECOND))
         self._duration = 1000 * self._stride / speed
@@ -57,16 +57,16 @@ class Camera:
     def record(
         self, policy: Callable[[np.ndarray], np.ndarray], *, epsilon: float, seed: list[int], step: int
     ) -> np.ndarray:
-        """Plays an episode, writes `step_<step>.gif`, and gives its frames, uint8 [frames, height, width, 3].
+        """Play an episode, write it to `step_<step>.gif` and return its frames, uint8 [frames, height, width, 3].
 
         Args:
             policy: see :func:`~recipes.evaluation.evaluate`.
-            epsilon: likewise.
-            seed: likewise.
-            step: number of steps trained.
+            epsilon: see :func:`~recipes.evaluation.evaluate`.
+            seed: see :func:`~recipes.evaluation.evaluate`.
+            step: number of env steps trained.
 
         Raises:
-            OSError: the file cannot be written; there is none then.
+            OSError: if the file cannot be written; no partial file is left.
         """
         evaluate(policy, [self._env], epsilon=epsilon, seed=seed)
         images = [Image.fromarray(np.asarray(frame)) for frame in self._env.render()[:: self._stride]]

@@ -30,6 +30,14 @@ def pytest_configure(config):
         torch._inductor.config.cpp.simdlen = simdlen
 
 
+@pytest.fixture
+def from_scratch():
+    """Nothing compiled is left from another test, nor for the next one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import linear_policy
 from tests.events import NaiveTables
 from tests.reference import NaivePER, NaiveReaPER
 from tests.samplers.experience import Environments, assert_same_state, transitions
@@ -129,10 +129,6 @@ def events(kind: str | None, retention: str, capacity: int, streams: int, rng: r
         pair_keys=("observation",),
     )
     return {"sampler": sampler, "writer": EventTableWriter(tables)}
-
-
-def linear_policy() -> TensorDictModule:
-    return TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
 
 
 def decoupled(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:

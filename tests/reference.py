@@ -100,6 +100,23 @@ class NaivePER(NaiveReplay):
         return {slot: transition.magnitude**self.alpha for slot, transition in self.transitions.items()}
 
 
+class NaiveRanking(NaiveReplay):
+    """P(i) ∝ rank(i)^-alpha: rank 1 is the newest transition without a TD error, then the older ones, then by |δ|."""
+
+    def __init__(self, *, alpha=0.7, td_error="squared"):
+        super().__init__(alpha=alpha, beta=0.4, eps=0.0, td_error=td_error, weight_norm="buffer")
+
+    def write(self, slot: int, *episode) -> None:
+        super().write(slot, *episode)
+        self.transitions[slot].magnitude = math.inf
+
+    def criterion(self) -> dict[int, float]:
+        def order(slot):
+            return self.transitions[slot].magnitude, self.transitions[slot].written
+
+        return {slot: rank**-self.alpha for rank, slot in enumerate(sorted(self.transitions, key=order)[::-1], 1)}
+
+
 class NaiveReaPER(NaiveReplay):
     """P(t) = Psi_t / sum Psi, Psi_t = R_t^omega d_t^alpha (Eq. 15-17)."""
 

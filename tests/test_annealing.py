@@ -59,7 +59,7 @@ def test_one_update_is_enough():
 
 
 def test_changed_in_place():
-    """Whoever holds the tensor sees the new value."""
+    """A tensor that was read before a step shows the value after the step."""
     hyperparameter = beta(Anneal(0.0, 1.0, 2))
     held = hyperparameter.value
     hyperparameter.step()
@@ -110,7 +110,7 @@ def test_a_refused_value_changes_nothing(value):
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 9])
 def test_state_round_trips(steps):
-    """The restored one goes on as the original does, whatever it was before."""
+    """A restored schedule continues like the original, whatever its state before."""
     original, restored = beta(Anneal(0.1, 0.9, 5)), beta(Anneal(0.5, 0.0, 77))
     for _ in range(steps):
         original.step()

@@ -24,7 +24,7 @@ def test_its_state_decides_what_is_drawn_next():
 
 
 class Elsewhere(torch.Generator):
-    """A generator of a device that is not that of the numbers."""
+    """A generator on another device than the numbers."""
 
     device = torch.device("meta")  # pyright: ignore
 

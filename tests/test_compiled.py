@@ -47,25 +47,14 @@ from torchrl_replay_ext import (
 from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.sum_tree import MaxTree
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch's own, while it compiles
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-)
+pytestmark = pytest.mark.usefixtures("from_scratch")
 
 BATCH = 8
 
 
-@pytest.fixture(autouse=True)
-def from_scratch():
-    """Nothing compiled is left from another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def same_numbers():
-    """Compiled code draws what eager code draws."""
+    """Make compiled code draw the same random numbers as eager code."""
     with torch._inductor.config.patch(fallback_random=True):
         yield
 
@@ -88,7 +77,7 @@ class Flat:
 
     @staticmethod
     def rows(number: torch.Tensor, done: torch.Tensor, **extra: Any) -> TensorDict:
-        """Rows that tell which they are; "error" is what td_error is made of."""
+        """Rows that contain their own number; td_error is computed from "error"."""
         return TensorDict(
             {
                 "number": number,
@@ -102,7 +91,7 @@ class Flat:
 
 
 class TwoStreams(Flat):
-    """Two environments in turn, in episodes of 5 and 8, told apart by trajectory ids."""
+    """Two environments that alternate, with episodes of 5 and 8 steps and with trajectory ids."""
 
     def take(self, count: int) -> TensorDict:
         time = torch.arange(self.time, self.time + count)
@@ -114,7 +103,7 @@ class TwoStreams(Flat):
 
 
 class TwoColumns(Flat):
-    """Two environments side by side, [2, count // 2], in episodes of 5 and 8."""
+    """Two environments in separate columns, [2, count // 2], with episodes of 5 and 8 steps."""
 
     ndim = 2
 
@@ -128,13 +117,13 @@ class TwoColumns(Flat):
 
 @dataclass(frozen=True)
 class Case:
-    """A sampler, the experience it is given, and the capacity of the buffer."""
+    """A sampler, the experience in its buffer, and the capacity of the buffer."""
 
     sampler: Callable[[int], Any]
     experience: type[Flat] = Flat
     capacity: int = 50
 
-    # whether writing is part of the graph
+    # whether ``extend`` is part of the graph
     extends: bool = True
 
     def parts(self) -> dict[str, Any]:
@@ -147,7 +136,7 @@ class Case:
         return CompilableReplayBuffer(**{"storage": storage, **self.parts(), **arguments})
 
 
-# TD errors are absolute: a float32 root may differ by one unit in the last place between compiled and eager code.
+# TD errors are absolute, because a float32 root may differ by one unit in the last place in compiled and eager code.
 def proportional(**arguments: Any) -> Callable[[int], Any]:
     arguments = {"alpha": Anneal(0.4, 0.9, 20), "beta": Anneal(0.4, 1.0, 30), "td_error": "absolute", **arguments}
     return lambda capacity: ProportionalSampler(capacity, **arguments)
@@ -164,7 +153,7 @@ def rank(**arguments: Any) -> Callable[[int], Any]:
 
 
 def sort(*buffers: Any) -> None:
-    """So that none of a few steps sorts: in a graph it could not, and draws outside would differ from those inside."""
+    """Sort rank-based samplers now, so that eager steps do not sort soon; a compiled step cannot sort."""
     for buffer in buffers:
         if hasattr(buffer.sampler, "sort"):
             buffer.sampler.sort()
@@ -202,7 +191,7 @@ def slices(anchors: Callable[[int], Any] | None = None, **arguments: Any) -> Cal
     return sampler
 
 
-# a new sampler needs one more line here
+# add one line for a new sampler
 CASES = {
     "uniform": Case(lambda _: RandomSampler()),
     "uniform, two columns": Case(lambda _: RandomSampler(), TwoColumns),
@@ -214,7 +203,7 @@ CASES = {
     "rank, piecewise": Case(rank(segments="piecewise", stratified=False, weight_norm="batch")),
     "rank, two columns": Case(rank(), TwoColumns),
     "reaper": Case(reaper()),
-    # more than two pages of positions, so that pages are given back and taken again
+    # more than two pages of positions, so that pages are freed and used again
     "reaper, two streams": Case(reaper(num_streams=2), TwoStreams, capacity=150),
     "reaper, two columns": Case(reaper(weight_norm="buffer", max_priority_within_buffer=True), TwoColumns),
     "events, uniform": Case(events(), extends=False),
@@ -247,7 +236,7 @@ CASES = {
     "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name]
-# Compiling takes long: these are of all kinds, the others vary their layout or a choice.
+# Compilation is slow. The default run has one case of each kind; the others vary the layout or an option.
 DEFAULT = (
     "uniform, two columns",
     "proportional",
@@ -262,7 +251,7 @@ def step(buffer: CompilableReplayBuffer, data: TensorDict, extends: bool = True)
     if extends:
         buffer.extend(data)
     batch = buffer.sample()
-    # large, so that a unit of mass more or less is unlikely to change what is drawn
+    # large TD errors, so that a difference of one unit of mass is unlikely to change a draw
     batch["td_error"] = 1024 * (batch["error"] + data["error"].amax())
     buffer.update_tensordict_priority(batch)
     return batch
@@ -288,10 +277,11 @@ def assert_valid(sampler: Any) -> None:
 
 
 def assert_same_sampler(first: Any, second: Any, but: tuple[str, ...] = ()) -> None:
-    """Those of two buffers draw alike, but for rounding: ``pow`` differs between compiled and eager code and CPUs.
+    """Assert that two buffers have equal samplers up to rounding: ``pow`` differs in compiled and eager code.
 
     Args:
-        first, second: the buffers.
+        first: a buffer.
+        second: another buffer.
         but: stats that may differ.
     """
     assert_valid(first.sampler)
@@ -308,7 +298,7 @@ def assert_same_sampler(first: Any, second: Any, but: tuple[str, ...] = ()) -> N
 
 
 def compare(case: Case) -> None:
-    """Drive a compiled buffer and an eager one by the same experience, from nearly empty to wrapped often."""
+    """Feed a compiled and an eager buffer the same experience, from nearly empty until the ring has wrapped often."""
     experience, eager, compiled = case.experience(), case.buffer(), case.buffer()
     counter = CompileCounterWithBackend("inductor")
     graph = torch.compile(lambda data: step(compiled, data, case.extends), fullgraph=True, backend=counter)
@@ -335,10 +325,10 @@ def compare(case: Case) -> None:
     for number in range(case.capacity):
         both(4)
         if number % 10 == 6:
-            # another size, outside the graph
+            # another batch size, in eager code
             both(10, write=True)
         if number == case.capacity // 2:
-            # back to a checkpoint
+            # return to a checkpoint
             saved, ahead = copy.deepcopy(compiled.state_dict()), copy.deepcopy(experience)
             for _ in range(3):
                 in_graph(ahead.take(4))
@@ -429,7 +419,7 @@ def test_numbers_in_a_graph_are_uniform_and_of_53_bits():
     assert first.dtype == torch.float64
     assert float(first.min()) >= 0 and float(first.max()) < 1
     assert torch.equal(first * 2**53, (first * 2**53).floor())
-    # the last bit of 53 is as often 0 as 1, and of the next coarser ones all values are equally frequent
+    # the last of the 53 bits is 0 or 1 with equal frequency, and so are all values of groups of higher bits
     for leading in (0, 18, 29, 45):
         value = ((first * 2.0**leading) % 1 * 256).floor().long()
         assert stats.chisquare(value.bincount(minlength=256).numpy()).pvalue > 1e-4
@@ -438,7 +428,7 @@ def test_numbers_in_a_graph_are_uniform_and_of_53_bits():
 
 
 def fill_64(sampler: Any) -> CompilableReplayBuffer:
-    """64 transitions with priorities of many sizes, in the middle of a ring of 80."""
+    """64 transitions with different priorities in a ring of 80 slots."""
     buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80), sampler=sampler, batch_size=500)
     buffer.extend(Flat().take(64))
     buffer.update_priority(torch.arange(64), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)])
@@ -489,14 +479,14 @@ def test_reaper_draws_are_exact_where_hardly_a_proposal_is_accepted(make, alpha,
     drawn = torch.cat([step() for _ in range(300)])
     error = (expected * (1 - expected) / len(drawn)) ** 0.5
     assert abs(float((drawn == 999).double().mean()) - expected) < 4 * error
-    # the others are drawn too: no batch repeats a few accepted proposals
+    # other slots are drawn, too: a batch does not repeat a few accepted proposals
     assert len(drawn.unique()) > 0.5 * len(drawn) * (1 - expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [compile_step, partial(torch.compile, fullgraph=True)])
 def test_eager_draws_inside_a_graph_see_what_the_graph_has_written(compiler):
-    """Each step ends an episode whose last step has nearly all of the TD error, and must draw that step."""
+    """Each graph call ends an episode whose last step has nearly all of the TD error, and must draw this step."""
     sampler = ReaPERSampler(1_000, alpha=0.0, omega=1.0, eps=0.0, td_error="absolute", beta=0.0)
     buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(1_000), sampler=sampler, batch_size=32)
     number = torch.arange(1_000)
@@ -527,7 +517,7 @@ def test_eager_draws_inside_a_graph_see_what_the_graph_has_written(compiler):
     ids=["proportional", "reaper"],
 )
 def test_compiled_draws_follow_the_probabilities(make):
-    """Chi-square with 64 items and 50,000 draws; another exponent must fail it. The seed decides which are drawn."""
+    """Chi-square test with 64 items and 50,000 draws; another exponent must fail. The seed determines the draws."""
     buffer = fill_64(make())
     draw = torch.compile(lambda: buffer.sample()["index"], fullgraph=True)
 
@@ -557,7 +547,7 @@ def test_compiled_uniform_draws_keep_to_what_is_stored():
 
 
 def update_of(buffer: CompilableReplayBuffer, slots: list[int], error: list[float]) -> TensorDict:
-    """A batch with TD errors, as if ``slots`` had just been drawn."""
+    """A batch of ``slots`` with TD errors, with the current write stamps."""
     index = torch.tensor(slots)
     stamp = stamps_of(buffer)[index]
     return TensorDict({"index": index, "td_error": torch.tensor(error), "write_stamp": stamp}, [len(slots)])
@@ -579,7 +569,7 @@ def stamps_of(buffer: CompilableReplayBuffer) -> torch.Tensor:
     ids=["proportional", "reaper"],
 )
 def test_bad_and_duplicate_td_errors_in_a_graph(sampler, count):
-    """The good rows change what they change in eager mode, of duplicates the last good one; bad ones are counted."""
+    """Valid rows have the same effect as in eager mode, the last valid duplicate wins, and invalid rows are counted."""
     compiled, eager = Case(sampler).buffer(), Case(sampler).buffer()
     for buffer in (compiled, eager):
         buffer.extend(Flat().take(40))
@@ -588,7 +578,7 @@ def test_bad_and_duplicate_td_errors_in_a_graph(sampler, count):
     rng, last = random.Random(count), {}
     rejected = 0
     for number in range(6):
-        # the last time all of them are bad, before that the first slots only
+        # in the last round all TD errors are invalid; before, those of the first slots and some others
         slots = [rng.randrange(40) for _ in range(count)]
         error = [
             rng.choice(bad) if number == 5 or slot < 5 or rng.random() < 0.3 else rng.uniform(0, 3) for slot in slots
@@ -632,7 +622,7 @@ def test_late_updates_of_overwritten_slots_are_dropped(name):
         assert 0 < int(was_kept.sum()) < 40
         dropped += int((~was_kept).sum())
         assert int(buffer.sampler.stats()["dropped_updates"]) == dropped
-        # by index there is nothing to be dropped
+        # an update by index drops nothing
         twin.update_priority(batch["index"][was_kept], batch["td_error"][was_kept])
         sort(buffer, twin)
         assert_same_sampler(buffer, twin, but=("dropped_updates",))
@@ -650,7 +640,7 @@ def test_rows_must_be_whole():
     buffer = CASES["proportional"].buffer()
     data = Flat().take(4)
     buffer.extend(data.clone())
-    with pytest.raises(KeyError, match="no entry 'obs', which is stored"):
+    with pytest.raises(KeyError, match="no entry 'obs', but the stored rows have it"):
         buffer.extend(data.exclude("obs"))
     assert len(buffer) == 4 and buffer.write_count == 4
     buffer.sampler.check_valid()
@@ -751,11 +741,11 @@ def sample_and_update(buffer: CompilableReplayBuffer) -> TensorDict:
     return batch
 
 
-# --- outside graphs
+# --- eager mode
 
 
 def constant(name: str) -> Case:
-    """A case without annealing of alpha, whose end is applied later where graphs are possible."""
+    """A case with constant alpha: a compilable buffer applies the end of a schedule later than a stock buffer."""
     case = CASES[name]
 
     def sampler(capacity: int) -> Any:
@@ -777,7 +767,7 @@ def through_pickle(buffer: CompilableReplayBuffer) -> CompilableReplayBuffer:
 
 @pytest.mark.parametrize("name", PRIORITIZED)
 def test_outside_graphs_it_is_a_stock_buffer(name, tmp_path):
-    """Through every way to save, copy and restore it."""
+    """The buffer behaves like a stock buffer, also after it was saved, copied and restored in any way."""
     case = constant(name)
     ours, theirs, experience = case.buffer(), stock(case), case.experience()
 
@@ -820,7 +810,7 @@ def test_prefetch(name):
     for _ in range(50):
         batch = step(buffer, experience.take(4))
         assert batch.shape == (BATCH,)
-        # rows as they were drawn, though they may have been overwritten since
+        # the rows are those of the draw, even if the slots have been overwritten since
         assert torch.equal(batch["obs"][:, 0], batch["number"].float())
         assert (batch["index"] == batch["number"] % case.capacity).all()
     assert_valid(buffer.sampler)
@@ -851,14 +841,14 @@ def test_threads(name):
     assert_valid(buffer.sampler)
 
 
-# --- the tree's walks in graphs
+# --- the compiled tree algorithms
 
 
 @pytest.fixture
 def traced(monkeypatch):
-    """A switch to the code that becomes part of graphs, which then runs without being compiled."""
+    """A switch that runs the code for compiled graphs in eager mode."""
     switch = {"on": False}
-    # wherever it is imported
+    # replace the function in every module that imports it
     for name, module in list(sys.modules.items()):
         if name.startswith("torchrl_replay_ext") and hasattr(module, "is_traced"):
             monkeypatch.setattr(module, "is_traced", lambda: switch["on"])
@@ -896,7 +886,7 @@ def test_walks_of_graphs_are_those_of_eager_code(traced, fanout, capacity, top, 
         mass = torch.randint(0 if number % 2 else 1, 2 ** (8 * number + 1), (count,))
         both(lambda t, slots=slots, mass=mass: t.write(slots, mass))
         if number == 4:
-            # nothing is left but one leaf
+            # only one leaf keeps a positive mass
             both(lambda t: t.write(everywhere, torch.zeros(capacity, dtype=torch.int64)))
             both(lambda t: t.write(torch.tensor([capacity - 1]), torch.tensor([7])))
         other.check_valid()
@@ -938,20 +928,20 @@ def test_maxima_in_graphs(traced, fanout, capacity, top):
         assert int(tree.max()) == int(tree.leaves.max())
 
 
-# --- nothing waits for the device
+# --- no device reads
 
 
 class OnDevice:
-    """Puts fake tensors in the place of all state: no value can be looked at, and the CPU's cannot be mixed in.
+    """Replaces all state by fake tensors, whose values cannot be read and which cannot be mixed with CPU tensors.
 
-    The device is "meta", the one that needs no driver.
+    Their device is "meta", which needs no driver.
     """
 
     device = torch.device("meta")
 
     def __init__(self):
         self.mode = FakeTensorMode()
-        # original and replacement: the original is kept, so that its id is not given to another
+        # original and replacement; a reference to the original keeps its id from being used again
         self.seen: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, part: Any) -> Any:
@@ -983,7 +973,7 @@ class OnDevice:
 
 
 class CopiesFromTheCPU(TorchFunctionMode):
-    """Notes which tensors are made of numbers: on a device they are copied from the CPU, which waits."""
+    """Records tensors that are made from numbers; on a device, they are copied from the CPU, and the CPU waits."""
 
     def __init__(self):
         super().__init__()
@@ -996,7 +986,7 @@ class CopiesFromTheCPU(TorchFunctionMode):
             self.made_of.append(args[0])
             return torch.empty(torch.tensor(args[0]).shape, **kwargs)
         if func is torch.unravel_index:
-            # makes a tensor of the shape
+            # unravel_index makes a tensor from the shape
             shape = kwargs["shape"] if "shape" in kwargs else args[1]
             self.made_of.append(shape)
             return tuple(torch.empty_like(args[0]) for _ in shape)
@@ -1021,6 +1011,6 @@ def test_nothing_in_a_step_waits_for_the_device(traced, name):
         assert batch.device == batch["obs"].device == on_device.device
         if is_ours(buffer.sampler) and not isinstance(buffer.sampler, TrajectoryRetraceSampler):
             traced["on"] = False
-            # what the test would see
+            # negative control: the eager step does read values
             with pytest.raises(DataDependentOutputException):
                 step(buffer, data, case.extends)

@@ -1,4 +1,4 @@
-"""TorchRL's own trainers, configured by Hydra, with our samplers and writer."""
+"""TorchRL's trainers, configured by Hydra, with the samplers and the writer of this package."""
 
 import copy
 import importlib
@@ -22,7 +22,7 @@ from torchrl_replay_ext import EventSpec, Threshold
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "torchrl_replay_ext" / "plugins"
-# what TorchRL says of its trainers, of logging and of environments
+# warnings of TorchRL about its trainers, loggers and environments
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Trainer is an experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .* hook stage will be replaced:FutureWarning"),
@@ -31,11 +31,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def configs():
-    """TorchRL's choices and ours; taken back afterwards, since recipes have groups of the same names."""
+    """Registers the choices of TorchRL and of this package; removes them later, as recipes use the same group names."""
     store = ConfigStore.instance()
     before = {key: value for key, value in copy.deepcopy(store.repo).items() if not key.startswith("hydra")}
     yield importlib.import_module("torchrl_replay_ext.configs")
-    # but for what Hydra has added for itself
+    # keep the entries that Hydra has added itself
     store.repo = {key: value for key, value in store.repo.items() if key.startswith(("hydra", "_"))} | before
 
 
@@ -117,7 +117,7 @@ def composed(overrides):
 
 
 def chosen(base, name, more=None, *, instead=None):
-    """The configuration of a sampler with its overrides in SAMPLERS (or others instead), and more."""
+    """The configuration of a sampler with its overrides in SAMPLERS, or ``instead``, and further overrides."""
     choice = [] if name == "compilable" else [f"sampler@replay_buffer.sampler={name}"]
     return composed([*base, *choice, *(SAMPLERS[name] if instead is None else instead), *(more or [])])
 
@@ -132,7 +132,7 @@ def test_trains(base, name, tmp_path, monkeypatch):
     sampler = buffer.sampler
     stats = sampler.stats()
     assert stats["num_items"] == len(buffer) == buffer.storage.max_size == 120
-    # most were updated, by TD errors
+    # most transitions were updated with TD errors
     assert stats["never_updated"] < 0.7 and stats["max_priority"] != 1 and stats["effective_sample_size"] < 1
     assert stats["dropped_updates"] == stats["rejected_updates"] == 0
     if name == "proportional":
@@ -154,7 +154,7 @@ def test_knows_what_the_loss_writes(base, tmp_path, monkeypatch):
     losses = trainer.loss_module(row)
     squared = losses["loss" if base is DQN else "loss_qvalue"]
     trainer.replay_buffer.update_tensordict_priority(row)
-    # beside one whose TD error is known
+    # compare with a transition whose TD error is known
     index, other = row["index"].reshape(1), (row["index"].reshape(1) + 1) % 50
     trainer.replay_buffer.update_priority(other, torch.ones(1))
     trainer.replay_buffer.sampler.alpha = 1.0
@@ -215,9 +215,9 @@ WRONG = {
     "no schedule": (
         "reaper",
         ["replay_buffer.sampler.beta={start: 1, end: 0}"],
-        "a schedule has the entries start, end and num_updates",
+        "a schedule must have exactly the entries start, end and num_updates",
     ),
-    "other loss": ("rank", ["loss._target_=torchrl.objectives.A2CLoss"], "set td_error to 'squared' or 'absolute'"),
+    "other loss": ("rank", ["loss._target_=torchrl.objectives.A2CLoss"], "set td_error to 'squared'"),
     "keys": (
         "trajectory_retrace",
         ["replay_buffer.sampler.slice_len=5", "replay_buffer.sampler.behaviour_keys=loc"],
@@ -239,7 +239,7 @@ WRONG = {
     "threshold": (
         "event_table",
         event_tables(late="{condition: {key: x, value: 1}, history: 3}"),
-        "events.late.condition={.*}.: a threshold has the entries key, op and value",
+        "events.late.condition={.*}.: a threshold must have exactly the entries key, op and",
     ),
     "capacity": ("event_table", event_tables(capacity="{end: 9}"), "capacity names"),
     "eta": ("event_table", event_tables(eta="0.5"), r"eta=0.5\): must be a mapping"),
@@ -264,12 +264,12 @@ def test_wrong_values(case):
 def test_unknown_names_are_refused(configs):
     with pytest.raises(ConfigCompositionException):
         chosen(DQN, "reaper", ["replay_buffer.sampler.omgea=1"])
-    with pytest.raises(InstantiationException, match="no storage with max_size around it"):
+    with pytest.raises(InstantiationException, match="no storage with max_size that gives"):
         instantiate(OmegaConf.structured(configs.ProportionalSamplerConfig(td_error="squared")))
 
 
 def test_an_unchanged_script_finds_them(tmp_path):
-    """As an installation does it: with the plugin's directory on the path."""
+    """With the directory of the plugin on the path, as after an installation."""
     (tmp_path / "train.py").write_text(SCRIPT)
     path = os.pathsep.join([str(PLUGINS), str(ROOT)])
     choice = ["--config-name", "replay_dqn", "sampler@replay_buffer.sampler=rank"]
@@ -289,5 +289,5 @@ def test_the_wheel_has_the_plugin():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"]["sources"] == {"torchrl_replay_ext/plugins": ""}
     assert "torchrl_replay_ext/plugins" in build["dev-mode-dirs"]
-    # a namespace, which others may add to
+    # no __init__.py: a namespace package, to which other distributions may add
     assert [path.name for path in (PLUGINS / "hydra_plugins").glob("*.py")] == ["torchrl_replay_ext.py"]

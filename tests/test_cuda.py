@@ -1,4 +1,4 @@
-"""Storage and sampler on a CUDA device: the same draws as on the CPU, and steps in CUDA graphs that never wait."""
+"""Storage and sampler on a CUDA device: the same draws as on the CPU, and CUDA graphs without device reads."""
 
 import copy
 import sys
@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    # torch's own, while it compiles for a device
+    # warnings of torch's compiler for CUDA devices
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:Online softmax is disabled:UserWarning"),
 ]
@@ -61,7 +61,7 @@ def buffer_of(case: Case, device: str = DEVICE, **arguments: Any) -> CompilableR
 
 
 def filled(case: Case, **arguments: Any) -> tuple[CompilableReplayBuffer, Flat]:
-    """A buffer on the device that has wrapped, after some eager steps."""
+    """A buffer on the device whose ring has wrapped, after some eager steps."""
     buffer, experience = buffer_of(case, **arguments), case.experience()
     torch.manual_seed(3)
     buffer.extend(experience.take(4).to(DEVICE))
@@ -71,7 +71,7 @@ def filled(case: Case, **arguments: Any) -> tuple[CompilableReplayBuffer, Flat]:
 
 
 def tensors_of(part: Any, seen: set[int]) -> list[torch.Tensor]:
-    """All tensors in an object of ours, in its attributes, lists and dicts."""
+    """All tensors in the attributes, lists and dicts of an object of the package."""
     if id(part) in seen:
         return []
     seen.add(id(part))
@@ -88,7 +88,7 @@ def tensors_of(part: Any, seen: set[int]) -> list[torch.Tensor]:
 
 @pytest.fixture
 def same_numbers(monkeypatch):
-    """Uniform numbers are made on the CPU and moved, so that both devices draw the same."""
+    """Make uniform numbers on the CPU and move them, so that both devices draw the same slots."""
 
     def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
         return torch.rand(*size, dtype=torch.float64).to(device)
@@ -131,7 +131,7 @@ def test_the_device_draws_what_the_cpu_draws(name, tmp_path):
             else:
                 assert torch.equal(value, second[key]), key
         if number == case.capacity // 2:
-            # a checkpoint of the device goes on there, and on the CPU
+            # a checkpoint from the device continues on the device and on the CPU
             on_device.dumps(tmp_path)
             on_device, on_cpu = buffer_of(case), buffer_of(case, "cpu")
             on_device.loads(tmp_path)
@@ -159,7 +159,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_write_draw_and_update_without_waiting(name, way):
-    """From a nearly empty buffer until the ring has wrapped often; every row drawn is one that is stored."""
+    """Every drawn row is stored, from a nearly empty buffer until the ring has wrapped often."""
     case = CASES[name]
     buffer, experience = buffer_of(case), case.experience()
     buffer.extend(experience.take(4).to(DEVICE))
@@ -168,7 +168,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
     for number in range(case.capacity):
         data = experience.take(4).to(DEVICE)
         torch.cuda.synchronize()
-        # warmed up and recorded
+        # the first steps warm up and record the graph, and may wait
         waits = number < 8
         torch.cuda.set_sync_debug_mode("default" if waits else "error")
         torch.compiler.cudagraph_mark_step_begin()
@@ -182,7 +182,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
             weight = batch["priority_weight"]
             assert bool(((weight > 0) & (weight <= 1)).all())
         if number == case.capacity // 2:
-            # another size, outside the graph
+            # another batch size, in eager code
             buffer.extend(experience.take(10).to(DEVICE))
     assert len(buffer) == case.capacity
     assert buffer.write_count == experience.time
@@ -196,7 +196,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
 @pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize("name", PRIORITIZED)
 def test_an_update_in_a_cuda_graph_changes_what_an_eager_one_changes(name):
-    """The same batches and TD errors, bad ones and duplicates among them, to a buffer in graphs and to one outside."""
+    """A compiled and an eager buffer get the same batches and TD errors, including invalid ones and duplicates."""
     case = CASES[name]
     if case.experience.ndim == 2:
         pytest.skip("the batch is made by hand for flat storage")
@@ -231,7 +231,7 @@ def device_update(buffer: CompilableReplayBuffer, slots: list[int], error: list[
     ids=["proportional", "rank", "reaper"],
 )
 def test_draws_follow_the_probabilities(make, way):
-    """Chi-square with 64 items and 50,000 draws; another exponent must fail it."""
+    """Chi-square test with 64 items and 50,000 draws; the negative control is another exponent."""
     buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80, device=DEVICE), sampler=make(), batch_size=500)
     buffer.extend(Flat().take(64).to(DEVICE))
     buffer.update_priority(torch.arange(64, device=DEVICE), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)].to(DEVICE))
@@ -254,7 +254,7 @@ def test_draws_follow_the_probabilities(make, way):
 
 @pytest.mark.parametrize("name", ["proportional", "reaper, two streams"])
 def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
-    """In place: the graph goes on with what was restored, and is not recorded again."""
+    """A checkpoint is loaded in place: the recorded graph continues with the restored state."""
     case = CASES[name]
     buffer, experience = filled(case)
     in_graph = compiled_step(buffer, "reduce-overhead")

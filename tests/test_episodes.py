@@ -13,7 +13,7 @@ from torchrl_replay_ext.core.free_list import FreeList
 
 @dataclass
 class Episode:
-    """A list of what is stored of one episode."""
+    """The stored slots of one episode."""
 
     trajectory: int
     finished: bool = False
@@ -32,10 +32,10 @@ class Row:
 
 
 class IndexWithModel:
-    """An EpisodeIndex, and the same as plain lists; both are told of the same writes and updates.
+    """An EpisodeIndex and a model of plain lists, with the same writes and updates.
 
-    Lanes are environments. Where they are assigned, rows of any environments may follow each other; otherwise each time
-    step has one row of each.
+    Each lane is an environment. If lanes are assigned, rows of the environments come in any order; otherwise each time
+    step has one row per environment.
     """
 
     def __init__(self, steps: int, lanes: int, assigned: bool):
@@ -54,7 +54,7 @@ class IndexWithModel:
         self.going_on: list[Episode | None] = [None] * self.lanes
 
     def write(self, rows: list[Row], mass: int) -> None:
-        """Writes at most ``size`` rows."""
+        """Write at most ``size`` rows."""
         slots = [(self.cursor + i) % self.size for i in range(len(rows))]
         for slot in slots:
             if slot in self.episode:
@@ -85,14 +85,14 @@ class IndexWithModel:
         self.stamp[torch.tensor(slots)] = self.clock
 
     def forget(self) -> None:
-        """What comes before a write that replaces more than everything."""
+        """Prepare for a write that replaces the whole content."""
         self.index.forget()
         going_on = self.going_on
         cursor = self.cursor
         self.clear()
         self.cursor = cursor
         for lane, episode in enumerate(going_on):
-            # an assigned trajectory may go on, now without anything stored
+            # an assigned trajectory may continue, although none of its steps is stored
             if self.assigned and episode is not None:
                 episode.slots.clear()
                 self.going_on[lane] = episode
@@ -130,7 +130,7 @@ class IndexWithModel:
             assert reliability.tolist() == [expected[slot] for slot in slots.tolist()]
             fast = self.index.reliability(slots, self.stamp, exact=False).double()
             torch.testing.assert_close(fast, reliability, rtol=1e-6, atol=0.0)
-            # slots of one episode share a record, others do not
+            # slots share a record exactly if they belong to the same episode
             records = self.index.episode[slots].tolist()
             record_of = {id(self.episode[s]): r for s, r in zip(slots.tolist(), records, strict=True)}
             assert [record_of[id(self.episode[s])] for s in slots.tolist()] == records
@@ -138,7 +138,7 @@ class IndexWithModel:
         self.check_memory()
 
     def check_memory(self) -> None:
-        """Records are held by stored or ongoing episodes, pages by blocks of lanes; all others are free, once each."""
+        """Each record belongs to a stored or ongoing episode or is free; each page belongs to a lane or is free."""
         state = self.index.tensors()
         known = {id(e) for e in (*self.episode.values(), *self.going_on) if e is not None}
         free = free_ids(state, "records", self.size + self.lanes)
@@ -168,15 +168,15 @@ class EpisodesAgainstLists(RuleBasedStateMachine):
     def create(self, steps, seed, end):
         self.rng, self.end = random.Random(seed), end
         if self.assigned:
-            # over the 64 positions of a page
+            # enough steps for more than the 64 positions of a page
             steps *= self.rng.choice([1, 12])
         self.both = IndexWithModel(steps, self.lanes, self.assigned)
 
     def rows(self, most: int) -> list[Row]:
-        """Up to ``most`` rows."""
+        """Make at most ``most`` rows."""
         lanes = []
         if self.assigned:
-            # environments of very uneven activity
+            # some environments step much more often than others
             activity = [4.0**-lane for lane in range(self.lanes)]
             lanes = self.rng.choices(range(self.lanes), activity, k=most)
         else:
@@ -258,7 +258,7 @@ def test_trajectories_much_longer_than_the_ring(lanes, assigned):
 
 
 def test_lanes_of_very_uneven_activity():
-    """One environment hardly ever steps, so its few transitions outlive thousands of others, and pages go round."""
+    """One environment rarely steps: its transitions stay while thousands of others are overwritten and pages reused."""
     both = IndexWithModel(300, 3, assigned=True)
     rng = random.Random(1)
     for step in range(400):
@@ -277,7 +277,7 @@ def test_lanes_of_very_uneven_activity():
 
 @pytest.mark.parametrize(("lanes", "assigned"), LAYOUTS)
 def test_memory_does_not_leak(lanes, assigned):
-    """A thousand writes later as many records and pages are free as there should be, and in the end all."""
+    """After a thousand writes the expected number of records and pages is free, and at the end all."""
     both = IndexWithModel(64 if assigned else 16, lanes, assigned)
     rng = random.Random(2)
     for step in range(1000):
@@ -285,7 +285,7 @@ def test_memory_does_not_leak(lanes, assigned):
         if step % 100 == 0:
             both.check()
     both.check()
-    # everything ends, and then is overwritten by one episode
+    # end all episodes, then overwrite them with a single episode
     both.write([Row(lane, True, True) for lane in range(lanes)], mass=5)
     for _ in range(both.size):
         both.write([Row(lane) for lane in range(1 if assigned else lanes)], mass=5)
@@ -293,7 +293,7 @@ def test_memory_does_not_leak(lanes, assigned):
     both.check()
     if assigned:
         state = both.index.tensors()
-        # 64 transitions in a row lie on at most two pages; the two idle lanes hold one each that is not yet full
+        # 64 consecutive transitions lie on at most two pages; each of the two idle lanes holds a page that is not full
         assert int(state["pages_tail"] - state["pages_head"]) >= state["pages_queue"].numel() - 1 - 4
 
 
@@ -313,13 +313,13 @@ def test_an_interleaved_write_is_the_same_in_any_chunks():
 
 
 def test_reliability_by_hand():
-    """Two environments in turn; the first's episode of 1, 2, 1 is finished, the second's of 4, 4 goes on: F = 8."""
+    """Two environments alternate: the episode of 1, 2, 1 is finished, that of 4, 4 is ongoing; F = 8."""
     both = IndexWithModel(8, 2, assigned=True)
     both.write([Row(0), Row(1), Row(0), Row(1), Row(0, ended=True, finished=True)], mass=9)
     assert both.index.reliability(torch.arange(5), both.stamp).tolist() == [1 / 3, 1, 2 / 3, 1, 1]
     both.update([0, 1, 2, 3, 4], [1, 4, 2, 4, 1])
     assert both.index.reliability(torch.arange(5), both.stamp).tolist() == [1 / 4, 4 / 8, 3 / 4, 8 / 8, 4 / 4]
-    # new ones are at 1, and count for F
+    # the new transition has reliability 16 / 16, and its priority counts in F
     both.write([Row(1)], mass=8)
     assert both.index.reliability(torch.arange(6), both.stamp).tolist() == [1 / 4, 4 / 16, 3 / 4, 8 / 16, 1, 1]
 
@@ -330,7 +330,7 @@ def test_reliability_by_hand():
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("before", [False, True])
 def test_more_trajectories_than_lanes(lanes, before):
-    """Whether the lanes were taken in an earlier write or in the same one: refused, and nothing changed."""
+    """An error that changes nothing, whether the lanes were assigned in an earlier write or in the same one."""
     index = EpisodeIndex(200, lanes, assigned=True)
     never = torch.zeros(lanes + 1, dtype=torch.bool)
 
@@ -356,12 +356,12 @@ def test_more_trajectories_than_lanes(lanes, before):
             write(trajectories, start=0, clock=1)
     for name, tensor in index.tensors().items():
         assert torch.equal(tensor, state[name]), name
-    # a trajectory that has a lane can still go on
+    # a trajectory that has a lane can still continue
     write(trajectories[:lanes], start=lanes if before else 0, clock=2)
 
 
 def test_a_lane_is_free_again_when_its_trajectory_ends():
-    """Within one write, a trajectory takes the lane of one that ended in it."""
+    """Within one write, a trajectory can take the lane of another one that ended in this write."""
     both = IndexWithModel(20, 2, assigned=True)
     both.write([Row(0), Row(1), Row(0, True, True), Row(0), Row(1, True), Row(1), Row(0, True, True), Row(0)], mass=2)
     both.update(list(range(8)), list(range(1, 9)))
@@ -375,7 +375,7 @@ def test_a_lane_is_free_again_when_its_trajectory_ends():
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(size=st.integers(1, 12), data=st.data())
 def test_free_list_against_a_queue(size, data):
-    """Never hands out an id that is in use; first given back, first handed out."""
+    """The free list never returns an id in use; ids come out in the order in which they were returned."""
     ids, free, used = FreeList(size), list(range(size)), []
     for _ in range(data.draw(st.integers(1, 20))):
         if data.draw(st.booleans()):

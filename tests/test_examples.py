@@ -12,7 +12,9 @@ import torch
 import torchrl_replay_ext
 
 ROOT = Path(__file__).parents[1]
-README, PACKAGE_README = ROOT / "README.md", ROOT / "torchrl_replay_ext" / "README.md"
+FOLDERS = (".github", "recipes", "tests", "torchrl_replay_ext")
+# every README and guide; all examples in them run
+GUIDES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 MODULES = [
     "torchrl_replay_ext",
     *sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")),
@@ -20,14 +22,16 @@ MODULES = [
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def readme_blocks(of_ray=False, readme=README):
-    """Every block of Python in a README that needs Ray or not, with the number of its first line."""
-    text = readme.read_text(encoding="utf-8")
-    for match in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if ("RayReplayBuffer" in match[1]) != of_ray:
-            continue
-        line = text.count("\n", 0, match.start(1))
-        yield pytest.param("\n" * line + match[1], id=f"line-{line + 1}")
+def guide_blocks(of_ray=False):
+    """Every block of Python in the guides that needs Ray or not, with its guide, at the lines it has there."""
+    for guide in GUIDES:
+        text = guide.read_text(encoding="utf-8")
+        for match in re.finditer(r"^ *```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+            if ("RayReplayBuffer" in match[1]) != of_ray:
+                continue
+            line = text.count("\n", 0, match.start(1))
+            name = f"{guide.relative_to(ROOT)}-line-{line + 1}"
+            yield pytest.param(compile("\n" * line + match[1], str(guide), "exec"), id=name)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -44,23 +48,14 @@ def test_docstring_examples_are_found():
 namespaces: list[dict[str, object]] = []
 
 
-def run(block, readme):
+@pytest.mark.parametrize("block", list(guide_blocks()))
+def test_guides(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     # kept, since graphs must not outlive the names they were made of
     namespaces.append({"__name__": "__main__"})
-    exec(compile(block, str(readme), "exec"), namespaces[-1])
+    exec(block, namespaces[-1])
 
 
-# without any block, pytest skips it
-@pytest.mark.parametrize("block", list(readme_blocks()))
-def test_readme(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run(block, README)
-
-
-@pytest.mark.parametrize("block", list(readme_blocks(readme=PACKAGE_README)))
-def test_readme_of_the_package(block):
-    run(block, PACKAGE_README)
-
-
-def test_the_readme_of_the_package_has_an_example():
-    assert list(readme_blocks(readme=PACKAGE_README))
+@pytest.mark.parametrize("guide", ["README.md", "torchrl_replay_ext/README.md", "torchrl_replay_ext/CONVERTING.md"])
+def test_guides_with_examples_are_found(guide):
+    assert any(str(block.id).startswith(f"{guide}-line-") for block in guide_blocks())

@@ -1,4 +1,4 @@
-"""What goes wrong while a buffer is used: wrong data, late updates, threads, processes killed as they write."""
+"""Faults while a buffer is used: wrong data, late updates, threads, and processes that are killed during a write."""
 
 import contextlib
 import copy
@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import buffer_of, buffer_with, event_sampler
 from tests.operations import CASES, Driven
 from tests.reference import NaiveReaPER
 from torchrl_replay_ext import (
-    EventSpec,
-    EventTables,
     EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -32,11 +30,11 @@ from torchrl_replay_ext import (
 )
 
 pytestmark = [
-    # torchrl's, at each checkpoint of a storage that was loaded
+    # a warning of TorchRL for each checkpoint of a storage that was loaded
     pytest.mark.filterwarnings("ignore:last_cursor is None:UserWarning"),
 ]
 
-# For each sampler, in the slow run.
+# Number of operations for each sampler in the slow run.
 OPERATIONS = int(os.environ.get("FAULT_OPERATIONS", "1000000"))
 SEQUENCE = 2000
 
@@ -45,7 +43,7 @@ SEQUENCE = 2000
 
 
 class RandomOperations(RuleBasedStateMachine):
-    """Operations chosen by hypothesis, which finds the shortest sequence that fails."""
+    """Random operations; hypothesis reduces a failure to a short sequence."""
 
     name = "proportional"
 
@@ -97,7 +95,7 @@ def test_some_random_operations(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_million_random_operations(name):
-    """``FAULT_OPERATIONS`` sets their number."""
+    """The environment variable ``FAULT_OPERATIONS`` sets the number of operations."""
 
     @settings(max_examples=max(OPERATIONS // SEQUENCE, 1), deadline=None, database=None)
     @given(seed=st.integers(0, 2**32))
@@ -111,7 +109,7 @@ def test_a_million_random_operations(name):
 
 
 def test_the_turn_is_kept_after_a_refused_write():
-    """The write that follows ends where the last one had ended; it was taken for that one, marked again."""
+    """The write after a rejected one ends where the previous write ended, but it is a new write."""
     buffer, reference = make("reaper"), NaiveReaPER()
 
     def write(numbers, done=()):
@@ -144,7 +142,7 @@ CAPACITY = 24
 
 
 def rows(numbers, done=()):
-    """Transitions of one environment, in which every entry tells the number."""
+    """Transitions of one environment; every entry contains the number of its transition."""
     numbers = torch.as_tensor(list(numbers))
     ended = torch.isin(numbers, torch.as_tensor(list(done), dtype=torch.int64)).unsqueeze(1)
     return TensorDict(
@@ -157,41 +155,29 @@ def rows(numbers, done=()):
     )
 
 
-def tables():
-    return EventTables([EventSpec("end", ("next", "terminated"), 4)], {"end": 8})
-
-
-def event_sampler(priority):
-    def sampler(shared):
-        return EventTableSampler(shared, eta={"default": 0.5, "end": 0.5}, min_size=1, priority=priority)
-
-    return sampler
-
-
+ends = partial(event_sampler, 8, ("next", "terminated"), 4)
 SAMPLERS = {
-    "proportional": lambda shared: ProportionalSampler(CAPACITY),
-    "rank": lambda shared: RankBasedSampler(CAPACITY),
-    "reaper": lambda shared: ReaPERSampler(CAPACITY),
-    "slices": lambda shared: TrajectoryRetraceSampler(
+    "proportional": lambda: ProportionalSampler(CAPACITY),
+    "rank": lambda: RankBasedSampler(CAPACITY),
+    "reaper": lambda: ReaPERSampler(CAPACITY),
+    "slices": lambda: TrajectoryRetraceSampler(
         CAPACITY, slice_len=2, behaviour_keys=(), anchors=ProportionalSampler(CAPACITY)
     ),
-    "slices, reaper": lambda shared: TrajectoryRetraceSampler(
+    "slices, reaper": lambda: TrajectoryRetraceSampler(
         CAPACITY, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(CAPACITY)
     ),
-    "tables": event_sampler(None),
-    "tables, proportional": event_sampler({"kind": "proportional"}),
-    "tables, reaper": event_sampler({"kind": "reaper"}),
+    "tables": ends,
+    "tables, proportional": lambda: ends(priority={"kind": "proportional"}),
+    "tables, reaper": lambda: ends(priority={"kind": "reaper"}),
 }
 
 
-def make(name):
-    shared = tables()
-    arguments = {"writer": EventTableWriter(shared)} if name.startswith("tables") else {}
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[name](shared), **arguments)
+def make(name, **arguments):
+    return buffer_with(SAMPLERS[name](), CAPACITY, **arguments)
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL, where the test is in one process."""
+    """Stands for SIGKILL in tests that use a single process."""
 
 
 def stop(how):
@@ -201,7 +187,7 @@ def stop(how):
 
 
 class DieAfter(TorchDispatchMode):
-    """Stops when so many operations of torch have been done, of those with ``of`` in their name."""
+    """Stops the program after ``count`` torch operations whose names contain ``of``."""
 
     def __init__(self, count, how="raise", of=""):
         super().__init__()
@@ -216,14 +202,14 @@ class DieAfter(TorchDispatchMode):
 
 
 def break_off(buffer, where, how):
-    """Let the next write of ``buffer`` end at a place of the write path."""
+    """Make the next write of ``buffer`` stop at a given place of the write path."""
     storage = buffer.storage
     written = type(storage).set
 
     def halfway(cursor, data, *, set_cursor=True):
         if where == "before the data":
             stop(how)
-        # within: the storage has moved on, and one entry of several is written
+        # "within the data": the storage has moved its cursor, and only one of several entries is written
         within = DieAfter(1, how, of="index_put_") if where == "within the data" else contextlib.nullcontext()
         with within:
             written(storage, cursor, data, set_cursor=set_cursor)
@@ -245,7 +231,7 @@ def whole(batch):
 
 
 def drawn_numbers(buffer, batches=60):
-    """What is drawn, of which all is whole."""
+    """The numbers of drawn transitions; asserts that every drawn row is complete."""
     drawn = set()
     for _ in range(batches):
         batch = buffer.sample(16)
@@ -255,7 +241,7 @@ def drawn_numbers(buffer, batches=60):
 
 
 def check_survivors(buffer, lost):
-    """Only whole rows that were written to the end are drawn, and all of those, but the ``lost`` ones."""
+    """Assert that draws give all completely written rows except the ``lost`` ones, and no other rows."""
     drawn = drawn_numbers(buffer)
     kept = set(range(40 - CAPACITY, 40)) - set(lost)
     assert drawn == kept, (sorted(drawn), sorted(kept))
@@ -263,7 +249,7 @@ def check_survivors(buffer, lost):
 
 
 def go_on(buffer):
-    """The buffer works as ever: what was broken off is overwritten in its time."""
+    """Assert that the buffer still works: later writes replace the interrupted one."""
     buffer.extend(rows(range(200, 210), done=[209]))
     batch = buffer.sample(8)
     batch["td_error"] = torch.rand(8)
@@ -290,14 +276,14 @@ def filled(name):
     return fill(make(name))
 
 
-# rows 16 to 20 are those in the slots of the write that breaks off
+# the interrupted write overwrites rows 16 to 20
 PLACES = {"before the data": (), "within the data": range(16, 21), "after the data": range(16, 21)}
 
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_write_that_breaks_off(name, where):
-    """An interrupt, say, between what is done at a write; the next batches hold nothing half-written."""
+    """After a write is interrupted at any place, batches contain no partially written rows."""
     buffer = filled(name)
     break_off(buffer, where, "raise")
     drawn = buffer.sample(16)
@@ -308,7 +294,7 @@ def test_a_write_that_breaks_off(name, where):
     buffer.update_tensordict_priority(drawn)
     lost = PLACES[where]
     if name.startswith("tables"):
-        # its writer cleans up
+        # the writer of the tables recovers at the next draw
         buffer.sample(4)
         assert all(whole(buffer.sample(16)) for _ in range(20))
     else:
@@ -318,7 +304,7 @@ def test_a_write_that_breaks_off(name, where):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_write_after_one_that_broke_off(name):
-    """Nothing is drawn in between: what was half-written is seen by the place of the next write alone."""
+    """Without a draw in between, only the position of the next write reveals the partially written rows."""
     buffer = filled(name)
     break_off(buffer, "within the data", "raise")
     with pytest.raises(Killed):
@@ -331,7 +317,7 @@ def test_a_write_after_one_that_broke_off(name):
 
 
 def test_an_end_that_was_lost_frees_its_stream():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=ReaPERSampler(CAPACITY, num_streams=2))
+    buffer = buffer_of(ReaPERSampler, CAPACITY, num_streams=2)
 
     def write(numbers, trajectories, done=()):
         buffer.extend(rows(numbers, done).set(("collector", "traj_ids"), torch.tensor(trajectories)))
@@ -355,13 +341,13 @@ def test_a_process_that_is_killed_as_it_writes(name):
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    # the lock died with it; what the README says
+    # the killed process held the lock; share() makes a new one, as the README says
     buffer.share()
     check_survivors(buffer, range(16, 21))
     go_on(buffer)
 
 
-# --- changes of a sampler's state that break off
+# --- interrupted changes of a sampler's state
 
 
 def broken_write(buffer, count):
@@ -369,8 +355,13 @@ def broken_write(buffer, count):
         buffer.extend(rows(range(100, 105), done=[104]))
 
 
+def broken_rows(buffer, count):
+    with DieAfter(count):
+        buffer.extend(rows(range(100, 105)))
+
+
 def broken_mark(buffer, count):
-    """A write of which the data is stored, but not all that the sampler makes of it."""
+    """A write whose data is stored, but whose notification of the sampler is interrupted."""
     sampler, mode = buffer.sampler, DieAfter(count)
     mark = sampler.mark_update
 
@@ -405,7 +396,7 @@ def dies(change, buffer, count):
     return False
 
 
-# what is done, and which rows it may or may not have lost
+# the interrupted operation, and the rows that it may lose
 CHANGES = {
     "write": (broken_write, {*range(16, 21), *range(100, 105)}),
     "mark": (broken_mark, {*range(16, 21), *range(100, 105)}),
@@ -415,7 +406,7 @@ CHANGES = {
 
 
 def by_td_errors(buffer):
-    """How likely each slot would be drawn by its TD error alone."""
+    """The probability of each slot according to its TD error alone."""
     buffer = copy.deepcopy(buffer)
     own = getattr(buffer.sampler, "anchors", buffer.sampler)
     if hasattr(own, "omega"):
@@ -426,7 +417,7 @@ def by_td_errors(buffer):
 
 
 def survive(name, what, count):
-    """Breaks off after ``count`` operations; whether there were so many."""
+    """Interrupt a change after ``count`` operations; False if it has fewer operations."""
     torch.manual_seed(count)
     buffer, (change, open_) = filled(name), CHANGES[what]
     has_priorities = name != "tables"
@@ -435,7 +426,7 @@ def survive(name, what, count):
     numbers, before = buffer.storage[:]["next", "number"].clone(), by_td_errors(buffer)
     if not dies(change, buffer, count):
         return False
-    # a checkpoint is as good as a batch
+    # saving a checkpoint also triggers the recovery
     buffer.sampler.state_dict()
     if has_priorities and what != "update":
         same = torch.isin(numbers, torch.tensor(list(open_)), invert=True)
@@ -447,7 +438,7 @@ def survive(name, what, count):
     drawn = drawn_numbers(buffer, 40)
     assert set(range(16, 40)) - open_ <= drawn <= set(range(16, 40)) | open_
     if name.startswith("tables"):
-        # the table holds the ends of episodes, as before; or there was room made in it, or it was filled
+        # the table holds the ends of both episodes; or only of the later one; or also the new end
         table = buffer.storage[:]["next", "number"][buffer.sampler.tables["end"].index()].tolist()
         ends = [*range(26, 30), *range(36, 40)]
         assert table in (ends, ends[4:], [*ends[4:], *range(101, 105)]), table
@@ -459,7 +450,7 @@ def survive(name, what, count):
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_change_that_breaks_off(name, what):
-    """Ctrl-C, wherever it comes: nothing is lost but the rows of that write, and all goes on."""
+    """An interrupt at any operation loses at most the rows of the current write, and the buffer still works."""
     for count in (1, 4, 12, 20, 28, 35, 70, 130, 200):
         if not survive(name, what, count):
             break
@@ -475,13 +466,27 @@ def test_a_change_that_breaks_off_anywhere(name, what):
         count += 1
 
 
+@pytest.mark.parametrize("name", ["tables", "tables, reaper"])
+def test_an_event_table_never_holds_a_row_that_has_replaced_its_entry(name):
+    filled_once = filled(name)
+    # the next write replaces entries 26 to 29
+    filled_once.extend(rows(range(40, 50)))
+    for count in itertools.count(1, 4):
+        buffer = copy.deepcopy(filled_once)
+        if not dies(broken_rows, buffer, count):
+            break
+        buffer.sample(8)
+        table = buffer.storage[:]["next", "number"][buffer.sampler.tables["end"].index()].tolist()
+        assert set(table) <= {*range(26, 30), *range(36, 40)}, (count, table)
+        assert set(table) >= set(range(36, 40)), (count, table)
+        buffer.sampler.check_valid()
+    assert count > 50
+
+
 def survive_pinned(count):
-    """As survive: no slot is lost for good, and what is in a table is whole."""
-    shared = EventTables([EventSpec("end", ("next", "terminated"), 4)], {"default": 16, "end": 8}, retention="pinned")
-    sampler = EventTableSampler(shared, eta={"default": 0.5, "end": 0.5}, min_size=1, priority={"kind": "proportional"})
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY), sampler=sampler, writer=EventTableWriter(shared)
-    )
+    """Like ``survive``: no slot is lost permanently, and all rows in tables are complete."""
+    sampler = ends(default=16, priority={"kind": "proportional"})
+    buffer = buffer_with(sampler, CAPACITY)
     if not dies(broken_write, fill(buffer), count):
         return False
     for _ in range(8):
@@ -492,8 +497,8 @@ def survive_pinned(count):
         assert whole(buffer.sample(16))
         sampler.check_valid()
     numbers = buffer.storage[:]["next", "number"]
-    assert numbers[shared["default"].index()].tolist() == list(range(244, 260))
-    assert numbers[shared["end"].index()].tolist() == [*range(246, 250), *range(256, 260)]
+    assert numbers[sampler.tables["default"].index()].tolist() == list(range(244, 260))
+    assert numbers[sampler.tables["end"].index()].tolist() == [*range(246, 250), *range(256, 260)]
     return True
 
 
@@ -510,11 +515,7 @@ def test_a_write_to_pinned_tables_that_breaks_off(counts):
 
 @pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
 def test_writes_and_updates_while_batches_are_drawn_ahead(name):
-    shared = tables()
-    arguments = {"writer": EventTableWriter(shared)} if name.startswith("tables") else {}
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[name](shared), batch_size=8, prefetch=3, **arguments
-    )
+    buffer = make(name, batch_size=8, prefetch=3)
     buffer.extend(rows(range(CAPACITY), done=[CAPACITY - 1]))
     until, failures, written = time.monotonic() + 0.5, [], [CAPACITY]
 

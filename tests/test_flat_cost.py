@@ -1,4 +1,4 @@
-"""A compiled step costs the same at every capacity: its code copies and allocates nothing of that size."""
+"""A compiled step takes the same time for every capacity: its code copies and allocates nothing of that size."""
 
 import math
 import re
@@ -14,30 +14,20 @@ from tests.params import slow_but
 from tests.test_compiled import CASES, reaper, step
 from torchrl_replay_ext import compile_step
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch's own, while it compiles
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-)
+pytestmark = pytest.mark.usefixtures("from_scratch")
 
 CAPACITY = 40_000
-# a sum tree has a third as many sums as leaves
+# below the number of sums in a sum tree, which is a third of the number of leaves
 LARGE = CAPACITY // 4
 WRITING = [name for name, case in CASES.items() if case.extends]
-# its own case normalises weights over the whole buffer, which takes a pass over all of it
+# the original case normalises weights over the whole buffer, which takes a pass over the buffer
 OVER_THE_BATCH = {"reaper, two columns": replace(CASES["reaper, two columns"], sampler=reaper())}
 LOOP = re.compile(r"<\s*static_cast<\w+>\((\d+)L?\)")
 ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
 
 
-@pytest.fixture(autouse=True)
-def from_scratch():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def large_steps(code: str) -> list[str]:
-    """Lines of generated code that loop over, or allocate, as many entries as a buffer of this capacity has."""
+    """Lines of generated code with a loop over, or an allocation of, at least ``LARGE`` entries."""
     found = []
     for line in code.splitlines():
         loops = [int(bound) for bound in LOOP.findall(line)]
@@ -69,7 +59,7 @@ def test_a_step_with_writes_touches_nothing_of_the_size_of_the_capacity(name):
 
 
 def test_a_copy_of_the_size_of_the_capacity_is_found():
-    """Negative control: the check finds a write that copies the tensor it changes."""
+    """Negative control: the check finds a write that copies the tensor that it changes."""
     stored = torch.zeros(CAPACITY)
 
     def write(index):

@@ -1,7 +1,10 @@
+"""FrameStackStorage: what it gives back, for each sampler, is what a storage of whole stacks gives back."""
+
 import copy
 import pickle
 import random
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import buffer_with, event_sampler
 from tests.params import slow_but
 from tests.samplers.experience import assert_same_state
 from tests.stacks import StackedStreams
@@ -16,10 +20,6 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     FrameStackStorage,
     ProportionalSampler,
     RankBasedSampler,
@@ -32,7 +32,7 @@ KEYS = ("observation", ("next", "observation"), "action", ("next", "reward"), ("
 
 
 def pair(capacity, **arguments):
-    """A buffer that keeps frames once, and a plain one."""
+    """A buffer that stores each frame once, and a plain buffer."""
     once = TensorDictReplayBuffer(storage=FrameStackStorage(capacity, **arguments), batch_size=8)
     return once, TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=8)
 
@@ -57,7 +57,7 @@ def test_what_is_read_is_what_was_written(capacity, num_envs, layout, padding):
         for rb in (once, plain):
             rb.extend(data.clone())
         assert_same(once, plain)
-        # at most those of all stacks: none is left of what was overwritten
+        # frames of overwritten transitions are freed: there are at most those of the stored stacks
         assert once.storage.num_frames <= len(once) * 5
     assert once.storage.lost_frames == once.storage.mismatched == 0
 
@@ -70,19 +70,19 @@ def test_without_ids_the_row_before_is_looked_at():
         for rb in (once, plain):
             rb.extend(data.clone())
         assert_same(once, plain)
-    # 40 transitions in a few episodes, and what is left of the frames before the oldest
+    # 40 transitions in a few episodes, and the frames before the oldest transition
     assert once.storage.num_frames < 40 + 4 + 8
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "env_major"])
 def test_each_frame_is_kept_once(layout):
-    """An episode of L steps takes L + 1 frames, however its steps are spread over writes."""
+    """An episode of L steps takes L + 1 frames, for any division of its steps into writes."""
     streams = StackedStreams(4, end=0.0, still=0.0)
     once, _ = pair(400)
     for _ in range(10):
         once.extend(streams.chunk(layout, 40))
     assert once.storage.num_frames == 4 * 101
-    # the frames before the oldest step of each environment stay
+    # frames before the oldest step of each environment are kept
     once.extend(streams.chunk("interleaved", 40))
     assert once.storage.num_frames == 4 * (100 + 4)
     streams = StackedStreams(1, end=1.0, still=0.0, padding="zero")
@@ -106,7 +106,7 @@ def test_other_depths_shapes_and_types(depth):
 
 
 def test_slots_in_any_order_and_single_transitions():
-    """``add``, ``write_at`` with a slot that is named twice, assignment, and what indexing takes."""
+    """``add``, ``write_at`` with a duplicate slot, assignment, and all kinds of indices."""
     streams = StackedStreams(2)
     once, plain = pair(12)
     for _ in range(20):
@@ -157,7 +157,7 @@ class TestSaving:
             for rb in (restored, once, plain):
                 rb.extend(data.clone())
         assert_same(restored, plain)
-        # episodes that were going on are continued
+        # ongoing episodes continue after the restart
         assert restored.storage.num_frames == once.storage.num_frames
 
     @pytest.mark.parametrize("fresh", [True, False])
@@ -245,41 +245,26 @@ class TestErrors:
                 pool.check_valid()
 
 
-def make_sampler(name, capacity):
-    if name == "per":
-        return ProportionalSampler(capacity)
-    if name == "rank":
-        return RankBasedSampler(capacity)
-    if name == "reaper":
-        return ReaPERSampler(capacity, num_streams=3)
-    if name == "retrace":
-        return TrajectoryRetraceSampler(capacity, slice_len=4, num_streams=3)
-    if name == "retrace_per":
-        return TrajectoryRetraceSampler(capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity))
-    return None
+SAMPLERS = {
+    "uniform": lambda capacity: None,
+    "per": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": partial(ReaPERSampler, num_streams=3),
+    "retrace": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=3),
+    "retrace_per": lambda capacity: TrajectoryRetraceSampler(
+        capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity)
+    ),
+    "sset": lambda capacity: event_sampler(20, history=5),
+    "sset_pinned": lambda capacity: event_sampler(20, history=5, default=20),
+}
 
 
 def buffers(name, capacity=40):
-    """The same buffer with frames kept once and whole; and the step that is compiled."""
-    result = []
-    for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity)):
-        sampler, writer, storage_of = make_sampler(name, capacity), None, storage
-        if name == "sset":
-            tables = EventTables([EventSpec("end", ("next", "done"), history=5)], capacity={"end": 20})
-            sampler, writer = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}), EventTableWriter(tables)
-        elif name == "sset_pinned":
-            tables = EventTables(
-                [EventSpec("end", ("next", "done"), history=5)],
-                capacity={"default": 20, "end": 20},
-                retention="pinned",
-            )
-            sampler, writer = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}), EventTableWriter(tables)
-        rb = CompilableReplayBuffer(storage=storage_of, sampler=sampler, writer=writer, batch_size=8)
-        result.append(rb)
-    return result
-
-
-SAMPLERS = ["uniform", "per", "rank", "reaper", "retrace", "retrace_per", "sset", "sset_pinned"]
+    """The same buffer with frames stored once and with complete stacks."""
+    return [
+        buffer_with(SAMPLERS[name](capacity), capacity, compilable=True, storage=storage, batch_size=8)
+        for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity))
+    ]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -304,7 +289,7 @@ def test_samples_are_those_of_whole_stacks(name):
 
 @pytest.mark.parametrize("name", slow_but(["per"], SAMPLERS))
 def test_compiled_in_one_graph(name):
-    """Writes, draws and updates in a graph: the samples are those that a naive buffer has in the same slots."""
+    """Writes, draws and updates in a graph give the samples that a plain buffer has in the same slots."""
     torch._dynamo.reset()
     streams = StackedStreams(3, end=0.1)
     once, _ = buffers(name)
@@ -353,7 +338,7 @@ def test_what_is_an_error_outside_is_counted_in_a_graph():
         whole.append(data.clone())
         compiled(data)
         assert (storage.lost_frames > 0) == (number >= 3)
-    # 3 transitions have 2 frames each; those that found their place are right
+    # 3 transitions have 2 frames each; the frames that were stored are correct
     assert torch.equal(storage.get(torch.arange(3, 6))["observation"], whole[0]["observation"])
     data = streams.rollout([0] * 3)
     data["next", "observation"] = data["next", "observation"].flip(0)
@@ -375,12 +360,8 @@ class TestReadersOfObservations:
         streams = StackedStreams(1, depth=2, still=0.9)
         data = streams.rollout([0] * 40)
         for storage in (FrameStackStorage(40), LazyTensorStorage(40)):
-            tables = EventTables([EventSpec("end", ("next", "done"), history=5)], capacity={"end": 20})
-            eta = {"default": 0.5, "end": 0.5}
-            sampler = EventTableSampler(tables, eta=eta, correction="conditional")
-            rb = TensorDictReplayBuffer(
-                storage=storage, sampler=sampler, writer=EventTableWriter(tables), batch_size=16
-            )
+            sampler = event_sampler(20, history=5, correction="conditional")
+            rb = buffer_with(sampler, 40, storage=storage, batch_size=16)
             rb.set_rng(torch.Generator().manual_seed(0))
             rb.extend(data.clone())
             weights.append(rb.sample()["priority_weight"])
@@ -439,7 +420,7 @@ LOOKS = {
 
 
 class TestLookingChangesNothing:
-    """Reading a full storage in any way leaves it as it was."""
+    """No kind of read changes a full storage."""
 
     @staticmethod
     def full():

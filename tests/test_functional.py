@@ -106,7 +106,7 @@ def test_write_last(dtype):
 
 @pytest.mark.parametrize("size", [1, 1000, 200_000])
 def test_write_last_in_a_large_index(size):
-    """Also where several threads could share the work."""
+    """The order must also hold for sizes at which torch uses several threads."""
     count = 200_000
     index, values = torch.randint(size, (count,)), torch.arange(count)
     expected = [-1] * size
@@ -130,7 +130,7 @@ def test_write_last_into_a_view():
 
 
 def test_write_last_of_one_value():
-    """An expanded value, as for the priority of new transitions."""
+    """An expanded scalar, such as the priority of new transitions."""
     destination = torch.zeros(4, dtype=torch.int64)
     write_last(destination, torch.tensor([3, 0, 3]), torch.tensor(6).expand(3))
     assert destination.tolist() == [6, 0, 0, 6]
@@ -140,7 +140,7 @@ def test_write_last_of_one_value():
 
 
 def naive_reliability(td_error, episode, finished, largest=None):
-    """Eq. 4 for finished and Eq. 17 for ongoing episodes, transition by transition."""
+    """Eq. 16 for each transition, with F of Eq. 17 or ``largest``."""
     sums: dict[int, float] = {}
     for delta, e in zip(td_error, episode, strict=True):
         sums[e] = sums.get(e, 0.0) + delta
@@ -193,8 +193,8 @@ def test_reliability_against_a_loop(seed, size, episodes):
         td_error[0] = 1.0
     result = reliability(torch.tensor(td_error, dtype=torch.float64), torch.tensor(episode), torch.tensor(finished))
     expected = torch.tensor(naive_reliability(td_error, episode, finished), dtype=torch.float64)
-    # 1 - behind / sum and prefix / sum round differently, and so do running sums over all episodes,
-    # by 1e-16 of the sum of all
+    # 1 - later / sum and prefix / sum round differently; running sums over all episodes add errors of 1e-16 of the
+    # total sum
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
     assert float(result.min()) >= 0
     assert float(result.max()) <= 1
@@ -215,7 +215,7 @@ def test_reliability_of_a_finished_episode_without_errors_is_one():
 
 
 def test_reliability_of_an_ongoing_episode_without_errors():
-    """By Eq. 17 it is 0 / F."""
+    """By Eq. 16, the reliability is 0 / F."""
     episode = torch.tensor([0, 0, 1, 1])
     delta = torch.tensor([0.0, 0.0, 1.0, 1.0])
     assert reliability(delta, episode, torch.zeros(4).bool()).tolist() == [0.0, 0.0, 0.5, 1.0]

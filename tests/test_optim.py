@@ -31,12 +31,12 @@ def test_adam_step_is_adam(options):
     assert all(own is parameter for own, parameter in zip(step.parameters, mine, strict=True))
     for _ in range(20):
         step_both(step, theirs, reference)
-    # step counts, and with them what is computed of them, are in single precision
+    # step counts are float32, and so are the values computed from them
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-# the scheduler does not see the steps
+# the scheduler warns because the optimizer's own step is not called
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`:UserWarning")
 def test_a_scheduler_changes_a_rate_that_is_a_tensor():
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_only_adam_with_one_group():
     groups = [{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)]
     with pytest.raises(ValueError, match="2 parameter groups; one is supported"):
         AdamStep(torch.optim.Adam(groups))
-    with pytest.raises(ValueError, match=r"a torch\.optim\.Adam is needed, not SGD"):
+    with pytest.raises(ValueError, match=r"optimizer must be a torch\.optim\.Adam, not SGD"):
         AdamStep(torch.optim.SGD([torch.zeros(2, requires_grad=True)]))
 
 

@@ -1,4 +1,4 @@
-"""RayReplayBuffer with each of our samplers, made in the actor: it does what a buffer in this process does."""
+"""A RayReplayBuffer with each sampler of the package, made in the actor, behaves like a buffer in this process."""
 
 import os
 from functools import partial
@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
 
-from tests.test_examples import readme_blocks
+from tests.test_examples import guide_blocks
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -36,7 +36,7 @@ def tables():
     return EventTables([EventSpec("high", Threshold(("next", "reward"), ">", 1.0), history=4)], {"high": 32})
 
 
-# Each call makes the parts anew: nothing is shared but what meets in the actor.
+# Each call makes new parts, so that two buffers share nothing.
 PARTS = {
     "proportional": lambda: {"sampler": partial(ProportionalSampler, CAPACITY, beta=BETA)},
     "rank": lambda: {"sampler": partial(RankBasedSampler, CAPACITY, beta=BETA)},
@@ -64,7 +64,7 @@ PARTS = {
 
 
 def arguments(name):
-    # one of them in the buffer whose samples carry write stamps
+    # one case uses the storage with which samples carry write stamps
     storage = partial(CompilableTensorStorage if name == "proportional" else LazyTensorStorage, CAPACITY)
     return {"storage": storage, "batch_size": BATCH, **PARTS[name]()}
 
@@ -82,8 +82,8 @@ def local_buffer(name):
 
 @pytest.fixture(scope="module")
 def buffers():
-    """One buffer per kind, all started side by side."""
-    # else Ray's workers give way to whatever else runs here
+    """One buffer per case; all start at the same time."""
+    # otherwise, Ray's workers have a lower priority than other processes
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
@@ -98,7 +98,7 @@ def buffers():
 
 
 def transitions(first, count=32):
-    """Of two environments in turn, in episodes of 8 steps."""
+    """Transitions of two environments that alternate, with episodes of 8 steps."""
     step = torch.arange(first, first + count)
     done = (step // 2 % 8 == 7).unsqueeze(1)
     rng = torch.Generator().manual_seed(first)
@@ -131,7 +131,7 @@ def sampler_state(rb):
 
 
 def priorities(rb):
-    """The state of what has the priorities."""
+    """The state of the sampler that has the priorities."""
     return sampler_state(rb)
 
 
@@ -156,7 +156,7 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
     assert_same(*map(sampler_state, both))
     assert priorities(remote)["beta"][0] == 1.0
 
-    # all of it is saved
+    # the whole state is saved
     assert remote.write_count == 96 and len(remote) == CAPACITY
     remote.dumps(tmp_path)
     for load in (lambda rb: rb.load_state_dict(remote.state_dict()), lambda rb: rb.loads(tmp_path)):
@@ -166,14 +166,14 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
         assert_same(*map(sampler_state, (remote, restored)))
     assert_same(remote.sample(), local.sample())
 
-    # updates of what was overwritten since are dropped
+    # updates of overwritten transitions are dropped
     batch = remote.sample()
     remote.extend(transitions(96, 64))
     before = priorities(remote)
     batch["td_error"] = torch.full((BATCH,), 100.0)
     remote.update_tensordict_priority(batch)
     after = priorities(remote)
-    # padding is not updated; an update that changes nothing counts for the schedule all the same
+    # padding is not updated; the schedule also counts an update that changes nothing
     rows = batch.get(("collector", "mask"), torch.ones(BATCH)).sum()
     assert after["dropped_updates"] - before["dropped_updates"] == rows
     changing = "dropped_updates", "alpha", "beta"
@@ -195,6 +195,6 @@ def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
         sampler.actor_buffer(buffers["proportional"])
 
 
-@pytest.mark.parametrize("block", list(readme_blocks(of_ray=True)))
-def test_readme(buffers, block):
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("block", list(guide_blocks(of_ray=True)))
+def test_guides(buffers, block):
+    exec(block, {"__name__": "__main__"})

@@ -1,4 +1,4 @@
-"""Retrace and what ACER makes of it, against loops over steps that are written from the paper (Wang et al. 2017)."""
+"""Retrace, Q^opc and the trust region, against loops over steps as in the paper (Wang et al. 2017)."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def algorithm_2(gamma, coefficient, q, v_next, reward, done, terminated):
-    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` stands for ρ̄_i (c_i in Algorithm 3)."""
+    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` is ρ̄_i (c_i in Algorithm 3)."""
     result = [None] * len(reward)
     for i in reversed(range(len(reward))):
         if i == len(reward) - 1 or done[i]:
@@ -34,13 +34,13 @@ def algorithm_2(gamma, coefficient, q, v_next, reward, done, terminated):
         q_ret = reward[i] + gamma * q_ret
         result[i] = q_ret
         if i > 0:
-            # V_i is of the state that step i − 1 led to
+            # V_i is the value of the state that step i − 1 led to
             q_ret = coefficient[i] * (q_ret - q[i]) + v_next[i - 1]
     return torch.stack(result)
 
 
 def equation_5(gamma, coefficient, q, v_next, reward, done, terminated):
-    """Eq. 5, which is recursive, from the front."""
+    """Eq. 5 as a recursive function that starts at the first step."""
 
     def q_ret(t):
         total = reward[t]
@@ -66,7 +66,7 @@ def appendix_e4(gamma, rho, v_next, reward, done, terminated):
 
 
 def by_rows(function, *columns, time_dim):
-    """``function`` of each row [T] by itself."""
+    """Apply ``function`` to each row [T] separately."""
     rows = [x.movedim(time_dim, -1) for x in columns]
     shape = rows[0].shape
     flat = [x.reshape(-1, shape[-1]) for x in rows]
@@ -75,7 +75,7 @@ def by_rows(function, *columns, time_dim):
 
 
 class Experience:
-    """Random rows; episodes end in the middle and at the end, some for good and some not."""
+    """Random rows; episodes end in the middle and at the end of rows, terminated or truncated."""
 
     def __init__(self, shape, time_dim=-2, dtype=torch.float64, seed=0, ends=0.3):
         g = torch.Generator().manual_seed(seed)
@@ -113,7 +113,7 @@ def assert_near(result, expected, tolerance):
 
 
 def assert_same(result, expected, inputs=(), tolerance=1e-10):
-    """Values, and gradients of a random function of them."""
+    """Values of a function, and gradients of a random weighted sum of them."""
     assert_near(result, expected, tolerance)
     if inputs:
         weight = torch.randn(result.shape, **DOUBLE)
@@ -216,7 +216,7 @@ def test_value_target_against_a_loop():
 
 
 def test_terminated_and_truncated_in_the_middle_and_at_the_end():
-    """γ = 1/2, ρ = 1, Q = 0 but for 1 at the second of an episode: R_0 = r_0 + γ V + γ (R_1 − 1)."""
+    """γ = 1/2, ρ = 1, Q = 0 except 1 at the second step of an episode: R_0 = r_0 + γ V + γ (R_1 − 1)."""
     q = torch.tensor([0.0, 1.0, 0.0, 1.0])
     v = torch.tensor([2.0, 4.0, 8.0, 16.0])
     reward = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -263,7 +263,7 @@ def test_episodes_in_one_row_are_as_rows_of_their_own(function):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("length", [2, 5, 8, 11])
 def test_nothing_leaks_from_behind_an_end(function, bad, length):
-    """A value behind a terminal state, and everything behind a truncated one, may be anything."""
+    """V after termination, and all entries of steps after a truncation, may have any value."""
     clean, data = Experience((3, length, 1), ends=0.0), Experience((3, length, 1), ends=0.0)
     for x in (clean, data):
         x.done[0, -1] = x.terminated[0, -1] = True
@@ -286,7 +286,7 @@ def test_nothing_leaks_from_behind_an_end(function, bad, length):
             assert torch.equal(ours[~behind], theirs[~behind])
 
 
-# --- ratios out of all proportion
+# --- extreme ratios
 
 
 @pytest.mark.parametrize("rho_thresh", [0.0, 1.0, 10.0])
@@ -322,7 +322,7 @@ def test_importance_ratio():
 
 @pytest.mark.parametrize("length", [2, 9, 37])
 def test_products_that_overflow_leave_the_rest_alone(length):
-    """Where the product of ratios is beyond float32, but what it multiplies is 0, a loop over steps gives a number."""
+    """If a product of ratios overflows float32 but its factor is 0, the result is finite, as in a loop over steps."""
     log_pi, zero = torch.full((length, 1), 30.0), torch.zeros(length, 1)
     reward = zero.clone()
     reward[0] = 2.0
@@ -365,11 +365,11 @@ def test_arguments_are_left_as_they_were():
     assert all(torch.equal(x, y) for x, y in zip(everything, kept, strict=True))
 
 
-# --- what it reduces to
+# --- reduction identities
 
 
 def discounted(gamma, v_next, reward, done, terminated):
-    """Rewards up to the end of the episode or of the row, then what is behind."""
+    """Discounted rewards up to the end of the episode or of the row, plus the value of the state after it."""
     result = [None] * len(reward)
     for t in range(len(reward)):
         total, factor = torch.zeros(()).to(reward), 1.0
@@ -383,7 +383,7 @@ def discounted(gamma, v_next, reward, done, terminated):
 
 
 def consistent(data):
-    """``data`` whose Q_t is V_t, as if there were one action."""
+    """Set Q_t of ``data`` to V_t, as if there were only one action."""
     data.q[:, 1:] = data.v_next[:, :-1]
     return data
 
@@ -428,7 +428,7 @@ def test_more_likely_actions_are_as_equal_policies():
 
 @pytest.mark.parametrize("dims", [1, 3, 21])
 def test_the_power_is_one_by_the_dimensions_of_the_action(dims):
-    """d equal dimensions: ρ^(1/d) is the ratio of one."""
+    """For d equal dimensions, ρ^(1/d) is the ratio of a single dimension."""
     data = Experience((6, 21, 1))
     result = retrace(0.9, 1.0, dims * data.log_pi, dims * data.log_mu, *data.values, rho_power=1 / dims)
     assert_same(result, retrace(0.9, 1.0, *data.policies, *data.values))
@@ -548,7 +548,7 @@ def test_the_projection_for_k_of_any_size(size):
     assert torch.equal(active, exactly_active)
     assert torch.equal(z[~active], g[~active])
     torch.testing.assert_close(z, exact.float(), rtol=1e-5, atol=1e-5)
-    # k·z <= δ as far as float32 can tell
+    # k·z <= δ within the precision of float32
     product = (k.double() * z).sum(-1)
     assert bool((product <= 1.0 + 1e-6 * (1.0 + norms(k.double(), g.double()))).all())
     weight = torch.randn(100, 6)
@@ -583,7 +583,7 @@ def test_several_statistics_are_projected_together():
 
 
 def test_a_policy_at_its_average_may_change_at_will():
-    """D_KL is least where the two agree: in the space of logits, k is 0 there."""
+    """D_KL is minimal where the two policies are equal: in the space of logits, k is 0 there."""
     logits = torch.randn(10, 4, **DOUBLE)
     k = logits.softmax(-1) - logits.softmax(-1)
     g = 100 * torch.randn(10, 4, **DOUBLE)
@@ -639,7 +639,7 @@ class Process:
         self.reward = torch.randn(states, actions, **DOUBLE, generator=g)
 
     def follow(self, policy):
-        """From one state and action to the next, [X·A, X·A], where ``policy`` [X, A] weighs the next action."""
+        """Transition matrix of (state, action) pairs, [X·A, X·A]; ``policy`` [X, A] weights the next actions."""
         joint = self.transition.unsqueeze(-1) * policy
         return joint.reshape(self.states * self.actions, -1)
 
@@ -652,7 +652,7 @@ class Process:
         return total.reshape_as(of_step)
 
     def expected(self, of_state):
-        """E of what the next state is worth."""
+        """γ times the expected value of ``of_state`` in the next state."""
         return self.gamma * self.transition @ of_state
 
     def b(self, q, c):
@@ -682,7 +682,7 @@ def test_proposition_1(c, seed):
     torch.testing.assert_close(process.b(process.q_pi, c), process.q_pi, rtol=1e-10, atol=1e-10)
     ratio = (result - process.b(other, c)).abs().max() / (q - other).abs().max()
     assert float(ratio) <= process.gamma
-    # ℬ is affine, so that the largest row of its matrix is the contraction's factor
+    # ℬ is affine, so the largest row sum of its matrix is the contraction factor
     zero = process.b(torch.zeros_like(q), c)
     units = torch.eye(q.numel(), **DOUBLE).reshape(-1, *q.shape)
     matrix = torch.stack([process.b(unit, c) - zero for unit in units])
@@ -694,13 +694,13 @@ def test_the_limits_of_proposition_1():
     q = torch.randn(process.states, process.actions, **DOUBLE)
     bellman = process.reward + process.expected((process.pi * q).sum(-1))
     torch.testing.assert_close(process.b(q, 0.0), bellman)
-    # importance sampling: Q^π at once, whatever Q is
+    # c = ∞ is importance sampling: one application gives Q^π for any Q
     torch.testing.assert_close(process.b(q, INF), process.q_pi)
 
 
 @pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 10.0, INF])
 def test_retrace_over_all_trajectories_is_the_operator(c):
-    """The mean of the function over every trajectory of 3 steps, by its probability, is ℛ cut off after 3 steps."""
+    """The mean of the function over all trajectories of 3 steps, weighted by probability, is ℛ after 3 steps."""
     process = Process(states=3, actions=2)
     pi, mu = process.pi, process.mu
     q = torch.randn(3, 2, **DOUBLE)

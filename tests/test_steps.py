@@ -3,28 +3,19 @@
 import pytest
 import torch
 import torch._inductor.config
-from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from tests.data import buffer_of, learnable
 from torchrl_replay_ext import (
     AdamStep,
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     ProportionalSampler,
     clip_gradients,
     compile_step,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def from_scratch():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("from_scratch")
 
 
 def wrong_steps():
@@ -93,27 +84,13 @@ def test_errors_of_the_step_stay_visible():
         compile_step(step)()
 
 
-def transitions(count):
-    done = torch.rand(count, 1) < 0.1
-    after = {
-        "observation": torch.randn(count, 4),
-        "reward": torch.randn(count, 1),
-        "done": done,
-        "terminated": done.clone(),
-    }
-    data = {"observation": torch.randn(count, 4), "action": torch.randint(0, 2, (count,)), "next": after}
-    return TensorDict(data, [count])
-
-
 class DQN:
-    """Everything that an update changes, with an update in the usual eager form and one for a graph."""
+    """All state of a DQN, with two updates: one in the usual eager form and one for a compiled graph."""
 
     def __init__(self):
         torch.manual_seed(3)
-        self.rb = CompilableReplayBuffer(
-            storage=CompilableTensorStorage(64), sampler=ProportionalSampler(64), batch_size=8
-        )
-        self.rb.extend(transitions(40))
+        self.rb = buffer_of(ProportionalSampler, 64, compilable=True, batch_size=8)
+        self.rb.extend(learnable(40))
         network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         self.loss = DQNLoss(actor, delay_value=True, double_dqn=True, action_space="categorical")
@@ -159,7 +136,7 @@ def test_a_whole_dqn_update_in_a_graph_is_the_eager_one():
     with torch._inductor.config.patch(fallback_random=True):
         update = compiled.in_graph()
         for number in range(8):
-            data = transitions(3)
+            data = learnable(3)
             losses = []
             for step in (eager.eager, update):
                 torch.manual_seed(number)

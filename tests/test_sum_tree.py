@@ -17,7 +17,7 @@ from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
 
 UNIT = SumTree.UNIT
 
-# everything from 0 over less than one unit to large, in float32 so that the tree is given just what the model is given
+# 0, less than one unit, and up to large priorities; in float32, so that tree and model get exactly the same numbers
 PRIORITIES = st.one_of(
     st.just(0.0),
     st.floats(0.0, 4.0, width=32),
@@ -27,12 +27,12 @@ PRIORITIES = st.one_of(
 
 
 def mass_of(priority: float) -> int:
-    """Rounded up to a multiple of 2^-23, in exact arithmetic."""
+    """Round up to a multiple of 2^-23 in exact arithmetic."""
     return math.ceil(Fraction(priority) * UNIT)
 
 
 def scan(masses: list[int], target: int) -> int:
-    """The leaf in which ``target`` falls, by a walk over all of them."""
+    """Find the leaf that contains ``target`` with a loop over all leaves."""
     for leaf, upto in enumerate(accumulate(masses)):
         if target < upto:
             return leaf
@@ -40,7 +40,7 @@ def scan(masses: list[int], target: int) -> int:
 
 
 def assert_same_tree(tree: SumTree, masses: list[int], track_min: bool) -> None:
-    """Leaves, total, minimum and all prefix sums of ``tree`` are those of the list ``masses``."""
+    """Check that leaves, total, minimum and all prefix sums of ``tree`` agree with the list ``masses``."""
     tree.check_valid()
     assert tree.get(torch.arange(len(masses))).tolist() == masses
     assert int(tree.total()) == sum(masses)
@@ -67,7 +67,7 @@ class TreeAgainstList(RuleBasedStateMachine):
         self.masses = [0] * capacity
         blocks = capacity // fanout + 1
         if self.paged:
-            # as many pages as half of the blocks, so that pages are given back and taken again
+            # pages for half of the blocks, so that pages are freed and used again
             self.free = list(range((blocks + 1) // 2))
             num_pages = len(self.free)
             self.page_table = torch.full((blocks,), num_pages)
@@ -100,7 +100,7 @@ class TreeAgainstList(RuleBasedStateMachine):
 
     @rule(data=st.data(), ask=st.booleans(), bursts=st.sampled_from([1, 1, 1, 3, 40]))
     def write_lazily(self, data, ask, bursts):
-        """Several writes in a row, with or without a known minimum before them."""
+        """Several writes in a row, with or without a cached minimum before them."""
         if ask and self.track_min and sum(self.masses):
             self.tree.min()
         index = self.choose_leaves(data)
@@ -183,7 +183,7 @@ class TreeAgainstList(RuleBasedStateMachine):
 
 
 class PagedTreeAgainstList(TreeAgainstList):
-    """Only some blocks are stored; this machine is the owner of the page table."""
+    """The same with a page table, which this state machine owns; only some blocks are stored."""
 
     paged = True
 
@@ -237,7 +237,7 @@ def test_layout_does_not_matter(capacity, layout):
 
 
 def test_no_drift():
-    """1e5 updates of all magnitudes later the sums are still exactly those of the leaves."""
+    """After 1e5 updates of all magnitudes, the sums are exactly those of the leaves."""
     tree = SumTree(1000, fanout=4, top=8, track_min=True)
     expected = torch.zeros(1000, dtype=torch.int64)
     for _ in range(1000):
@@ -291,7 +291,7 @@ def test_duplicates_last_wins_in_a_large_update(capacity):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_duplicates_and_the_minimum(lazy):
-    """A mass that loses to a later duplicate is not the smallest."""
+    """The minimum ignores a mass that a later duplicate overwrites."""
     tree = SumTree(4, track_min=True)
     tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
     assert int(tree.min()) == 5
@@ -418,7 +418,7 @@ def test_update_refuses_and_changes_nothing(index, priority, named):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32])
 def test_other_index_dtypes_are_understood_or_refused(dtype):
-    """Never half an update: leaves without their sums."""
+    """An update is applied completely or not at all; it never changes leaves without their sums."""
     tree = SumTree(5, track_min=True)
     tree.update(torch.arange(5), torch.full((5,), 2.0))
     try:
@@ -449,7 +449,7 @@ def test_check_valid_can_fail(change):
     tree.check_valid()
     tree.leaves[17] += {"leaf": 1, "negative": -2 * UNIT, "minimum": UNIT // 2}[change]
     if change == "minimum":
-        # the sum of the block stays, so only the minimum tells
+        # the sum of the block is unchanged, so only the minimum reveals the change
         tree.leaves[18] -= UNIT // 2
     with pytest.raises(AssertionError):
         tree.check_valid()
@@ -480,7 +480,7 @@ def test_stratified_draws_one_per_stratum(num, layout):
     for _ in range(50):
         leaf, _ = tree.sample(num, stratified=True)
         for stratum, drawn in enumerate(leaf.tolist()):
-            # the stratum [stratum, stratum + 1) * 60 / num shares some part with the leaf [drawn, drawn + 1)
+            # the stratum [stratum, stratum + 1) * 60 / num overlaps the leaf [drawn, drawn + 1)
             assert stratum * 60 < (drawn + 1) * num
             assert drawn * num < (stratum + 1) * 60
 
@@ -501,7 +501,7 @@ def test_stratified_counts():
 
 
 def test_largest_random_number(monkeypatch):
-    """The largest number torch.rand can return still falls in the last leaf that holds something."""
+    """The largest number that torch.rand can return selects the last leaf with a positive mass."""
     tree = SumTree(10)
     tree.update(torch.arange(8), torch.ones(8))
     largest = 1 - 2.0**-53
@@ -518,7 +518,7 @@ def draw_counts(tree: SumTree, stratified: bool = False) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [{}, {"fanout": 2, "top": 4}, {"fanout": 8, "top": 1}])
 def test_independent_draws_follow_the_priorities(layout):
-    """Chi-square with 64 items and 50,000 draws; a tree with another exponent must fail it."""
+    """Chi-square test with 64 items and 50,000 draws; the negative control is a tree with another exponent."""
     size = torch.linspace(0.2, 3.0, 64)[torch.randperm(64)]
     tree, wrong = SumTree(80, **layout), SumTree(80, **layout)
     tree.update(torch.arange(64), size**0.6)
@@ -530,7 +530,7 @@ def test_independent_draws_follow_the_priorities(layout):
 
 @pytest.mark.parametrize("stratified", [False, True])
 def test_empty_leaves_are_never_drawn(stratified):
-    """Leaves of 0 next to leaves of one unit and of 1e6, in a third of all places."""
+    """A third of the leaves is 0; their neighbours have one unit and 1e6."""
     priority = torch.tensor([0.0, 1e-9, 1e6]).repeat(30)
     tree = SumTree(90, fanout=2, top=2)
     tree.update(torch.arange(90), priority)
@@ -613,7 +613,7 @@ def test_a_copy_lives_on_its_own(duplicate, paged, layout):
 
 
 class SharingTensors(pickle.Pickler):
-    """Copies Python attributes and keeps tensors, as shared memory does for another process."""
+    """A pickler that copies Python attributes and shares tensors, as between processes with shared memory."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
@@ -674,7 +674,7 @@ def test_the_minimum_after_a_write_of_another_process(change, paged):
 
 
 def test_several_processes_share_a_tree():
-    """Random writes and reads of three processes, with late minima, against a list."""
+    """Random writes and reads of three processes, with stale minima, against a list."""
     rng = random.Random(0)
     trees, masses = shared_trees(40, count=3), [50] * 40
     for _ in range(2000):
@@ -687,7 +687,7 @@ def test_several_processes_share_a_tree():
         if rng.random() < 0.02:
             tree.rebuild_()
         if rng.random() < 0.02:
-            # a process ends, its late minima with it, and another one starts
+            # a process ends with its stale minima, and another process starts
             trees[rng.randrange(3)] = in_another_process(rng.choice(trees))
         if any(masses):
             asked = rng.choice(trees)
@@ -708,7 +708,7 @@ def test_max_tree(capacity, layout):
     for step in range(300):
         changed = [rng.randrange(capacity) for _ in range(rng.randint(1, 4))]
         for i in changed:
-            # up and down again, so that the maximum must also fall
+            # values rise and fall, so the maximum must also fall
             values[i] = rng.choice([0, rng.randrange(2**10), rng.randrange(2**50)])
             tree.leaves[i] = values[i]
         tree.refresh(torch.tensor(changed))

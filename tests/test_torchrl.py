@@ -1,4 +1,4 @@
-"""What the project needs of TorchRL beyond its public interface, and where it may use that."""
+"""The private names of TorchRL that the project uses, and the files that may use them."""
 
 import ast
 import importlib
@@ -24,8 +24,8 @@ import torchrl_replay_ext
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = "torchrl_replay_ext/_torchrl.py"
-# Every private name of TorchRL and tensordict that the project uses: class, then the names that _torchrl.py reads, then
-# those that a subclass overrides or inherits.
+# All private names of TorchRL and tensordict that the project uses, by class: first the names that _torchrl.py reads,
+# then the names that a subclass overrides or inherits.
 READ = {
     "LazyTensorStorage": {
         "_attached_entities",
@@ -106,7 +106,7 @@ INHERITED = {
     "ValueEstimatorBase": {"_get_time_dim"},
 }
 
-# Private names of other libraries without a public counterpart: of OmegaConf's nodes, of a Gymnasium environment.
+# Private names of other libraries, which have no public counterpart: of OmegaConf's nodes and a Gymnasium environment.
 OTHER_LIBRARIES = {
     ("torchrl_replay_ext/configs.py", "_get_parent"),
     ("recipes/environment.py", "_destroy"),
@@ -114,7 +114,7 @@ OTHER_LIBRARIES = {
 
 
 def make_owners() -> dict[str, Any]:
-    """An object of each class in READ and INHERITED, in the state in which the project reads it."""
+    """Make an object of each class in READ and INHERITED, in the state in which the project uses it."""
 
     class AnySampler(Sampler):
         sample = dumps = loads = state_dict = load_state_dict = _empty = lambda self, *args: None
@@ -150,18 +150,18 @@ def users_of(name: str) -> str:
 
 
 def is_private(name: str) -> bool:
-    # tuples made by NamedTuple have public methods with an underscore; _AcceptedKeys is documented
+    # these methods of named tuples are public; the pattern leaves out _AcceptedKeys, which TorchRL documents
     return bool(re.match(r"_[a-z]", name)) and name not in ("_replace", "_asdict", "_fields")
 
 
 def is_own(node: ast.expr) -> bool:
-    """Whether an attribute of this expression belongs to the object that the code is part of."""
+    """Whether the expression is the object of the running method: self, cls or super()."""
     is_super = isinstance(node, ast.Call) and ast.unparse(node.func) == "super"
     return is_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
 
 
 def own_names(node: ast.ClassDef) -> set[str]:
-    """The private names that a class uses of itself or defines."""
+    """The private names that a class defines or reads from itself."""
     return {
         name
         for part in ast.walk(node)
@@ -175,7 +175,7 @@ def own_names(node: ast.ClassDef) -> set[str]:
 
 
 def foreign_reads(tree: ast.AST, names: frozenset[str] = frozenset()) -> Iterator[tuple[int, str, str]]:
-    """Line, name and text of each private attribute of another object; ``names`` are those of the class around it."""
+    """Line, name and text of each private attribute of another object; ``names`` are those of the enclosing class."""
     for node in ast.iter_child_nodes(tree):
         inside = frozenset(own_names(node)) if isinstance(node, ast.ClassDef) else names
         yield from foreign_reads(node, inside)
@@ -197,7 +197,7 @@ def reads_in(file: str) -> list[str]:
 
 def package_classes() -> set[type]:
     modules = pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")
-    # importing these registers configurations with Hydra, for all tests of the process
+    # an import of "configs" or "plugins" would register configurations with Hydra for all tests of the process
     names = [module.name for module in modules if module.name.split(".")[1] not in ("configs", "plugins")]
     members = [member for name in names for member in vars(importlib.import_module(name)).values()]
     return {member for member in members if inspect.isclass(member) and member.__module__ in names}

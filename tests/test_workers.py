@@ -1,4 +1,4 @@
-"""Collectors in spawned processes: what they write to the buffer, and what the learner makes of it."""
+"""Collectors in spawned processes write to a buffer, and a learner draws and updates."""
 
 import multiprocessing.context
 import pickle
@@ -7,17 +7,15 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import GymEnv, SerialEnv
 
+from tests.data import buffer_with, linear_policy
 from tests.reference import NaivePER, NaiveReaPER
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
     EventSpec,
     EventTables,
@@ -36,7 +34,7 @@ make_env = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
 
 @PrioritizedSampler.register
 class SideBySide(Sampler):
-    """Many samplers in one buffer, so that workers, which take long to start, write for all of them."""
+    """Many samplers in one buffer: workers start slowly, so all samplers are tested with the same workers."""
 
     reduction = "max"
     default_priority = 1.0
@@ -61,7 +59,7 @@ class SideBySide(Sampler):
             sampler._empty()
 
     def update_priority(self, index, priority, *, storage=None, **_):
-        """Called while the locks of the buffer are held, so that there are no writes."""
+        """Call ``locked``; the buffer holds its locks here, so there are no writes."""
         self.locked()
 
 
@@ -72,10 +70,9 @@ def make_tables():
 def make_buffer(num_streams, *, compilable=False, ndim=1):
     tables = make_tables()
     eta = {"default": 0.5, "end": 0.5}
-    policy = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["action"])
     samplers = {
         "per": ProportionalSampler(CAPACITY),
-        "decoupled": DecoupledSampler(ProportionalSampler(CAPACITY), policy),
+        "decoupled": DecoupledSampler(ProportionalSampler(CAPACITY), linear_policy(4, 1)),
         "rank": RankBasedSampler(CAPACITY, stale_fraction=0.0),
         "reaper": ReaPERSampler(CAPACITY, num_streams=num_streams, omega=0.5),
         "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, num_streams=num_streams, behaviour_keys=()),
@@ -84,14 +81,12 @@ def make_buffer(num_streams, *, compilable=False, ndim=1):
             tables, eta=eta, min_size=1, priority={"kind": "reaper", "num_streams": num_streams, "omega": 0.5}
         ),
     }
-    storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(CAPACITY, ndim=ndim)
-    return (CompilableReplayBuffer if compilable else TensorDictReplayBuffer)(
-        storage=storage, writer=EventTableWriter(tables), sampler=SideBySide(samplers), batch_size=10
-    )
+    writer = EventTableWriter(tables)
+    return buffer_with(SideBySide(samplers), CAPACITY, compilable=compilable, ndim=ndim, writer=writer, batch_size=10)
 
 
 class Learner:
-    """Draws and updates, beside references that know nothing but what is stored."""
+    """Draws and updates, and compares with references that read only the stored data."""
 
     def __init__(self, buffer):
         self.buffer, self.samplers = buffer, buffer.sampler.samplers
@@ -106,7 +101,7 @@ class Learner:
         return self.buffer.storage[:]
 
     def read(self):
-        """What was written since, in the order of writing."""
+        """Give the references the transitions written since the last call, in the order of writing."""
         count = self.buffer.write_count - self.written
         slots = (self.written + torch.arange(count)) % CAPACITY
         rows = self.data[slots]
@@ -117,7 +112,7 @@ class Learner:
         self.written += count
 
     def draw(self):
-        """Batches, and what was in their slots."""
+        """Draw batches, and remember the write stamps of their slots."""
         drawn = {}
         for name, reference in self.references.items():
             if name != "tables_reaper":
@@ -126,7 +121,7 @@ class Learner:
         self.drawn.append(drawn)
 
     def update(self):
-        """TD errors of the oldest batch; those of rows that were overwritten must be dropped."""
+        """Update with TD errors of the oldest batch; updates of overwritten rows must be dropped."""
         for name, (slots, stamps) in self.drawn.pop(0).items():
             error = torch.rand(len(slots))
             before = self.samplers[name].stats()["dropped_updates"]
@@ -159,7 +154,7 @@ class Learner:
         torch.testing.assert_close(probabilities, expected / expected.sum(), rtol=1e-4, atol=1e-9)
 
     def episodes(self):
-        """Slots of each stored episode, in the order of time."""
+        """Slots of each stored episode, in time order."""
         order = (self.written + torch.arange(CAPACITY)) % CAPACITY
         ids = self.data["collector", "traj_ids"].reshape(-1)[order]
         return [order[ids == number] for number in ids.unique()]
@@ -219,7 +214,7 @@ def test_workers_write_to_the_buffer(kind):
 
 
 def test_the_learner_writes_what_workers_collected():
-    """Two workers with two environments each, in flat storage; their columns would mix in one of two dimensions."""
+    """Two workers with two environments each need a flat storage; in one with two dimensions, columns would mix."""
     buffer, columns = make_buffer(num_streams=4), make_buffer(num_streams=1, ndim=2)
     buffer.append_transform(flat, invert=True)
     learner, refused = Learner(buffer), None
@@ -252,7 +247,7 @@ def flat(data):
 
 
 def rows(ids, *, done=(), initial=None, ndim=1):
-    """Transitions of these trajectories; with ndim=2 a row of ``ids`` for each column."""
+    """Transitions with the trajectory ids ``ids``; with ndim=2, each row of ``ids`` is a column of the storage."""
     ids = torch.tensor(ids)
     ended = torch.zeros(*ids.shape, 1, dtype=torch.bool)
     for place in done:
@@ -279,21 +274,20 @@ SEQUENTIAL = {
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_columns_belong_to_one_environment_each(name):
     def buffer():
-        storage = LazyTensorStorage(20, ndim=2)
-        return TensorDictReplayBuffer(storage=storage, sampler=SEQUENTIAL[name](), batch_size=2)
+        return buffer_with(SEQUENTIAL[name](), 20, ndim=2, batch_size=2)
 
     first, second = [[0, 0], [1, 1]], [[2, 2], [3, 3]]
     mixed = buffer()
     mixed.extend(rows(first))
-    # it may have broken off
+    # a new trajectory is accepted: the first one may have been interrupted
     mixed.extend(rows(second))
     with pytest.raises(ValueError, match=r"trajectory 0 goes on in a column .*\(ndim=1\) with num_streams"):
         mixed.extend(rows(first))
-    # ids that began again
+    # an id may be used again if its first row is marked as initial
     again = buffer()
     for ids in (first, second, first):
         again.extend(rows(ids, initial=True))
-    # what ends does not go on elsewhere
+    # an id may be used again if its episode has ended
     ended = buffer()
     for ids in (first, second, first):
         ended.extend(rows(ids, done=[(0, 1), (1, 1)]))
@@ -302,10 +296,8 @@ def test_columns_belong_to_one_environment_each(name):
 @pytest.mark.parametrize("name", SEQUENTIAL)
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2], [1, 2, 0]])
 def test_more_workers_than_streams(name, order):
-    """Workers may write in any order, so that a lower id is not always that of a new collector."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(20), sampler=SEQUENTIAL[name](num_streams=2), batch_size=2
-    )
+    """Workers may write in any order, so a lower id need not belong to a new collector."""
+    buffer = buffer_with(SEQUENTIAL[name](num_streams=2), 20, batch_size=2)
     with pytest.raises(ValueError, match="more simultaneous trajectories than num_streams=2"):
         for number in order * 2:
             buffer.extend(rows([number] * 2))
@@ -327,11 +319,11 @@ def test_tables_must_be_there_before_they_are_shared():
 
 def test_only_the_learner_makes_the_state():
     sampler = ReaPERSampler(9)
-    # as for a process that is spawned
+    # pickle as for a spawned process
     multiprocessing.context.set_spawning_popen(object())
     sampler = pickle.loads(pickle.dumps(sampler))
     multiprocessing.context.set_spawning_popen(None)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(9, ndim=2), sampler=sampler, batch_size=2)
+    buffer = buffer_with(sampler, 9, ndim=2, batch_size=2)
     with pytest.raises(
         RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\): the learner would not see it"
     ):
@@ -342,7 +334,7 @@ def test_emptied_by_another_process():
     buffer = event_buffer()
     buffer.extend(rows([0, 0, 0]))
     buffer.share()
-    # the tables and the cursor are shared, the writer's memory of open episodes is not
+    # the tables and the cursor are shared, but the writer's list of open episodes is not
     process = torch.multiprocessing.get_context("spawn").Process(target=TensorDictReplayBuffer.empty, args=(buffer,))
     process.start()
     process.join(120)
@@ -366,17 +358,10 @@ PREFETCHED = {
 
 @pytest.mark.parametrize("name", PREFETCHED)
 def test_batches_drawn_ahead_of_a_write(name):
-    """Threads draw ahead; the TD errors of what was overwritten since change nothing."""
+    """With prefetching, TD errors of rows that were overwritten after the draw change nothing."""
     tables = make_tables()
-    sampler = PREFETCHED[name](tables)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY),
-        writer=EventTableWriter(tables),
-        sampler=sampler,
-        batch_size=8,
-        prefetch=3,
-        priority_key="td_error",
-    )
+    sampler, writer = PREFETCHED[name](tables), EventTableWriter(tables)
+    buffer = buffer_with(sampler, CAPACITY, writer=writer, batch_size=8, prefetch=3, priority_key="td_error")
     buffer.extend(rows([0] * CAPACITY, done=[CAPACITY - 1]))
     buffer.sample()
     buffer.synchronize()

@@ -1,4 +1,4 @@
-"""Experience replay for TorchRL: samplers that plug into its ``TensorDictReplayBuffer``."""
+"""Experience replay for TorchRL: samplers for ``TensorDictReplayBuffer``, and the losses of ACER and Retrace."""
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer

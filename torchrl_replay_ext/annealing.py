@@ -1,4 +1,4 @@
-"""Hyperparameters that are tensors and may follow a linear schedule."""
+"""Hyperparameters of samplers, constant or on a linear schedule, held in tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from torchrl_replay_ext.compilation import scalar
 
 @dataclass(frozen=True)
 class Anneal:
-    """A linear schedule, from ``start`` to ``end`` over ``num_updates`` priority updates, then constant.
+    """A linear schedule from ``start`` to ``end`` over ``num_updates`` priority updates, then constant.
 
-    Accepted wherever a sampler takes ``alpha``, ``beta`` or ``omega``. It lives in the sampler, so that it also works
-    where a scheduler cannot reach: in a remote buffer, or in a trainer that is built from a configuration.
+    Pass it to a sampler as ``alpha``, ``beta`` or ``omega``. The sampler itself advances the schedule, so it also works
+    in a remote buffer or in a trainer that is built from a configuration, where a scheduler has no access.
 
     Args:
-        start: value before the first update.
-        end: value from update ``num_updates`` on.
+        start: value before the first update, in the range of the hyperparameter.
+        end: value after ``num_updates`` updates, in the range of the hyperparameter.
         num_updates: number of calls of ``update_priority`` until ``end`` is reached, >= 1.
+
+    Raises:
+        TypeError: if an argument is not a number.
+        ValueError: if ``num_updates`` < 1.
 
     Examples:
         >>> from torchrl_replay_ext import ProportionalSampler
@@ -45,23 +49,23 @@ class Hyperparameter:
     """A number in [0, ``high``], constant or annealed, held in a tensor that is changed in place.
 
     Args:
-        owner: class name for error messages.
-        name: the hyperparameter's name.
-        value: number, 0-dim tensor or :class:`Anneal`.
-        high: upper limit.
-        hint: advice that ends the error message.
+        owner: the class that error messages name.
+        name: the name of the hyperparameter.
+        value: a number, a tensor with one element, or an :class:`Anneal`.
+        high: upper limit. Default: ``math.inf``.
+        hint: advice at the end of error messages. Default: none.
     """
 
     def __init__(
         self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""
     ):
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
-        # value, updates counted; start, end and number of updates of the schedule
+        # value, number of updates so far, and the schedule: start, end, number of updates
         self._state = torch.zeros(5, dtype=torch.float64)
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
-        """Assign a constant, or restart with a schedule; ValueError if out of range, TypeError if no number."""
+        """Assign a constant, or start a schedule; ValueError if out of range, TypeError if not a number."""
         if isinstance(value, Anneal):
             schedule = value
         else:
@@ -76,7 +80,7 @@ class Hyperparameter:
     def _assign(self, value: float, count: float, start: float, end: float, num_updates: float) -> None:
         self._state.copy_(torch.tensor([value, count, start, end, num_updates], dtype=torch.float64))
         self.annealed = start != end
-        # the largest value it can take
+        # the largest value of the schedule
         self.bound = max(start, end)
 
     @property
@@ -85,11 +89,11 @@ class Hyperparameter:
         return self._state[0]
 
     def current(self) -> float | Tensor:
-        """The value as a number; where it is traced, as a tensor."""
+        """The value as a number; in a compiled graph as a tensor."""
         return scalar(self.value)
 
     def step(self) -> None:
-        """Count one update and move along the schedule."""
+        """Count one update and set the value that the schedule has after it."""
         if self.annealed:
             _, count, *schedule = self._state.split(1)
             start, end, num_updates = schedule
@@ -97,21 +101,21 @@ class Hyperparameter:
             self._state.copy_(torch.cat([value, count + 1, *schedule]))
 
     def just_ended(self) -> bool:
-        """Whether the last step was the last of the schedule."""
+        """Whether the latest update was the last one of the schedule."""
         return self.annealed and self._state[1].item() == self._state[4].item()
 
     def tensors(self) -> list[Tensor]:
-        """What is changed in place."""
+        """The tensors that are changed in place."""
         return [self._state]
 
     def to(self, device: torch.device) -> None:
-        """Move to ``device``."""
+        """Move the state to ``device``."""
         self._state = self._state.to(device)
 
     def state(self) -> Tensor:
-        """Everything to restore: value, updates counted, start, end, number of updates; float64 [5] on the CPU."""
+        """The state to save: value, number of updates so far, start, end, ``num_updates``; float64 [5] on the CPU."""
         return self._state.to("cpu", copy=True)
 
     def load(self, state: Tensor) -> None:
-        """Restore what :meth:`state` gave."""
+        """Restore a state that :meth:`state` returned."""
         self._assign(*state.tolist())

@@ -1,4 +1,4 @@
-"""Types of arguments that take one of a few names, and checks of arguments."""
+"""Literal types of arguments, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# What a loss hands over as TD error: δ² or |δ|.
+# How a loss writes the TD error δ: δ² or |δ|.
 TDError = Literal["squared", "absolute"]
 WeightNorm = Literal["buffer", "batch"]
 
@@ -46,7 +46,7 @@ def as_number(owner: str, name: str, value: Any) -> float:
 
 
 def require_finite(owner: str, name: str, value: Any) -> float:
-    """``value`` as a float; TypeError if it is not a number, ValueError if it is negative or not finite."""
+    """Return ``value`` as a float. TypeError if it is not a number, ValueError if it is negative or not finite."""
     number = as_number(owner, name, value)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{owner}({name}={value}): {name} must be >= 0 and finite.")
@@ -54,7 +54,7 @@ def require_finite(owner: str, name: str, value: Any) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a single real number, and not a bool."""
+    """Whether ``value`` is a real number or a 0-dim real tensor, and not a bool."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.dtype != torch.bool and not value.is_complex()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

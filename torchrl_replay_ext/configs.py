@@ -1,22 +1,23 @@
-"""Our samplers, writer and buffer as choices of TorchRL's trainers, which are configured by Hydra.
+"""Hydra configurations that add samplers, writers, a storage and a buffer to the choices of TorchRL's trainers.
 
-They join the groups of ``torchrl.trainers.algorithms.configs``: ``sampler`` (proportional, per, rank, reaper,
+They extend the groups of ``torchrl.trainers.algorithms.configs``: ``sampler`` (proportional, per, rank, reaper,
 event_table, trajectory_retrace), ``writer`` (event_table, compilable), ``storage`` (compilable_tensor) and
-``replay_buffer`` (compilable). An installed package registers them by itself (``hydra_plugins``) wherever that module
-was imported, so that a training script needs no change::
+``replay_buffer`` (compilable). If the package is installed, Hydra registers them (``hydra_plugins``) in every
+application that has imported that module, so a training script needs no change::
 
     python train.py --config-name replay_dqn sampler@replay_buffer.sampler=reaper replay_buffer.sampler.omega=0.4
 
 ``replay_dqn`` and ``replay_sac`` configure TorchRL's DQN and SAC trainers (:mod:`torchrl_replay_ext.conf`). The
-``config.yaml`` of TorchRL's own examples cannot be used: its ``replay_buffer: sampler:`` without a value erases
-whatever was chosen, and its buffer, ``replay_buffer=base``, takes no priorities.
+``config.yaml`` of TorchRL's own examples does not work: its empty entry ``replay_buffer: sampler:`` erases the chosen
+sampler, and its buffer, ``replay_buffer=base``, does not support priorities.
 
-Arguments are those of the classes. Where a schedule is possible, ``{start: 0.4, end: 1.0, num_updates: 10000}`` is one.
-By default ``capacity`` is the storage's, the tables of an event-table sampler are those of its writer, and ``td_error``
-is what the trainer's loss writes.
+The entries have the arguments of the classes. A hyperparameter with a schedule is written as
+``{start: 0.4, end: 1.0, num_updates: 10000}``. By default, ``capacity`` is that of the storage, an event-table sampler
+uses the tables of the writer, and ``td_error`` is what the trainer's loss writes.
 
-There is no entry for :class:`~torchrl_replay_ext.DecoupledSampler`: the trainers draw one batch for actor and critic
-alike, and build a policy anew wherever it is named, so that the sampler's would never be trained.
+There is no entry for :class:`~torchrl_replay_ext.DecoupledSampler`. The trainers draw one batch for both actor and
+critic. They also build a new policy for each reference to one, so the sampler would hold a policy that is never
+trained.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from torchrl_replay_ext.writers import EventTableWriter
 
 PROVIDER = "torchrl_replay_ext"
 
-# What TorchRL's losses write to "td_error", by the name of the function or class that a trainer's configuration names.
+# How TorchRL's losses write "td_error", by the name of the function or class in a trainer's configuration.
 _TD_ERRORS = {
     "_make_dqn_loss": "squared",
     "DQNLoss": "squared",
@@ -68,11 +69,11 @@ _TD_ERRORS = {
 }
 
 
-# --- what a sampler's configuration takes from its surroundings
+# --- resolvers: values from the configurations of the buffer and of the loss
 
 
 def _of_buffer(path: str, _parent_: Any) -> Any:
-    """The entry ``path`` of the replay buffer around a node, however deep the node is in it; None if there is none."""
+    """The entry ``path`` of the replay buffer that contains a node, at any depth; None if there is no such entry."""
     node = _parent_
     while node is not None and not (isinstance(node, DictConfig) and "storage" in node):
         node = node._get_parent()
@@ -80,7 +81,7 @@ def _of_buffer(path: str, _parent_: Any) -> Any:
 
 
 def _of_loss(_root_: Any) -> str | None:
-    """What the trainer's loss writes to "td_error"; None if that is not known."""
+    """How the trainer's loss writes "td_error", "squared" or "absolute"; None if the loss is unknown."""
     for path in ("trainer.loss_module._target_", "loss._target_"):
         target = OmegaConf.select(_root_, path)
         if target is not None:
@@ -99,18 +100,18 @@ _TD_ERROR = "${td_error_of_loss:}"
 
 
 def _key(value: Any) -> Any:
-    """A NestedKey; YAML has lists in the place of tuples."""
+    """Convert a key from YAML, which has lists instead of tuples, to a NestedKey."""
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 def _number(owner: str, name: str, value: Any) -> Any:
-    """A number, or a schedule."""
+    """Convert a value from YAML to a number or a schedule."""
     if isinstance(value, Anneal):
         return value
     if isinstance(value, Mapping):
         if set(value) != {"start", "end", "num_updates"}:
             raise ValueError(
-                f"{owner}({name}={dict(value)}): a schedule has the entries start, end and num_updates, no others."
+                f"{owner}({name}={dict(value)}): a schedule must have exactly the entries start, end and num_updates."
             )
         return Anneal(**value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -124,7 +125,7 @@ _SCHEDULED = ("alpha", "beta", "omega")
 
 
 def _arguments(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a sampler's constructor takes."""
+    """Convert values from YAML to arguments of a constructor."""
     arguments = {}
     for name, value in values.items():
         if name in _SCHEDULED:
@@ -136,11 +137,11 @@ def _arguments(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{owner}({name}={value!r}): must be a list of keys.")
             value = tuple(_key(key) for key in value)
         elif name == "capacity" and value is None:
-            raise ValueError(f"{owner}: no storage with max_size around it tells its capacity; set capacity.")
+            raise ValueError(f"{owner}: the buffer has no storage with max_size that gives the capacity; set capacity.")
         elif name == "td_error" and value is None:
             raise ValueError(
-                f"{owner}: what the trainer's loss writes to 'td_error' is not known; set td_error to 'squared' or "
-                "'absolute'."
+                f"{owner}: it is unknown how the trainer's loss writes 'td_error'; set td_error to 'squared' (δ²) or "
+                "'absolute' (|δ|)."
             )
         arguments[name] = value
     return arguments
@@ -150,7 +151,7 @@ def _maker(sampler: type) -> Callable[..., Any]:
     def make(**values: Any) -> Any:
         return sampler(**_arguments(sampler.__name__, values))
 
-    make.__doc__ = f"A :class:`~torchrl_replay_ext.{sampler.__name__}` from plain values."
+    make.__doc__ = f"Make a :class:`~torchrl_replay_ext.{sampler.__name__}` from plain values."
     return make
 
 
@@ -167,19 +168,19 @@ def _mapping(owner: str, name: str, value: Any) -> Mapping[str, Any]:
 
 
 def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> EventTables:
-    """Event tables from plain values.
+    """Make event tables from plain values.
 
     Args:
-        owner: for messages.
-        events: by name, the arguments of :class:`~torchrl_replay_ext.EventSpec`: ``condition`` is a key (a list if it
-            is nested), a threshold ``{key: , op: , value: }``, or a function, as
-            ``{_target_: hydra.utils.get_method, path: package.module.function}``; ``history``; and if need be
-            ``table`` and ``context``.
-        capacity: of each table.
-        retention: ``"ring"`` or ``"pinned"``.
+        owner: the class that error messages name.
+        events: a mapping from the name of each event to the other arguments of :class:`~torchrl_replay_ext.EventSpec`:
+            ``condition`` and ``history``, optionally ``table`` and ``context``. ``condition`` is a key (a list if it is
+            nested), a threshold ``{key: , op: , value: }``, or a function, written as
+            ``{_target_: hydra.utils.get_method, path: package.module.function}``.
+        capacity: a mapping from the name of each table to its capacity in transitions.
+        retention: ``"ring"`` or ``"pinned"``, see :class:`~torchrl_replay_ext.EventTables`.
 
     Raises:
-        ValueError: if a value is missing, unknown or out of range; it names the event.
+        ValueError: if a value is missing, unknown or out of range. The message names the event.
     """
     known = {spec_field.name for spec_field in fields(EventSpec)} - {"name"}
     specs = []
@@ -189,7 +190,7 @@ def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> Event
         if missing or unknown:
             raise ValueError(
                 f"{owner}(events.{name}): missing {sorted(missing)}, unknown {sorted(unknown)}; an event has the "
-                "entries condition, history, table and context."
+                "entries condition and history, and optionally table and context."
             )
         specs.append(EventSpec(name, **{**values, "condition": _condition(owner, name, values["condition"])}))
     return EventTables(specs, dict(_mapping(owner, "capacity", capacity)), retention=retention)
@@ -200,13 +201,14 @@ def _condition(owner: str, name: str, value: Any) -> Any:
         return _key(value)
     if set(value) != {"key", "op", "value"}:
         raise ValueError(
-            f"{owner}(events.{name}.condition={dict(value)}): a threshold has the entries key, op and value, no others."
+            f"{owner}(events.{name}.condition={dict(value)}): a threshold must have exactly the entries key, op and "
+            "value."
         )
     return Threshold(_key(value["key"]), value["op"], value["value"])
 
 
 def make_event_table_writer(events: Any, capacity: Any, retention: str, **values: Any) -> EventTableWriter:
-    """An :class:`~torchrl_replay_ext.EventTableWriter` from plain values, see :func:`make_tables`."""
+    """Make an :class:`~torchrl_replay_ext.EventTableWriter` from plain values, see :func:`make_tables`."""
     owner = "EventTableWriter"
     return EventTableWriter(make_tables(owner, events, capacity, retention), **_arguments(owner, values))
 
@@ -214,14 +216,15 @@ def make_event_table_writer(events: Any, capacity: Any, retention: str, **values
 def make_event_table_sampler(
     events: Any, capacity: Any, retention: Any, eta: Any, priority: Any, td_error: str | None, **values: Any
 ) -> EventTableSampler:
-    """An :class:`~torchrl_replay_ext.EventTableSampler` from plain values.
+    """Make an :class:`~torchrl_replay_ext.EventTableSampler` from plain values.
 
-    Its tables are equal to those of the writer, which take their place when both meet in a buffer.
+    The sampler first gets its own tables with the specification of the writer's tables. When the buffer is made, the
+    writer's tables replace them.
     """
     owner = "EventTableSampler"
     if events is None:
         raise ValueError(
-            f"{owner}: the buffer's writer has no events; choose writer@replay_buffer.writer=event_table and set "
+            f"{owner}: the writer of the buffer has no events; choose writer@replay_buffer.writer=event_table and set "
             "replay_buffer.writer.events and .capacity."
         )
     if priority is not None:
@@ -293,7 +296,7 @@ class ReaPERSamplerConfig(_PriorityConfig):
 class TrajectoryRetraceSamplerConfig(SamplerConfig):
     """Hydra configuration for :class:`~torchrl_replay_ext.TrajectoryRetraceSampler`.
 
-    ``anchors`` may be chosen too: ``+sampler@replay_buffer.sampler.anchors=reaper``.
+    To choose a sampler for ``anchors``, add ``+sampler@replay_buffer.sampler.anchors=reaper`` to the command line.
     """
 
     _target_: str = "torchrl_replay_ext.configs.make_trajectory_retrace"
@@ -311,7 +314,7 @@ class TrajectoryRetraceSamplerConfig(SamplerConfig):
 
 @dataclass
 class EventTableSamplerConfig(SamplerConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.EventTableSampler`; its tables are those of the writer."""
+    """Hydra configuration for :class:`~torchrl_replay_ext.EventTableSampler`, with the tables of the writer."""
 
     _target_: str = "torchrl_replay_ext.configs.make_event_table_sampler"
     _convert_: str = "all"
@@ -383,7 +386,7 @@ _ENTRIES = {
 
 
 def register() -> None:
-    """Add the entries to Hydra's ConfigStore; happens when this module is imported."""
+    """Add the entries to Hydra's ConfigStore. Importing this module calls it."""
     store = ConfigStore.instance()
     for group, entries in _ENTRIES.items():
         for name, node in entries.items():

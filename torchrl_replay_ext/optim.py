@@ -1,4 +1,4 @@
-"""Optimizer steps that can be part of a compiled graph."""
+"""An optimizer step and gradient clipping that can be part of a compiled graph."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 
 class AdamStep:
-    r"""The step of a ``torch.optim.Adam``, as a function of gradients, in a form that can be compiled.
+    r"""The step of a ``torch.optim.Adam`` as a function of the gradients, in a form that can be compiled.
 
     m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  x ← x − lr m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
 
-    It changes the parameters and the state of the optimizer in place, so that ``optimizer.state_dict()``, checkpoints
-    and eager steps of the optimizer continue from there. After ``optimizer.load_state_dict``, make a new one.
+    The step changes the parameters and the state of the optimizer in place. ``optimizer.state_dict()``, checkpoints and
+    eager steps of the optimizer therefore see every step. After ``optimizer.load_state_dict``, make a new AdamStep.
 
-    torch's own step is not traced by ``torch.compile(fullgraph=True)``. ``torch.optim.adam.adam``, which is, takes
-    longer on a CPU: it raises β to the power t again for every few entries of every parameter.
+    ``torch.compile(fullgraph=True)`` cannot trace the optimizer's own step. It can trace ``torch.optim.adam.adam``, but
+    that function is slower on a CPU: it computes βᵗ again for every few entries of every parameter.
 
     Args:
-        optimizer: Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. Its ``lr`` may
-            be a tensor, whose value is read at each step, as learning rate schedulers need; a graph keeps the value of
-            a number.
+        optimizer: an Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. If a
+            learning rate scheduler changes ``lr``, make it a tensor: each step reads the value of the tensor, while a
+            compiled graph treats a number as a constant.
 
     Raises:
-        ValueError: if the optimizer is of another kind, or has made different numbers of steps with its parameters.
+        ValueError: if the optimizer is not such an Adam, or has made different numbers of steps for its parameters.
 
     Attributes:
         parameters: the parameters of the optimizer, in the order in which gradients are expected.
@@ -41,11 +41,11 @@ class AdamStep:
 
     def __init__(self, optimizer: torch.optim.Adam):
         if not isinstance(optimizer, torch.optim.Adam):
-            raise ValueError(f"AdamStep: a torch.optim.Adam is needed, not {type(optimizer).__name__}.")
+            raise ValueError(f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}.")
         if len(optimizer.param_groups) != 1:
             raise ValueError(
                 f"AdamStep: the optimizer has {len(optimizer.param_groups)} parameter groups; one is supported. Make "
-                "an optimizer and an AdamStep for each group."
+                "one optimizer and one AdamStep for each group."
             )
         self._group = optimizer.param_groups[0]
         for name in ("amsgrad", "maximize", "weight_decay"):
@@ -55,8 +55,8 @@ class AdamStep:
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(
-                "AdamStep: the optimizer has made different numbers of steps with its parameters, since some had no "
-                "gradient at times; one number for all is supported. Make a new optimizer."
+                "AdamStep: the optimizer has made different numbers of steps for its parameters, because some had no "
+                "gradient in some steps; the number must be the same for all. Make a new optimizer."
             )
 
     @torch.no_grad()
@@ -64,12 +64,13 @@ class AdamStep:
         """Update the parameters.
 
         Args:
-            gradients: one per parameter, of its shape, as ``torch.autograd.grad(loss, step.parameters)`` returns them.
+            gradients: one per parameter, in the parameter's shape, as ``torch.autograd.grad(loss, step.parameters)``
+                returns them.
         """
         beta1, beta2 = self._group["betas"]
         for count in self._counts:
             count.add_(1)
-        # βᵗ as an exponential, which the compiler computes once, ahead of the loops that need it
+        # βᵗ as an exponential of tensors: the compiler computes it once, before the loops over the parameters
         power1, power2 = ((self._counts[0] * math.log(beta)).exp() for beta in (beta1, beta2))
         rate, root = self._group["lr"] / (1 - power1), (1 - power2).sqrt()
         for parameter, gradient, mean, square in zip(
@@ -83,7 +84,7 @@ class AdamStep:
 def _adam_state(
     optimizer: torch.optim.Adam, parameters: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """First and second moments, and step counts; where they are missing, made by a step with a gradient of 0."""
+    """First moments, second moments and step counts; a step with gradients of 0 creates those that are missing."""
     missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if missing:
         gradients = [parameter.grad for parameter in parameters]
@@ -101,11 +102,11 @@ def _adam_state(
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:
-    """Gradients scaled down to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Scale gradients down to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:
         gradients: tensors of any shapes.
-        max_norm: > 0.
+        max_norm: largest 2-norm of all gradients together, > 0.
 
     Returns:
         New tensors of the same shapes.

@@ -1,4 +1,4 @@
-"""Gaussian policies."""
+"""Checks of policies and of their stored actions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from torchrl.modules import IndependentNormal, TanhNormal
 
 from torchrl_replay_ext.compilation import is_traced
 
-# Actions are kept away from the bounds, where tanh has no inverse.
+# The largest action, in absolute value, that is passed to atanh, which is infinite at 1.
 _BOUND = 1 - 1e-6
 
 
 def is_squashed(policy: nn.Module, name: str) -> bool:
-    """Whether a Gaussian policy's actions are those of a tanh; ValueError, on behalf of ``name``, if it is no Gaussian.
+    """Whether a policy is a TanhNormal. A module without a ``distribution_class`` is assumed to be Gaussian.
 
-    Modules that do not say what their distribution is count as Gaussian.
+    Args:
+        policy: the policy.
+        name: the class that error messages name.
+
+    Raises:
+        ValueError: if the distribution is neither Gaussian nor a TanhNormal on [-1, 1].
     """
     squashed = False
     for module in policy.modules():
@@ -33,16 +38,16 @@ def is_squashed(policy: nn.Module, name: str) -> bool:
         if not known or keywords:
             raise ValueError(
                 f"{name}: the policy's distribution is {distribution} with {keywords}; it must be Normal, "
-                "IndependentNormal or TanhNormal in its plain form, with actions in [-1, 1]."
+                "IndependentNormal or TanhNormal, without arguments that change its form, and with actions in [-1, 1]."
             )
         squashed = issubclass(distribution, TanhNormal)
     return squashed
 
 
 def _not_plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a distribution by which it differs from N(loc, scale), or the tanh of that."""
+    """The keyword arguments that make a distribution differ from N(loc, scale), or from its tanh."""
     plain = {"low": -1.0, "high": 1.0, "tanh_loc": False}
-    # upscale is of tanh_loc
+    # upscale has an effect only with tanh_loc
     without_effect = {"safe_tanh", "event_dims", "upscale"}
     return {
         key: value
@@ -52,22 +57,33 @@ def _not_plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inside_bounds(action: Tensor, name: str) -> Tensor:
-    """Stored actions of a squashed policy, moved so far inside (-1, 1) that atanh is finite.
+    """Clamp stored actions of a TanhNormal policy to an interval inside (-1, 1), where atanh is finite.
+
+    Args:
+        action: the stored actions, any shape.
+        name: the class that error messages name.
 
     Raises:
-        ValueError: on behalf of ``name``, if an action is outside of [-1, 1] (not looked at in a graph).
+        ValueError: if an action is outside of [-1, 1]. Values are not checked in a compiled graph.
     """
-    # what was rescaled may be beyond the bound by rounding
+    # rescaled actions may exceed the bound by a rounding error
     if not is_traced() and bool((action.abs() > 2 - _BOUND).any()):
         raise ValueError(
-            f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but those of a TanhNormal "
-            "policy are in [-1, 1]; store actions as the policy wrote them, before the environment rescales them."
+            f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but the actions of a "
+            "TanhNormal policy are in [-1, 1]; store actions as the policy writes them, before the environment "
+            "rescales them."
         )
     return action.clamp(-_BOUND, _BOUND)
 
 
 def require_continuous_actions(policy: nn.Module, action_key: NestedKey, name: str) -> None:
-    """ValueError, on behalf of ``name``, if a spec or the distribution of the policy is discrete."""
+    """Raise ValueError if the action spec or the distribution of a policy is discrete.
+
+    Args:
+        policy: the policy.
+        action_key: the entry of the action in a composite spec.
+        name: the class that error messages name.
+    """
     for module in policy.modules():
         spec = getattr(module, "spec", None)
         if isinstance(spec, Composite):
@@ -81,5 +97,5 @@ def require_continuous_actions(policy: nn.Module, action_key: NestedKey, name: s
         if found is not None:
             raise ValueError(
                 f"{name}: the policy has {found}, so its actions are discrete; {name} compares continuous actions "
-                "only. Use the critic's sampler by itself."
+                "only. Use the critic's sampler without it."
             )

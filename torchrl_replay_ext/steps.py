@@ -1,4 +1,4 @@
-"""A whole learning step as one compiled graph."""
+"""Compiles a whole learning step to one graph."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from torch._dynamo.variables import TensorVariable
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# In messages of torch's compiler about gradients and optimizers that it does not trace.
+# Parts of the compiler's messages about gradients and optimizers that it cannot trace.
 _MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
 
 
 def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False) -> Callable[Arguments, Result]:
-    """``torch.compile(step, fullgraph=True)`` for a step that always sees the same objects and shapes.
+    """Compile a step that always uses the same objects and shapes, with ``torch.compile(step, fullgraph=True)``.
 
-    Reads and writes keep their order. ``torch.compile`` may move a read behind a write to the same tensor, and must
-    then copy that tensor: with ``extend`` in the step, tensors as large as the buffer.
+    Reads and writes keep their order. ``torch.compile`` alone may move a read after a write to the same tensor, and
+    must then copy the tensor: with ``extend`` in the step, tensors as large as the buffer.
 
-    At each call, torch checks that nothing changed that the graph was made for. These checks take as long as a replay
-    cycle, and are left out here: whatever ``step`` reads, the arguments' shapes included, must stay what it was at the
-    first call, except for the values of tensors. Objects that eager code creates at its first call must exist before:
-    the storage (write to the buffer once), the value estimator of a TorchRL loss (``loss.make_value_estimator(...)``).
+    At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
+    and are skipped here. So nothing that ``step`` reads may change after the first call, except the values of tensors;
+    the shapes of the arguments must stay the same, too. Create objects that eager code creates lazily before the first
+    call: the storage (write to the buffer once) and the value estimator of a TorchRL loss
+    (``loss.make_value_estimator(...)``).
 
     The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
-    :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. ``loss.backward()`` and the optimizers
-    of ``torch.optim`` are not traced.
+    :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. The compiler cannot trace
+    ``loss.backward()`` and the optimizers of ``torch.optim``.
 
     Args:
         step: a function, not a method.
         cudagraphs: replay the graph as a CUDA graph. Default: False.
 
     Returns:
-        The compiled step. It has a graph of its own, even if other steps were made from the same code. It is compiled
-        at its first call.
+        The compiled step. It is compiled at its first call. Each compiled step has its own graph, even if several steps
+        share their code.
 
     Raises:
         TypeError: if ``step`` is not a function.
@@ -58,15 +59,15 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         tensor([2.])
     """
     if not isinstance(step, FunctionType):
-        raise TypeError(f"compile_step: a function is needed, not {type(step).__name__}; wrap it in one.")
-    # graphs belong to code objects, and without checks the graph of another step from the same code would be run
+        raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
+    # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
     options: dict[str, Any] = {
         "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
         "size_asserts": False,
         "alignment_asserts": False,
-        # a read that is moved behind a write to the same tensor makes the graph copy the whole tensor
+        # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
         "reorder_for_locality": False,
     }
     if cudagraphs:
@@ -88,9 +89,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Refuse ``backward()``; replaces the part of the compiler that would trace it together with ``autograd.grad``.
+    """Reject ``backward()``: replaces the method of the compiler that would trace it together with ``autograd.grad``.
 
-    A graph without checks would overwrite ``.grad`` where eager code adds to it.
+    A graph without checks would overwrite ``.grad``, while eager code adds to it.
     """
     unimplemented(
         gb_type="Unsupported Tensor.backward() call",
@@ -108,15 +109,15 @@ def _compiling() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
         try:
             traced = torch._dynamo.config.patch(trace_autograd_ops=True)
-            # create: a torch that has no such method must not break every step
+            # create=True: a version of torch without this method must not break every step
             refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
             with traced, refused:
                 yield
         except Unsupported as error:
             if any(mark in str(error) for mark in _MARKS):
                 raise RuntimeError(
-                    f"compile_step: {_culprit(error)} cannot be part of a graph: backward() and the optimizers of "
-                    "torch.optim are not traced. Compute gradients by torch.autograd.grad(loss, step.parameters) and "
+                    f"compile_step: {_culprit(error)} cannot be part of a graph: torch cannot trace backward() and the "
+                    "optimizers of torch.optim. Compute gradients with torch.autograd.grad(loss, step.parameters) and "
                     "pass them to step = torchrl_replay_ext.AdamStep(optimizer), which updates parameters and "
                     "optimizer in place; or leave both out of the compiled step."
                 ) from error

@@ -1,3 +1,3 @@
-"""What recipes.benchmark measures; nothing here imports torch before a measurement is chosen."""
+"""The measurements of recipes.benchmark. This file must not import torch, so that --help is fast."""
 
-STEPS_PER_UPDATE = 10  # of the training loops
+STEPS_PER_UPDATE = 10  # env steps per update in the training loops

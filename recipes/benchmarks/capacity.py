@@ -1,8 +1,8 @@
-"""How the time of a cycle grows with the capacity: writes, a sample, and the update of its priorities, on full buffers.
+"""Measures how the time of a cycle depends on the capacity of a full buffer.
 
-A cycle is `extend(8) + sample(32) + update`, or the same without extend; of uniform replay, which has no priorities,
-there is no update. Samplers of this package are in a CompilableReplayBuffer, eager and as one graph; TorchRL's are in a
-stock buffer, eager. Ranks are sorted between the cycles, where that is not timed.
+A cycle is `extend(8) + sample(32) + update`, or `sample(32) + update`. Uniform replay has no priorities and no update.
+Samplers of this package are measured in a CompilableReplayBuffer, eager and compiled into one graph; TorchRL's samplers
+in a stock buffer, eager. Ranks are sorted between the cycles, outside of the measured time.
 """
 
 import itertools
@@ -36,16 +36,16 @@ Cycle = Callable[[TensorDict, Tensor], object]
 
 
 def rank_based(capacity: int) -> RankBasedSampler:
-    """Rank-based PER that leaves it to this benchmark when ranks are sorted."""
+    """Rank-based PER that does not sort by itself; the benchmark sorts between the cycles."""
     return RankBasedSampler(capacity, stale_fraction=1.0)
 
 
 def uniform(capacity: int) -> RandomSampler:
-    """Uniform replay, of any capacity."""
+    """Uniform replay; `capacity` is not used."""
     return RandomSampler()
 
 
-# Name, sampler, and whether it is in a buffer of this package.
+# Name, function that makes the sampler, and whether it is measured in a buffer of this package.
 SAMPLERS: tuple[tuple[str, Callable[[int], Any], bool], ...] = (
     ("uniform", uniform, True),
     ("ProportionalSampler", proportional, True),
@@ -61,15 +61,17 @@ NAMES = tuple(
 
 @dataclass
 class Case:
-    """One cycle of one buffer, and the times that were measured.
+    """One cycle of one buffer, with the measured times.
 
     Args:
-        contender: name of the sampler, and whether the cycle is compiled.
-        capacity: of the buffer, which is full.
-        written: rows that a cycle writes; 0: it does not write.
-        cycle: called with the rows to write and the TD errors [BATCH] of the sample.
+        contender: "compiled" or "eager", and the name of the sampler.
+        capacity: capacity of the full buffer.
+        written: rows that a cycle writes; 0: none.
+        cycle: the cycle, called with the rows to write and the TD errors [BATCH] of the sample.
         compiled: whether the first call compiles.
-        sort: sorts the ranks; None: there are none.
+        sort: sorts the ranks; None: the sampler has no ranks.
+        compile_seconds: duration of the first call, if it compiles. Default: None.
+        seconds: durations of the other calls. Default: [].
     """
 
     contender: str
@@ -82,19 +84,19 @@ class Case:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, rows: TensorDict, td_error: Tensor) -> float:
-        """Runs the cycle; gives its seconds."""
+        """Run the cycle and return its duration in seconds."""
         start = time.perf_counter()
         self.cycle(rows, td_error)
         return time.perf_counter() - start
 
     def upkeep(self, number: int) -> None:
-        """What is due after cycle `number` and is not timed: the sort, after changes of a twentieth of the buffer."""
+        """After cycle `number`, sort the ranks if a twentieth of the buffer has changed; not measured."""
         if self.sort is not None and number % max(1, self.capacity // 20 // (WRITTEN + BATCH)) == 0:
             self.sort()
 
 
 def cycle_of(buffer: TensorDictReplayBuffer, written: int) -> Any:
-    """The cycle as a function; each call of this gives one with its own code, as compile_step needs it."""
+    """The cycle as a function. Each call returns a new function, which compile_step needs."""
     updates = isinstance(buffer.sampler, PrioritizedSampler)
 
     def cycle(rows: TensorDict, td_error: Tensor) -> object:
@@ -112,7 +114,7 @@ def cycle_of(buffer: TensorDictReplayBuffer, written: int) -> Any:
 def build(
     name: str, make_sampler: Callable[[int], Any], ours: bool, compiled: bool, written: Sequence[int], data: TensorDict
 ) -> list[Case]:
-    """The cases of one full buffer.
+    """Build a full buffer and its cases, one per number of rows in `written`.
 
     Raises:
         LeftOutError: see torchrl_per.
@@ -133,18 +135,18 @@ def build(
 
 
 def measure_capacities(names: Sequence[str], capacities: Sequence[int], cycles: int) -> tuple[list[Row], list[str]]:
-    """Times the cycles, all cases in turn.
+    """Measure the cycles; all cases take turns.
 
-    Compile times are cold: the first call of each graph, with an empty cache of the compiler, but after another graph
-    has been compiled in this process.
+    Compile times are those of the first call of each graph with an empty compiler cache. Another graph is compiled
+    before, so that the process is warm.
 
     Args:
-        names: of NAMES.
-        capacities: of the buffers.
-        cycles: timed ones.
+        names: contenders, from NAMES.
+        capacities: capacities of the buffers.
+        cycles: number of measured cycles per case.
 
     Returns:
-        The rows, and a note on each contender that was skipped.
+        The rows, and a note for each skipped contender.
     """
     cases: list[Case] = []
     notes: dict[str, None] = {}
@@ -156,7 +158,7 @@ def measure_capacities(names: Sequence[str], capacities: Sequence[int], cycles: 
             try:
                 cases += build(name, make_sampler, ours, compiled, (WRITTEN, 0), data)
             except LeftOutError as error:
-                notes[f"eager {name} is left out: {error}."] = None
+                notes[f"eager {name} is skipped: {error}."] = None
     chunks = itertools.cycle([chunk.clone() for chunk in transitions(10 * EPISODE_LENGTH).split(WRITTEN)])
 
     to_compile = [case for case in cases if case.compiled]
@@ -165,7 +167,7 @@ def measure_capacities(names: Sequence[str], capacities: Sequence[int], cycles: 
     for case in tqdm(to_compile, desc="compiling", leave=False):
         with fresh_cache():
             case.compile_seconds = case.run(next(chunks), td_errors(BATCH))
-    # A tenth of the cycles more, for the warm-up.
+    # An extra tenth of the cycles, at least 3, is the warm-up.
     for number in tqdm(range(-max(cycles // 10, 3), cycles), desc="capacity", leave=False):
         rows, td_error = next(chunks), td_errors(BATCH)
         for case in cases:

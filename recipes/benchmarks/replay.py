@@ -1,4 +1,4 @@
-"""Replay buffers of this package, of TorchRL and of peers: one cycle is a sample and the update of its priorities."""
+"""Measures replay buffers of this package, TorchRL and peers. A cycle is a sample and the update of its priorities."""
 
 import os
 import statistics
@@ -38,12 +38,13 @@ Cycle = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Contender:
-    """A replay buffer.
+    """A replay buffer to measure.
 
     Args:
-        name: what the table calls it.
-        build: from transitions (`transitions`) to a function from a batch size to the cycle, a function of TD errors.
-        convert: brings TD errors [B], a tensor, into the form the cycle takes; not timed.
+        name: name in the table.
+        build: fills a buffer with transitions (see `transitions`) and returns a function that maps a batch size to the
+            cycle. The cycle is called with TD errors.
+        convert: converts TD errors, a tensor [B], to the type that the cycle takes; not measured. Default: identity.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Contender:
 
 
 def transitions(count: int, episode_length: int = EPISODE_LENGTH) -> TensorDict:
-    """The steps of one environment; every episode has `episode_length` of them."""
+    """`count` transitions of one environment, in episodes of `episode_length` steps (default: 200)."""
     done = ((torch.arange(count) + 1) % episode_length == 0).unsqueeze(1)
     return TensorDict(
         {
@@ -70,12 +71,12 @@ def transitions(count: int, episode_length: int = EPISODE_LENGTH) -> TensorDict:
 
 
 def td_errors(count: int) -> Tensor:
-    """TD errors, all positive, of about the size of one."""
+    """Random positive TD errors [count] with mean 1."""
     return torch.randn(count).square()
 
 
 def fill(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
-    """Fills the buffer with `data` and updates every transition once."""
+    """Fill the buffer with `data` and update the priority of every transition once."""
     for chunk in data.split(FILL_CHUNK):
         buffer.extend(chunk.clone())
     if isinstance(buffer.sampler, PrioritizedSampler):
@@ -84,7 +85,7 @@ def fill(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
 
 
 def torchrl_cycle(buffer: TensorDictReplayBuffer, batch_size: int) -> Cycle:
-    """The cycle of a buffer of TorchRL's, or of one that is derived from it."""
+    """The cycle of a TorchRL buffer or a subclass."""
 
     def sample(td_error: Tensor) -> object:
         return buffer.sample(batch_size)
@@ -99,17 +100,17 @@ def torchrl_cycle(buffer: TensorDictReplayBuffer, batch_size: int) -> Cycle:
 
 
 def compiled_cycle(buffer: TensorDictReplayBuffer, batch_size: int, *, checked: bool) -> Cycle:
-    """`torchrl_cycle` as one graph; `checked` by torch at each call whether it still applies."""
+    """`torchrl_cycle` as one graph. If `checked`, torch.compile checks its guards at each call."""
     cycle: Any = torchrl_cycle(buffer, batch_size)
     if not checked:
         return compile_step(cycle)
-    # A code object of its own: graphs are cached by code object, and would have to be told apart at every call.
+    # A new code object: torch caches graphs per code object and would have to choose among them at every call.
     cycle.__code__ = cycle.__code__.replace()
     return torch.compile(cycle, fullgraph=True)
 
 
 def eager(make_sampler: Callable[[int], Any]) -> Callable[[TensorDict], Callable[[int], Cycle]]:
-    """A sampler in a stock buffer."""
+    """A contender: a sampler in a stock buffer."""
 
     def build(data: TensorDict) -> Callable[[int], Cycle]:
         sampler = make_sampler(len(data))
@@ -125,7 +126,7 @@ def eager(make_sampler: Callable[[int], Any]) -> Callable[[TensorDict], Callable
 def compiled(
     make_sampler: Callable[[int], Any], *, checked: bool = False
 ) -> Callable[[TensorDict], Callable[[int], Cycle]]:
-    """A sampler in a compilable buffer, the cycle compiled."""
+    """A contender: a sampler in a compilable buffer, with a compiled cycle."""
 
     def build(data: TensorDict) -> Callable[[int], Cycle]:
         sampler = make_sampler(len(data))
@@ -139,24 +140,24 @@ def compiled(
 
 
 def torchrl_per(capacity: int) -> PrioritizedSampler:
-    """TorchRL's sampler.
+    """TorchRL's PER.
 
     Raises:
-        LeftOutError: its C++ extension does not load next to this version of torch.
+        LeftOutError: if TorchRL's C++ extension cannot be loaded with this version of torch.
     """
     try:
         return PrioritizedSampler(capacity, alpha=ALPHA, beta=BETA)
     except (ImportError, RuntimeError) as error:
-        raise LeftOutError("the C++ extension of TorchRL does not load next to this version of torch") from error
+        raise LeftOutError("the C++ extension of TorchRL cannot be loaded with this version of torch") from error
 
 
 def proportional(capacity: int) -> ProportionalSampler:
-    """Our PER."""
+    """PER of this package."""
     return ProportionalSampler(capacity, alpha=ALPHA, beta=BETA)
 
 
 def event_tables(capacity: int) -> EventTableSampler:
-    """Our event tables: two of them, with uniform draws inside."""
+    """Event tables of this package: two events, uniform draws inside the tables."""
     specs = [EventSpec("end", ("next", "terminated"), 50), EventSpec("goal", ("next", "done"), 100)]
     tables = EventTables(specs, {"end": capacity // 5, "goal": capacity // 10})
     return EventTableSampler(tables, eta={"default": 0.5, "end": 0.2, "goal": 0.3})
@@ -168,7 +169,7 @@ def writer_for(sampler: Any) -> EventTableWriter | None:
 
 
 def columns(data: TensorDict) -> dict[str, np.ndarray]:
-    """The columns as NumPy arrays [N, ...]."""
+    """The transitions as NumPy arrays [N, ...]."""
     return {
         "obs": data["observation"].numpy(),
         "act": data["action"].numpy(),
@@ -223,8 +224,8 @@ def tianshou_per(data: TensorDict) -> Callable[[int], Cycle]:
 
 
 def flashbax_per(data: TensorDict) -> Callable[[int], Cycle]:
-    """PER of flashbax, compiled by JAX, its state donated."""
-    # Read when JAX starts: one thread, on the CPU.
+    """PER of flashbax, compiled by JAX with donated state."""
+    # JAX reads these when it is imported: one thread, on the CPU.
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "NPROC": "1",
@@ -242,14 +243,14 @@ def flashbax_per(data: TensorDict) -> Callable[[int], Cycle]:
         )
 
     buffer = make(1)
-    # A sample is two successive steps: the next observation need not be stored.
+    # flashbax samples pairs of successive steps, so the next observation is not stored.
     arrays = {key: value for key, value in columns(data).items() if key != "next_obs"}
     state = buffer.init({key: value[0] for key, value in arrays.items()})
     add = jax.jit(buffer.add, donate_argnums=0)
     set_priorities = jax.jit(buffer.set_priorities, donate_argnums=0)
     for start in range(0, len(data), FILL_CHUNK):
         state = add(state, {key: value[start : start + FILL_CHUNK] for key, value in arrays.items()})
-    # The newest step has no successor, and its priority stays 0.
+    # The newest step has no successor; its priority stays 0.
     for index in torch.arange(len(data) - 1, dtype=torch.int32).split(FILL_CHUNK):
         state = set_priorities(state, index.numpy(), td_errors(len(index)).numpy())
     key = jax.random.key(0)
@@ -262,7 +263,7 @@ def flashbax_per(data: TensorDict) -> Callable[[int], Cycle]:
             key, draw = jax.random.split(key)
             return sized.sample(state, draw), key
 
-        # Two graphs: in one, XLA would copy the whole tree twice per cycle.
+        # Two graphs: in a single graph, XLA would copy the whole tree twice per cycle.
         def cycle(td_error: Any) -> object:
             nonlocal state, key
             batch, key = sample(state, key)
@@ -275,12 +276,12 @@ def flashbax_per(data: TensorDict) -> Callable[[int], Cycle]:
 
 
 def to_jax(td_error: Tensor) -> Any:
-    """TD errors as an array of JAX's."""
+    """TD errors as a JAX array."""
     return peer("jax.numpy").asarray(td_error.numpy())
 
 
 def stable_baselines3_uniform(data: TensorDict) -> Callable[[int], Cycle]:
-    """Uniform replay of stable-baselines3; it has no other."""
+    """Uniform replay of stable-baselines3, which has no prioritized replay."""
     buffers = peer("stable_baselines3.common.buffers")
     arrays = columns(data)
     box = gymnasium.spaces.Box
@@ -317,10 +318,16 @@ REPLAY = (
 def measure_replay(
     contenders: Sequence[Contender], capacity: int, batch_sizes: Sequence[int], cycles: int
 ) -> tuple[list[Row], list[str]]:
-    """Times the cycles.
+    """Measure the cycles; all contenders take turns.
+
+    Args:
+        contenders: the buffers to measure.
+        capacity: capacity of the full buffers.
+        batch_sizes: batch sizes of the samples.
+        cycles: number of measured cycles per contender and batch size.
 
     Returns:
-        The rows, and a note on each contender that was skipped.
+        The rows, and a note for each skipped contender.
     """
     data = transitions(capacity)
     notes, entrants, rows = [], [], []
@@ -328,12 +335,12 @@ def measure_replay(
         try:
             entrants.append((contender, contender.build(data)))
         except LeftOutError as error:
-            notes.append(f"{contender.name} is left out: {error}.")
+            notes.append(f"{contender.name} is skipped: {error}.")
     for batch_size in batch_sizes:
         runs: list[tuple[Contender, Cycle, list[float]]] = [(c, cycle_of(batch_size), []) for c, cycle_of in entrants]
         for contender, cycle, _ in tqdm(runs, desc=f"compiling, batch {batch_size}", leave=False):
             cycle(contender.convert(td_errors(batch_size)))
-        # A tenth of the cycles more, for the warm-up.
+        # An extra tenth of the cycles, at least 3, is the warm-up.
         for number in tqdm(range(-max(cycles // 10, 3), cycles), desc=f"replay, batch {batch_size}", leave=False):
             td_error = td_errors(batch_size)
             for contender, cycle, seconds in runs:

@@ -1,4 +1,4 @@
-"""The numbers of recipes.benchmark: a table, a CSV and a figure."""
+"""The results of recipes.benchmark as a table, a CSV and a figure."""
 
 import csv
 import platform
@@ -19,14 +19,14 @@ PEERS = ("cpprb", "tianshou", "flashbax", "jax", "stable-baselines3")
 
 
 class LeftOutError(Exception):
-    """A contender that cannot run here; the message says why."""
+    """A contender cannot run on this host; the message says why."""
 
 
 def peer(module: str) -> Any:
-    """A peer's module.
+    """Import the module of a peer library.
 
     Raises:
-        LeftOutError: it is not installed.
+        LeftOutError: if it cannot be imported.
     """
     try:
         return import_module(module)
@@ -36,19 +36,20 @@ def peer(module: str) -> Any:
 
 @dataclass
 class Row:
-    """A number of the table.
+    """One row of the table.
 
     Args:
         measurement: "replay", "training" or "capacity".
-        capacity: of the buffer.
-        batch_size: of a sample.
-        contender: what was measured.
-        microseconds: of a cycle or a step; a median.
-        times_faster: time of TorchRL's own over this one; None: that was not measured.
-        written: rows that each cycle writes.
-        compile_seconds: of the first call of a graph, with an empty cache of the compiler; None: not compiled, or not
-            measured.
-        times_smallest: time over that of the same contender at the smallest capacity; None: of other measurements.
+        capacity: capacity of the buffer.
+        batch_size: batch size of the samples.
+        contender: name of the measured buffer or loop.
+        microseconds: median time of a cycle or an env step.
+        times_faster: time of TorchRL's baseline divided by this time. Default: None, the baseline was not measured.
+        written: rows that each cycle writes. Default: 0.
+        compile_seconds: duration of the first call of a graph with an empty compiler cache. Default: None, not compiled
+            or not measured.
+        times_smallest: this time divided by the contender's time at the smallest capacity. Default: None, for
+            measurements other than "capacity".
     """
 
     measurement: str
@@ -63,7 +64,7 @@ class Row:
 
 
 def compare(rows: list[Row]) -> None:
-    """Fills in `times_faster`, where the baseline was measured, and `times_smallest`."""
+    """Set `times_faster` of rows whose baseline was measured, and `times_smallest` of capacity rows."""
     baselines = {
         (row.measurement, row.batch_size): row.microseconds
         for row in rows
@@ -86,7 +87,7 @@ def compare(rows: list[Row]) -> None:
 
 
 def print_table(rows: list[Row]) -> None:
-    """Prints a line per row."""
+    """Print one line per row."""
     width = max(len(row.contender) for row in rows)
     print(
         f"{'measured':<8} {'capacity':>9} {'batch':>6} {'written':>8}  {'contender':<{width}} {'µs':>8} "
@@ -105,7 +106,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """Writes a line per row."""
+    """Write one line per row to a CSV."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([field.name for field in fields(Row)])
@@ -113,10 +114,10 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a file that write_csv wrote; columns that an older one lacks have their defaults.
+    """The rows of a file written by write_csv. Columns that an older file lacks have their defaults.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: if the file was not written by write_csv.
     """
     try:
         with path.open(newline="") as file:
@@ -143,7 +144,7 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draws bars, a panel per measurement and batch size; and of capacities, lines, a panel per kind of cycle."""
+    """Draw bars, one panel per measurement and batch size; for capacity, lines, one panel per kind of cycle."""
     bars: dict[tuple[str, int], list[Row]] = {}
     lines: dict[int, dict[str, list[Row]]] = {}
     for row in rows:
@@ -187,7 +188,7 @@ def _draw_capacities(axes: Axes, written: int, contenders: dict[str, list[Row]])
 
 
 def versions() -> str:
-    """The versions of the libraries that are installed, and the CPU."""
+    """The versions of the installed libraries, and the CPU."""
     found = []
     for library in LIBRARIES + PEERS:
         try:
@@ -198,7 +199,7 @@ def versions() -> str:
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """The model name of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

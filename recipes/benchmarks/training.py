@@ -1,4 +1,4 @@
-"""Whole training loops of a DQN on CartPole, of this package, of TorchRL and of stable-baselines3."""
+"""Measures training loops of DQN on CartPole: of this package, of TorchRL and of stable-baselines3."""
 
 import statistics
 import time
@@ -42,7 +42,7 @@ def make_network() -> nn.Sequential:
 
 
 def torchrl_training_loop() -> TrainingLoop:
-    """TorchRL's components, put together as in its own DQN example for CartPole."""
+    """A loop of TorchRL's components, as in TorchRL's DQN example for CartPole."""
     env = TransformedEnv(GymEnv(ENV))
     env.append_transform(RewardSum())
     env.append_transform(StepCounter())
@@ -101,7 +101,7 @@ def stable_baselines3_training_loop() -> TrainingLoop:
 
 
 def our_training_loop(sampler: str, *, compiled: bool) -> TrainingLoop:
-    """A loop made of the parts of the recipes."""
+    """A loop made of the components of the recipes."""
     network = make_network()
     replay = CompilableReplayBuffer(
         storage=CompilableTensorStorage(TRAINING_CAPACITY), sampler=our_sampler(sampler), batch_size=TRAINING_BATCH
@@ -148,7 +148,7 @@ def our_training_loop(sampler: str, *, compiled: bool) -> TrainingLoop:
 
 
 def our_sampler(name: str) -> Any:
-    """A sampler of a training loop."""
+    """The sampler of this name, for a training loop."""
     if name == "uniform":
         return RandomSampler()
     if name == "ProportionalSampler":
@@ -156,7 +156,7 @@ def our_sampler(name: str) -> Any:
     return ReaPERSampler(TRAINING_CAPACITY, num_streams=STEPS_PER_UPDATE)
 
 
-# Functions that make functions which run so many steps of the environment.
+# Name -> function that builds a training loop. A loop is called with a number of env steps to run.
 LOOPS: dict[str, Callable[[], TrainingLoop]] = {
     TRAINING_BASELINE: torchrl_training_loop,
     "stable-baselines3 DQN, uniform replay": stable_baselines3_training_loop,
@@ -169,14 +169,14 @@ LOOPS: dict[str, Callable[[], TrainingLoop]] = {
 
 
 def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], list[str]]:
-    """Times chunks of steps; the first chunk of every loop is the warm-up and does not count.
+    """Measure chunks of steps; the first chunk of every loop is a warm-up and is not counted.
 
     Args:
-        names: of LOOPS.
-        env_steps: timed steps of each loop.
+        names: loops to measure, from LOOPS.
+        env_steps: number of measured env steps per loop.
 
     Returns:
-        The rows, and a note on each contender that was skipped.
+        The rows, and a note for each skipped loop.
     """
     loops: dict[str, TrainingLoop] = {}
     notes: list[str] = []
@@ -184,7 +184,7 @@ def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], l
         try:
             loops[name] = LOOPS[name]()
         except LeftOutError as error:
-            notes.append(f"{name} is left out: {error}.")
+            notes.append(f"{name} is skipped: {error}.")
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     chunk = min(STEPS_PER_CHUNK, env_steps) // STEPS_PER_UPDATE * STEPS_PER_UPDATE
     for number in tqdm(range(-1, env_steps // chunk), desc="training", leave=False):

@@ -4,15 +4,15 @@
 
 ========================  =========================================================================================
 ``ThreeRooms-v0``         three rooms in a row: ``rewards``, ``shaping``, ``gamma``
-``TwoRooms-v0``           two rooms, for the comparison with shaping rewards: the same keywords
+``TwoRooms-v0``           two rooms, for the comparison with reward shaping: ``rewards``, ``shaping``, ``gamma``
 ``ObstacleCourse-v0``     spikes, lava, gaps, keys and doors in a fixed order: ``start``, ``step_reward``
-``RandomizedSkill-v0``    lava, a gap or a locked door, a new one each episode: ``scenario``, ``step_reward``
+``RandomizedSkill-v0``    lava, a gap or a locked door, chosen per episode: ``scenario``, ``step_reward``
 ``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
 ``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)
 ========================  =========================================================================================
 
-Every ``info`` holds a bool for each name in the class attribute ``EVENTS``: whether the step that led to this state
-triggered the event. It is always ``False`` after a reset.
+Every ``info`` holds a bool for each name in the class attribute ``EVENTS``: whether the last step triggered the event.
+After a reset, all are ``False``.
 """
 
 from gymnasium.envs.registration import register, registry
@@ -24,7 +24,7 @@ from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
 
 __all__ = ["Dynamics", "MiniGridEvents", "ObstacleCourse", "RandomizedSkill", "ThreeRooms", "TwoRooms"]
 
-# The time limit is Gymnasium's: it truncates, and can be changed by max_episode_steps=. MiniGrid brings its own.
+# Time limits are those of Gymnasium: they truncate and can be changed with max_episode_steps=. MiniGrid has its own.
 for _id, _entry_point, _limit in (
     ("ThreeRooms-v0", "recipes.envs.rooms:ThreeRooms", 500),
     ("TwoRooms-v0", "recipes.envs.rooms:TwoRooms", 500),

@@ -1,7 +1,7 @@
-"""What the grid worlds share: directions, what a cell can hold, and how a grid is drawn.
+"""Constants and functions shared by the grid worlds: directions, contents of cells, and drawing.
 
-Coordinates, directions and colours are MiniGrid's: x grows to the right and y downwards, and θ = 0, 1, 2, 3 faces
-right, down, left, up. A cell is a triple (category, colour, state of a door).
+Coordinates, directions and colours are those of MiniGrid: x increases to the right and y downwards; θ = 0, 1, 2, 3
+faces right, down, left, up. A cell is a triple (category, colour, door state).
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))
 """θ -> (dx, dy)."""
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE = range(6)
-"""Actions; the rooms have the first three."""
+"""Actions. Rooms use only the first three."""
 
 EMPTY, WALL, GOAL, LAVA, SPIKE, KEY, DOOR = range(7)
-"""Categories."""
+"""Categories of cells."""
 
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 """Colours."""
@@ -34,7 +34,7 @@ _TILE = 16
 
 
 def check_choice(owner: Any, name: str, value: Any, allowed: Iterable) -> None:
-    """Raises a ValueError that names the allowed values unless `value` is one of them."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     allowed = tuple(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
@@ -42,13 +42,13 @@ def check_choice(owner: Any, name: str, value: Any, allowed: Iterable) -> None:
 
 
 def check_action(action: Any, num_actions: int) -> None:
-    """Raises a ValueError unless the action is in [0, num_actions)."""
+    """Raise ValueError unless `action` is in [0, num_actions)."""
     if not 0 <= action < num_actions:
         raise ValueError(f"step({action!r}): the action must be in [0, {num_actions})")
 
 
 def draw(cells: np.ndarray, x: int, y: int, direction: int) -> np.ndarray:
-    """Draws a grid with the agent as a red triangle that points where it faces.
+    """Draw a grid, with the agent as a red triangle that points in its direction.
 
     Args:
         cells: integers [height, width, 3].

@@ -11,16 +11,20 @@ _LARGEST = np.array([10, 5, 2], dtype=np.float32)
 
 
 class MiniGridEvents(gymnasium.Wrapper):
-    """Adds event flags to the info of a MiniGrid environment and flattens its observation.
+    """Adds event flags to the `info` of a MiniGrid environment and flattens its observations.
 
-    The flags tell whether the agent has picked up a key (pickup_key), has opened a door (door_opened), stands in the
-    gap of LavaGap's column (at_gap), in lava (at_lava) or in the goal (done).
+    Events: the step picked up a key (pickup_key) or opened a door (door_opened); the agent stands in the gap of
+    LavaGap's column (at_gap), in lava (at_lava) or in the goal (done).
 
-    The observation has, each divided by its largest value, MiniGrid's image (category, colour and door state of the
-    agent's view), its direction, whether the agent carries something, and that thing's category and colour or (-1, -1).
+    The observation holds these numbers, each divided by its largest value: MiniGrid's image (category, colour and door
+    state of the cells in view), the agent's direction, whether the agent carries an object, and the object's category
+    and colour, or (-1, -1) without an object.
 
     Args:
-        env: an environment of MiniGrid with its own dictionary observations.
+        env: a MiniGrid environment with MiniGrid's dictionary observations.
+
+    Raises:
+        TypeError: if `env` is not a MiniGrid environment.
     """
 
     EVENTS = ("pickup_key", "door_opened", "at_gap", "at_lava", "done")
@@ -29,18 +33,18 @@ class MiniGridEvents(gymnasium.Wrapper):
         super().__init__(env)
         self._world: Any = env.unwrapped
         if not all(hasattr(self._world, name) for name in ("agent_pos", "agent_dir", "carrying", "grid")):
-            raise TypeError(f"MiniGridEvents({env}): must be an environment of MiniGrid")
+            raise TypeError(f"MiniGridEvents({env}): must be a MiniGrid environment")
         image_size = int(np.prod(self._world.observation_space["image"].shape))
         low = np.concatenate([np.zeros(image_size), [-1.0, 0.0, -1.0, -1.0]]).astype(np.float32)
         self.observation_space = Box(low, np.float32(1.0), dtype=np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        """Resets the environment; no event has happened."""
+        """Reset the environment; all events are False."""
         observation, info = self.env.reset(seed=seed, options=options)
         return self._flatten(observation), info | dict.fromkeys(self.EVENTS, False)
 
     def step(self, action: int):
-        """Steps and compares with the state before."""
+        """Step the environment; events are found by comparing the states before and after."""
         world = self._world
         had_key, open_doors = self._has_key(), self._open_doors()
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -77,12 +81,17 @@ class MiniGridEvents(gymnasium.Wrapper):
 
 
 def door_key(size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
-    """DoorKey: fetch the key, open the door, reach the goal; `size` >= 5 cells wide and high, the walls included."""
+    """DoorKey: fetch the key, open the door, reach the goal.
+
+    Args:
+        size: width and height in cells including the walls, >= 5. Default: 5.
+        render_mode: a render mode of MiniGrid, or None (default).
+    """
     return _make("DoorKeyEnv", size, render_mode)
 
 
 def lava_gap(size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
-    """LavaGap: reach the goal through the gap in a column of lava; `size` as in `door_key`."""
+    """LavaGap: reach the goal through the gap in a column of lava. The arguments are those of `door_key`."""
     return _make("LavaGapEnv", size, render_mode)
 
 
@@ -92,5 +101,5 @@ def _make(name: str, size: int, render_mode: str | None) -> MiniGridEvents:
     try:
         from minigrid import envs
     except ImportError as error:
-        raise ImportError(f"{name} is MiniGrid's: pip install minigrid") from error
+        raise ImportError(f"{name} needs MiniGrid: pip install minigrid") from error
     return MiniGridEvents(getattr(envs, name)(size=size, render_mode=render_mode))

@@ -1,4 +1,4 @@
-"""What the obstacle course and the skills share: objects, the agent's view of them, and what its actions do."""
+"""Base class of ObstacleCourse and RandomizedSkill: objects, observations and actions."""
 
 import math
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from recipes.envs.grid import (
     draw,
 )
 
-# As in MiniGrid, what has no colour of its own gets that of its looks.
+# Colours of categories that always have the same colour, as in MiniGrid.
 _COLOURS = {EMPTY: RED, WALL: GREY, GOAL: GREEN, LAVA: RED, SPIKE: YELLOW}
 _VIEW = 5
 _PAD = _VIEW - 1
@@ -43,7 +43,7 @@ _LARGEST = np.array([DOOR, GREY, LOCKED], dtype=np.float32)
 
 
 def _view_offsets() -> list[tuple[np.ndarray, np.ndarray]]:
-    """θ -> the (dy, dx) [5, 5] of the cells in view: row 0 is the farthest, column 0 the leftmost."""
+    """For each θ, the offsets dy and dx, [5, 5], of the cells in view. Row 0 is the farthest, column 0 the leftmost."""
     ahead, aside = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
     return [(ahead * dy + aside * dx, ahead * dx - aside * dy) for dx, dy in DIRECTIONS]
 
@@ -52,25 +52,34 @@ _OFFSETS = _view_offsets()
 
 
 class ObjectWorld(gymnasium.Env):
-    """A walled grid with spikes, lava, gaps, keys, doors and a goal; subclasses place them.
+    """A walled grid with spikes, lava, gaps, keys, doors and a goal. Subclasses place the objects.
 
-    A step that ends on a spike pays -1, one that ends in lava pays -1 and ends the episode, the goal pays 1 and ends
-    it. A key, of any colour but grey, is not used up by opening a door of its colour, and the agent carries one at a
-    time; a door stays open. The agent sees through walls.
+    Rewards: -1 for a step onto a spike, -1 for a step into lava, 1 for a step to the goal. Lava and goal end the
+    episode. A key opens doors of its colour and can be used again. The agent carries at most one key. Keys and doors
+    have any colour except grey. An open door stays open. The agent sees through walls.
 
-    The observation has 81 numbers, each divided by its largest value: the category, colour and door state of 5x5 cells
-    with the agent in the middle of the nearest row (from the farthest row to the nearest, each from left to right),
-    whether it carries a key, the key's category and colour or (-1, -1), and the pose (x, y, θ) scaled to [-1, 1].
+    The observation has 81 numbers, each divided by its largest value:
 
-    Events: the agent stands on a spike, in lava, in a gap of a wall or in the goal (at_spike, at_lava, at_gap, done);
-    it has picked up a key (pickup_key); it has opened a door or stands in one (at_door: the paper's text has
-    "opened-a-door" and its Table 1 "at-door").
+    - category, colour and door state of the 5x5 cells in view, from the farthest row to the nearest, each row from left
+      to right. The agent is in the middle of the nearest row.
+    - whether the agent carries a key, and the key's category and colour, or (-1, -1) without a key.
+    - the pose (x, y, θ), scaled to [-1, 1].
+
+    Events:
+
+    - at_spike, at_lava, at_gap, done: the agent stands on a spike, in lava, in a gap of a wall, in the goal.
+    - pickup_key: the step picked up a key.
+    - at_door: the step opened a door, or the agent stands in a door. The paper's text says "opened-a-door", its Table 1
+      "at-door".
 
     Args:
-        start: cell (x, y) where the agent starts, facing right.
-        step_reward: reward of all other steps, which the paper does not give. A small negative one makes the agent
-            explore; at -0.01 and γ = 0.99 waiting forever is as bad as lava.
-        render_mode: ``"rgb_array"`` or None.
+        start: cell (x, y) where the agent starts, facing right. Default: (1, 1).
+        step_reward: reward of all other steps; the paper does not give it. A small negative value makes the agent
+            explore. With -0.01 and γ = 0.99, waiting forever is as bad as lava. Default: 0.
+        render_mode: ``"rgb_array"`` or None (default).
+
+    Raises:
+        ValueError: if an argument is invalid.
     """
 
     metadata = METADATA
@@ -88,7 +97,7 @@ class ObjectWorld(gymnasium.Env):
         low = np.concatenate([np.zeros(_SIZE - 5), -np.ones(5)]).astype(np.float32)
         self.observation_space = Box(low, np.float32(1.0), dtype=np.float32)
         self._start = start
-        # Walls all around, so that the view needs no bounds.
+        # A margin of walls, so that the view never leaves the array.
         self._padded = np.zeros((self.HEIGHT + 2 * _PAD, self.WIDTH + 2 * _PAD, 3), dtype=np.int8)
         self.cells = self._padded[_PAD:-_PAD, _PAD:-_PAD]
         """(category, colour, door state) of each cell, [height, width, 3]."""
@@ -100,7 +109,7 @@ class ObjectWorld(gymnasium.Env):
         """Colour of the key that the agent carries."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        """Places everything anew."""
+        """Place all objects and the agent."""
         super().reset(seed=seed)
         self._padded[:] = WALL, GREY, 0
         self.cells[1:-1, 1:-1] = EMPTY, RED, 0
@@ -111,7 +120,7 @@ class ObjectWorld(gymnasium.Env):
         return self._observe(), dict.fromkeys(self.EVENTS, False) | self._told
 
     def step(self, action: int):
-        """Turns left (0) or right (1), walks (2), picks up (3) or drops (4) a key, or toggles a door (5)."""
+        """Turn left (0) or right (1), walk (2), pick up (3) or drop (4) a key, or open a door (5)."""
         check_action(action, 6)
         x, y, theta = self._pose()
         dx, dy = DIRECTIONS[theta]
@@ -153,13 +162,13 @@ class ObjectWorld(gymnasium.Env):
         return self._observe(), reward, here in (GOAL, LAVA), False, info
 
     def render(self) -> np.ndarray | None:
-        """The whole grid."""
+        """The image of the whole grid; None without a render mode."""
         if self.render_mode is None:
             return None
         return draw(self.cells, *self._pose())
 
     def _build(self) -> dict[str, Any]:
-        """Places the objects of one episode by `np_random`; returns what info tells besides the events."""
+        """Place the objects of one episode with `np_random`; return the entries of `info` besides the events."""
         raise NotImplementedError
 
     def _pose(self) -> tuple[int, int, int]:
@@ -180,11 +189,11 @@ class ObjectWorld(gymnasium.Env):
         return observation
 
     def _rows(self, count: int) -> list[int]:
-        """Different random rows."""
+        """`count` different random rows."""
         return (1 + self.np_random.permutation(self.HEIGHT - 2)[:count]).tolist()
 
     def _random_colours(self, count: int) -> list[int]:
-        """Different random colours, but not that of the walls."""
+        """`count` different random colours except grey, the colour of walls."""
         return self.np_random.permutation(GREY)[:count].tolist()
 
     def _put(self, x: int, y: int, category: int, colour: int | None = None, state: int = 0) -> None:
@@ -194,7 +203,7 @@ class ObjectWorld(gymnasium.Env):
         self.cells[1:-1, x] = WALL, GREY, 0
 
     def _put_gap(self, x: int) -> int:
-        """A wall with a gap in a random row, which is returned."""
+        """Place a wall with a gap in a random row; return the row."""
         self._put_wall(x)
         (y,) = self._rows(1)
         self._put(x, y, EMPTY)
@@ -202,7 +211,7 @@ class ObjectWorld(gymnasium.Env):
         return y
 
     def _put_doors(self, x: int, colours: list[int]) -> None:
-        """A wall with a locked door of each colour, in random rows."""
+        """Place a wall with a locked door of each colour, in random rows."""
         self._put_wall(x)
         for y, colour in zip(self._rows(len(colours)), colours, strict=True):
             self._put(x, y, DOOR, colour, LOCKED)

@@ -9,24 +9,26 @@ _SPIKES = ((2, 3), (2, 4))
 
 
 class ObstacleCourse(ObjectWorld):
-    """Past spikes, through a gap, past lava, through a gap, and with a key through a door to the green square.
+    """A course with spikes, a gap, lava, a second gap, keys and doors on the way to the goal, in this fixed order.
 
-    The order is fixed. Each episode draws the rows of lava and gaps, and the rows and colours of keys and doors.
-    The paper gives neither the layout nor the reward of the goal; chosen here, for its start (1, 1) in the
-    top-left corner and its shifted start (1, 4) beside the spikes, are 14 x 6 cells with the walls::
+    Each episode draws the rows of lava and gaps, and the rows and colours of keys and doors. The paper gives neither
+    the layout nor the reward of the goal. It gives a start (1, 1) in the top-left corner and a shifted start (1, 4)
+    beside the spikes. This implementation uses 14 x 6 cells with the walls::
 
         column   0          4        7          11         13
                  |  spikes  |  lava  |  2 keys  |  2 doors  |
 
-    Two spikes stand in the lower rows of column 2, lava fills two of the four rows of column 6 but not the one of the
-    gap behind it, and the keys are in column 9. Each key opens one of the doors, which are in column 11. The goal is in
-    the bottom-right corner. The rooms are this small so that acting at random finds it at all, in roughly one of 160
-    episodes.
+    Two spikes are in the lower rows of column 2. Lava fills two of the four rows of column 6, but not the row of the
+    gap behind it. The keys are in column 9; each opens one of the doors in column 11. The goal is in the bottom-right
+    corner. The rooms are small enough that random actions reach the goal, in roughly one of 160 episodes.
 
     Args:
-        start: free cell (x, y) of the first room where the agent starts, facing right.
-        step_reward: see `ObjectWorld`.
-        render_mode: ``"rgb_array"`` or None.
+        start: free cell (x, y) of the first room where the agent starts, facing right. Default: (1, 1).
+        step_reward: see `ObjectWorld`. Default: 0.
+        render_mode: ``"rgb_array"`` or None (default).
+
+    Raises:
+        ValueError: if `start` is not a free cell of the first room.
     """
 
     WIDTH, HEIGHT = 14, 6
@@ -48,7 +50,7 @@ class ObstacleCourse(ObjectWorld):
         for y in [y for y in self._rows(4) if y != gap][:2]:
             self._put(6, y, LAVA)
         colours = self._random_colours(2)
-        # Not in the columns beside the walls, where keys could stand in the way.
+        # Keys in the columns beside the walls could block gap or doors.
         for y, colour in zip(self._rows(2), colours, strict=True):
             self._put(9, y, KEY, colour)
         self._put_doors(11, colours)

@@ -9,16 +9,17 @@ SCENARIOS = ("lava", "gap", "door")
 
 
 class RandomizedSkill(ObjectWorld):
-    """Each episode asks for one skill: avoid lava, go through a gap, or open the correct door of two.
+    """Each episode needs one skill: avoid lava, go through a gap, or open the correct one of two doors.
 
-    Drawn are the scenario, the column of the obstacle (3, 4 or 5), what is where in it, the place of the goal behind it
-    and, for the doors, the place and colour of the key, which opens one of them. ``info["scenario"]`` names the
-    scenario. The paper gives no sizes; chosen here are 9 x 7 cells, and lava in three of the five rows.
+    Each episode draws the scenario, the column of the obstacle (3, 4 or 5), the rows of lava, gap or doors, and the
+    position of the goal behind the obstacle. With doors, it also draws the position and colour of the key, which opens
+    one of the two. ``info["scenario"]`` names the scenario. The paper gives no sizes; this implementation uses 9 x 7
+    cells, and lava in three of the five rows.
 
     Args:
-        scenario: one of `SCENARIOS` for all episodes, or None: a random one each.
-        step_reward: see `ObjectWorld`.
-        render_mode: ``"rgb_array"`` or None.
+        scenario: one of `SCENARIOS` for all episodes; None (default): a random one in each episode.
+        step_reward: see `ObjectWorld`. Default: 0.
+        render_mode: ``"rgb_array"`` or None (default).
     """
 
     WIDTH, HEIGHT = 9, 7

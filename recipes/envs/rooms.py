@@ -1,11 +1,11 @@
-"""Three rooms in a row, and two: the worlds of the first SSET experiments (paper section 5.1, 5.2 and A.2).
+"""Environments with two and three rooms in a row, from the SSET paper (sections 5.1, 5.2 and A.2).
 
-The agent sees its pose (x, y, θ) and turns or walks to the goal. It is paid 1 there, where the episode ends, and -0.1
-for any other step. The dynamics are deterministic and small enough to tabulate: see `dynamics` and `optimal_q`.
+The agent observes its pose (x, y, θ) and turns or walks. The reward is 1 for reaching the goal, which ends the episode,
+and -0.1 for any other step. The dynamics are deterministic and tabulated: see `dynamics` and `optimal_q`.
 
-The paper gives no sizes. Chosen here: rooms of 5x5 cells and an optimal path of 33 steps for the three rooms; for the
-two, rooms of 7x7 cells, with the gap at the top and the goal at the bottom, so that the way to the goal is not straight
-and its 29 steps still fit into the paper's histories of 30.
+The paper gives no sizes. In this implementation, the three rooms have 5x5 cells and an optimal path of 33 steps. The
+two rooms have 7x7 cells, with the gap at the top and the goal at the bottom: the way to the goal is not straight, and
+its 29 steps fit into the paper's histories of 30.
 """
 
 import math
@@ -31,42 +31,46 @@ from recipes.envs.grid import (
 )
 
 SHAPING = ("gap", "manhattan_goal", "manhattan_gap", "right_wall", "left_wall")
-"""Potentials of the paper's Figure 11."""
+"""Potentials for reward shaping, from the paper's Figure 11."""
 
 
 class Dynamics(NamedTuple):
-    """Deterministic dynamics [states, actions] over integer states; read-only.
+    """Deterministic dynamics over integer states, read-only arrays [states, actions].
 
-    The states of the goal come last. They lead to themselves, for a reward of 0, so that their value is 0.
+    The states of the goal come last. Each leads to itself with reward 0, so its value is 0.
     """
 
     next_state: np.ndarray
-    """int64."""
+    """Next state, int64."""
     reward: np.ndarray
-    """float64, shaping included."""
+    """Reward including shaping, float64."""
     terminal: np.ndarray
-    """bool: the next state is the goal; nothing is to be bootstrapped from it."""
+    """Whether the next state is the goal, which is terminal; bool."""
 
 
 class Rooms(gymnasium.Env):
-    """Rooms in a row, divided by walls with one gap each; subclasses say which.
+    """Rooms in a row, divided by walls with one gap each. Subclasses define the layout.
 
     Potential-based shaping (Ng et al., 1999) adds F = γφ(s') - φ(s) to the reward:
 
     - *gap*: φ = 1 in a gap, 0 elsewhere.
-    - *manhattan_goal*, *manhattan_gap*: the Manhattan distance to the goal, or to the nearest gap.
-    - *right_wall*, *left_wall*: the horizontal distance to that side.
+    - *manhattan_goal*, *manhattan_gap*: φ = 1 - d / max d with d the Manhattan distance to the goal, or to the nearest
+      gap.
+    - *right_wall*, *left_wall*: φ = 1 - d / max d with d the horizontal distance to that side.
 
-    The paper only calls the distances d normalised; here φ = 1 - d / max d, which grows towards the target and is 0 to
-    1 like the potential of the gap. In terminal states φ = 0 (Grzes, 2017): discounted, the F of an episode of T steps
-    add up to γ^T φ(s_T) - φ(s_0), and only if the first term vanishes do all policies gain the same, so that the
-    optimal ones stay optimal. A time limit is no terminal state; there, φ(s_T) is what bootstrapping stands for.
+    The paper only says that distances are normalised; φ = 1 - d / max d increases towards the target and is in [0, 1],
+    like the potential of the gap. In terminal states φ = 0 (Grzes, 2017). The discounted sum of F over an episode of T
+    steps is γ^T φ(s_T) - φ(s_0). Only if the first term is 0 is this sum the same for all policies, so that optimal
+    policies stay optimal. A state at a time limit is not terminal: targets bootstrap from it, and φ keeps its value.
 
     Args:
-        rewards: (goal, step), paid for a step that reaches the goal and for any other.
-        shaping: one of `SHAPING`, or None.
-        gamma: the discount factor of the shaping reward.
-        render_mode: ``"rgb_array"`` or None.
+        rewards: (goal, step), the rewards of a step that reaches the goal and of any other step. Default: (1, -0.1).
+        shaping: one of `SHAPING`; None (default): no shaping.
+        gamma: discount factor of the shaping reward, in [0, 1]. Default: 0.99.
+        render_mode: ``"rgb_array"`` or None (default).
+
+    Raises:
+        ValueError: if an argument is invalid.
     """
 
     metadata = METADATA
@@ -74,7 +78,7 @@ class Rooms(gymnasium.Env):
     WIDTH: ClassVar[int]
     HEIGHT: ClassVar[int]
     GAPS: ClassVar[tuple[tuple[int, int], ...]]
-    """One (x, y) for each wall, which fills the rest of its column."""
+    """The gap (x, y) of each wall; the wall fills the other cells of column x."""
     START: ClassVar[tuple[int, int, int]]
     GOAL: ClassVar[tuple[int, int]]
 
@@ -107,9 +111,9 @@ class Rooms(gymnasium.Env):
         poses = np.array([(x, y, theta) for x, y in self._cells for theta in range(4)])
         self._observations = (2 * poses / (self.WIDTH - 1, self.HEIGHT - 1, 3) - 1).astype(np.float32)
         self.potential = self._potential(shaping)
-        """φ of each state, float64; all 0 without shaping."""
+        """φ of each state, float64 [states]; all 0 without shaping."""
         self._dynamics = self._tabulate(rewards, gamma)
-        # Lists of Python numbers: three times faster to step through than arrays.
+        # Steps are three times faster with lists of Python numbers than with arrays.
         self._table = [table.tolist() for table in self._dynamics]
         self._events = [self._events_at(cell) for cell in self._cells]
         self._state: int | None = None
@@ -144,14 +148,20 @@ class Rooms(gymnasium.Env):
         return *self._cells[state // 4], state % 4
 
     def dynamics(self) -> Dynamics:
-        """The tabulated dynamics, which `step` follows too."""
+        """The tabulated dynamics; `step` uses the same tables."""
         return self._dynamics
 
     def optimal_q(self, gamma: float) -> np.ndarray:
-        """The fixed point Q*(s, a) = r + γ max Q*(s', ·) by value iteration, float64 [states, actions].
+        """The optimal Q-values, the fixed point Q*(s, a) = r + γ max Q*(s', ·), computed by value iteration.
 
         Args:
             gamma: discount factor in [0, 1).
+
+        Returns:
+            float64 [states, actions].
+
+        Raises:
+            ValueError: if `gamma` is not in [0, 1).
         """
         if not 0 <= gamma < 1:
             raise ValueError(f"optimal_q(gamma={gamma!r}): must be in [0, 1)")
@@ -164,13 +174,13 @@ class Rooms(gymnasium.Env):
                 return q
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        """Puts the agent at the start."""
+        """Place the agent at the start."""
         super().reset(seed=seed)
         self._state = self.state_of(*self.START)
         return self._observations[self._state].copy(), dict.fromkeys(self.EVENTS, False)
 
     def step(self, action: int):
-        """Turns left (0), turns right (1) or walks forward (2); walls stop the agent."""
+        """Turn left (0), turn right (1) or walk forward (2). A step into a wall has no effect."""
         check_action(action, 3)
         state = self.state
         next_state, reward, terminal = self._table
@@ -179,7 +189,7 @@ class Rooms(gymnasium.Env):
         return self._observations[new].copy(), reward[state][action], terminal[state][action], False, events
 
     def render(self) -> np.ndarray | None:
-        """The grid within a frame of walls."""
+        """The image of the grid with a frame of walls; None without a render mode."""
         if self.render_mode is None:
             return None
         cells = np.zeros((self.HEIGHT + 2, self.WIDTH + 2, 3), dtype=np.int64)
@@ -195,7 +205,7 @@ class Rooms(gymnasium.Env):
         events = {
             "at_gap": cell in self.GAPS,
             "done": cell == self.GOAL,
-            # The paper says "positions near": here, one or two steps away.
+            # The paper says "positions near"; here, near means one or two cells away.
             "near_goal": 1 <= _manhattan(cell, self.GOAL) <= 2,
             "near_initial": 1 <= _manhattan(cell, start) <= 2,
         }
@@ -240,7 +250,7 @@ def _manhattan(a: tuple[int, int], b: tuple[int, int]) -> int:
 
 
 class ThreeRooms(Rooms):
-    """Three Room Grid World (Figure 2). Events: at_gap and done, the agent stands in a gap or in the goal."""
+    """Three Room Grid World (Figure 2). Events: the agent stands in a gap (at_gap) or in the goal (done)."""
 
     WIDTH, HEIGHT = 17, 5
     GAPS = ((5, 4), (11, 0))
@@ -250,10 +260,10 @@ class ThreeRooms(Rooms):
 
 
 class TwoRooms(Rooms):
-    """The world of the shaping comparison (Figures 3 and 11), from the bottom left through a gap to the goal.
+    """The environment of the shaping comparison (Figures 3 and 11): from the bottom left through a gap to the goal.
 
-    Events: at_gap and done as in the three rooms, and the less ideal near_goal and near_initial, one or two cells away
-    from the goal or the start.
+    Events: at_gap and done as in ThreeRooms. Two less useful events are near_goal and near_initial: the agent is one or
+    two cells away from the goal or the start.
     """
 
     WIDTH, HEIGHT = 15, 7

@@ -1,1 +1,1 @@
-"""The configurations of the recipes, checked without importing torch: a mistake is reported at once."""
+"""Configuration classes of the recipes. They do not import torch, so mistakes are reported at once."""

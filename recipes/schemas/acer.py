@@ -8,34 +8,42 @@ from omegaconf import MISSING
 
 from recipes.config import LearningConfig, RunConfig
 
-# The spaces of the trust region, for discrete actions.
+# Statistics of a discrete policy that the trust region can use.
 STATISTICS = ("probs", "logits", "log_probs")
 
 
 @dataclass
 class ACERConfig(LearningConfig):
-    """Hyperparameters; a step is one step of the environment. Continuous actions are in [-1, 1].
+    """Hyperparameters of ACER (Wang et al. 2017). Continuous actions are in [-1, 1].
+
+    One step is one step of one environment. Fields without a default are set in conf/acer/<env>.yaml.
 
     Args:
-        slice_len: k, steps of a trajectory in an update.
-        on_policy: whether a round begins with an update on the newest steps.
-        replay_ratio: mean number of replayed updates in a round.
-        lmbda: of Retrace.
-        c: truncation of the importance weights in the policy's gradient.
-        trust_region: whether there is one.
-        delta: its bound.
-        statistics: the space it is in, of discrete actions: "probs", "logits" or "log_probs".
-        average: share of itself that the average policy keeps at each update.
+        slice_len: k, steps per trajectory slice; > 0.
+        learning_rate: learning rate of the optimizer, > 0.
+        on_policy: whether each round starts with an update on the newest steps.
+        replay_ratio: mean number of replayed updates per round, >= 0.
+        lmbda: λ of Retrace, in [0, 1].
+        c: truncation of the importance weights in the policy gradient, >= 0.
+        trust_region: whether updates of the policy are limited by a trust region.
+        delta: δ, bound of the trust region, >= 0.
+        average: share of itself that the average policy keeps at each update, in [0, 1).
         returns: "retrace" or "importance_sampling".
-        reward_scale: rewards are multiplied by it, for the losses.
-        normalize_observations: by their running mean and standard deviation.
-        shared_layers: one trunk for policy and values.
-        sigma: standard deviation of the policy; this one and the following are of continuous actions only.
-        num_samples: n, of actions drawn for the dueling network.
-        value_coeff: weight of the loss of the state value.
-        use_q_opc: the actor learns from Q(λ) with off-policy corrections, not from Retrace.
-        dueling: whether Q and V are of a stochastic dueling network, not of two networks.
-        optimizer: its name and its keywords, see recipes.optimizers.
+        entropy_coeff: weight of the entropy in the loss, >= 0.
+        critic_coeff: weight of the squared error of Q in the loss, >= 0.
+        max_grad_norm: gradients of a larger norm are scaled down to this norm; > 0.
+        reward_scale: factor for rewards in the losses, > 0.
+        normalize_observations: whether observations are normalized by their running mean and standard deviation.
+        statistics: statistics of the policy that the trust region uses, for discrete actions: "probs" (default),
+            "logits" or "log_probs".
+        shared_layers: whether policy and values share their hidden layers. Default: False.
+        sigma: standard deviation of the policy, > 0. This and the following fields except `optimizer` apply to
+            continuous actions only. Default: 0.3.
+        num_samples: n, actions sampled per state for the dueling network. Default: 5.
+        value_coeff: weight of the squared error of V in the loss. Default: 0.5.
+        use_q_opc: whether the actor learns from Q(λ) with off-policy corrections instead of Retrace. Default: True.
+        dueling: whether Q and V come from a stochastic dueling network instead of two networks. Default: True.
+        optimizer: name and keyword arguments, see recipes.optimizers. Default: Adam.
     """
 
     group = "acer"
@@ -77,16 +85,16 @@ class ACERConfig(LearningConfig):
         self.check("statistics", lambda value: value in STATISTICS, f"must be one of {', '.join(STATISTICS)}")
         self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
         if not self.on_policy and not self.replay_ratio:
-            raise ValueError("acer.replay_ratio=0: nothing would be learned with acer.on_policy=false")
+            raise ValueError("acer.replay_ratio=0: makes no updates with acer.on_policy=false; set one of them")
 
     def num_updates(self) -> int:
-        """Gradient updates of a whole run, on average."""
+        """Expected number of gradient updates in a whole run."""
         return round(self.num_rounds() * (self.on_policy + self.replay_ratio))
 
 
 @dataclass
 class Config(RunConfig):
-    """All of conf/acer.yaml."""
+    """The configuration in conf/acer.yaml."""
 
     acer: ACERConfig = MISSING
 

@@ -10,13 +10,13 @@ from recipes.schemas.dqn import DQNConfig
 
 @dataclass
 class Config(RunConfig):
-    """All of conf/distributed.yaml."""
+    """The configuration in conf/distributed.yaml."""
 
     dqn: DQNConfig = MISSING
     address: str | None = MISSING
     num_collectors: int = MISSING
     prefetch: int = MISSING
-    # the update reaches into another process: not one graph
+    # a compiled graph cannot include the buffer, which is in another process
     compile: bool = False
     cudagraphs: bool = False
 
@@ -29,7 +29,7 @@ class Config(RunConfig):
         if self.compile:
             raise ValueError("compile=true: the buffer is in another process; use recipes.dqn")
         if self.dqn.cagrad is not None:
-            raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: not here; use recipes.dqn")
+            raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: recipes.distributed does not support it; use recipes.dqn")
 
     @property
     def learning(self) -> DQNConfig:

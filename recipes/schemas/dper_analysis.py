@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 @dataclass
 class Config:
-    """All of conf/dper_analysis.yaml."""
+    """The configuration in conf/dper_analysis.yaml."""
 
     run: str | None = None
     num_candidates: list[int] = MISSING
@@ -22,4 +22,4 @@ class Config:
                 raise ValueError(f"{key}={getattr(self, key)}: must be >= {least}")
         for key in ("num_candidates", "granularity"):
             if not getattr(self, key):
-                raise ValueError(f"{key}=[]: name at least one")
+                raise ValueError(f"{key}=[]: must have at least one element")

@@ -9,7 +9,16 @@ from recipes.config import FixedRoundsConfig, RunConfig
 
 @dataclass
 class SACConfig(FixedRoundsConfig):
-    """Hyperparameters; a step is one step of the environment."""
+    """Hyperparameters of SAC. One step is one step of one environment.
+
+    Args:
+        actor_learning_rate: Adam's learning rate for the actor, > 0.
+        critic_learning_rate: Adam's learning rate for the critics, > 0.
+        alpha_learning_rate: Adam's learning rate for alpha, > 0.
+        initial_alpha: initial weight of the entropy, > 0.
+        target_entropy: entropy of the policy that alpha is tuned for, in nats.
+        tau: share of the critics that is blended into their targets at each update, in (0, 0.5].
+    """
 
     group = "sac"
 
@@ -29,7 +38,7 @@ class SACConfig(FixedRoundsConfig):
 
 @dataclass
 class Config(RunConfig):
-    """All of conf/sac.yaml."""
+    """The configuration in conf/sac.yaml."""
 
     sac: SACConfig = MISSING
 

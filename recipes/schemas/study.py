@@ -9,21 +9,21 @@ from recipes.hints import RECIPES
 
 @dataclass
 class StudyConfig:
-    """A file of conf/study.
+    """A study, see conf/study/*.yaml.
 
     Args:
-        name: of the study.
-        recipe: module of recipes.
+        name: name of the study.
+        recipe: name of the recipe to run.
         envs: environments (env=...).
-        variants: by name, the words of their command lines.
-        fixed: words of all command lines.
-        seeds: number of runs of each variant in each environment.
-        first_seed: the others follow it.
-        baseline: the variant that the others are compared to, seed by seed.
-        column: of progress.csv, by which runs are judged.
-        least: value of the column that is to be reached; None: env.reward_threshold.
-        in_a_row: so many evaluations must reach it; the first of them counts.
-        claims: what the source says, by environment and variant.
+        variants: variants by name, with the words of their command lines.
+        fixed: words of every command line. Default: [].
+        seeds: number of runs of each variant in each environment, >= 1.
+        first_seed: seed of the first run; the next runs use the next integers. Default: 0.
+        baseline: variant that the others are compared with, seed by seed.
+        column: column of progress.csv that runs are judged by. Default: "return_mean".
+        least: value of the column to reach. Default: None, env.reward_threshold.
+        in_a_row: number of consecutive evaluations that must reach `least`, >= 1; the first of them counts. Default: 1.
+        claims: results in the paper, by environment and variant. Default: {}.
     """
 
     name: str = MISSING
@@ -51,7 +51,7 @@ class StudyConfig:
 
 @dataclass
 class Config:
-    """All of conf/study.yaml."""
+    """The configuration in conf/study.yaml."""
 
     study: StudyConfig = MISSING
     seeds: int | None = None

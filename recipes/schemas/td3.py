@@ -6,20 +6,23 @@ from omegaconf import MISSING
 
 from recipes.config import FixedRoundsConfig, RunConfig
 
-# θ of the exploration noise. That of "ou" is from the DDPG paper (Lillicrap et al. 2016).
+# θ of the exploration noise; 0.15 is from the DDPG paper (Lillicrap et al. 2016).
 THETA = {"gaussian": 1.0, "ou": 0.15}
 
 
 @dataclass
 class TD3Config(FixedRoundsConfig):
-    """Hyperparameters; a step is one step of the environment. Actions are in [-1, 1], and noise is in their unit.
+    """Hyperparameters of TD3. One step is one step of one environment. Actions are in [-1, 1].
 
     Args:
-        policy_delay: updates of the critics for one of the actor and the targets.
-        policy_noise: standard deviation of what is added to the target policy's actions.
-        noise_clip: largest absolute value of that.
-        noise: of exploration: "gaussian", or "ou", an Ornstein-Uhlenbeck process.
-        exploration_noise: its standard deviation.
+        actor_learning_rate: Adam's learning rate for the actor, > 0.
+        critic_learning_rate: Adam's learning rate for the critics, > 0.
+        tau: share of actor and critics that is blended into their targets at each actor update, in (0, 0.5].
+        policy_delay: critic updates per update of the actor and the targets, >= 1.
+        policy_noise: standard deviation of the noise added to the target policy's actions, >= 0.
+        noise_clip: largest absolute value of that noise, >= 0.
+        noise: exploration noise: "gaussian", or "ou", an Ornstein-Uhlenbeck process.
+        exploration_noise: standard deviation of the exploration noise, >= 0.
     """
 
     group = "td3"
@@ -49,7 +52,7 @@ class TD3Config(FixedRoundsConfig):
 
 @dataclass
 class Config(RunConfig):
-    """All of conf/td3.yaml."""
+    """The configuration in conf/td3.yaml."""
 
     td3: TD3Config = MISSING
 

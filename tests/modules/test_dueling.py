@@ -57,7 +57,7 @@ def test_separate_networks(shape):
 
 
 def test_the_mean_of_q_is_v():
-    """Over a policy of three actions: over all that may be taken, and all pairs of samples that may be drawn."""
+    """For a policy of three actions: the mean over all actions and over all pairs of samples is V."""
     network, observation = make(StochasticDuelingNetwork), randn(OBSERVATION)
     probability, atoms = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), randn(3, ACTION)
     mean = torch.zeros(1, dtype=torch.float64)

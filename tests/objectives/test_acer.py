@@ -1,4 +1,4 @@
-"""ACER for discrete actions, against a loop over single steps that is written from Algorithm 2."""
+"""ACER for discrete actions, against a loop over single steps that follows Algorithm 2."""
 
 import copy
 import math
@@ -26,6 +26,7 @@ from tests.objectives.trajectories import (
     gradients,
     losses,
     project,
+    refuses,
     set_average,
     unlike,
 )
@@ -36,7 +37,7 @@ STATISTICS = ("probs", "logits", "log_probs")
 
 
 class Networks(nn.Module):
-    """Policy and critic, "apart" or with a trunk that both have ("modules") or that the actor runs ("hidden")."""
+    """Policy and critic with two trunks ("apart"), or one trunk run by both ("modules") or the actor ("hidden")."""
 
     def __init__(self, kind: str = "logits", trunk: str = "apart"):
         super().__init__()
@@ -79,7 +80,7 @@ class Setting:
     def __init__(self, kind: str = "logits", trunk: str = "apart", *, distance: float = 0.5, **arguments: Any):
         self.networks = Networks(kind, trunk)
         self.average = unlike(copy.deepcopy(self.networks), distance)
-        # numbers that float32 knows
+        # numbers that float32 represents exactly
         arguments = {"gamma": 0.9, "c": 1.5, "delta": 0.05, "entropy_coeff": 0.25, **arguments}
         self.loss = ACERLoss(self.networks.actor(), self.networks.critic(), **arguments)
         self.updater = SoftUpdate(self.loss, eps=0.75)
@@ -91,12 +92,12 @@ class Setting:
 
 
 def rows(*, mask: bool = False, key: Any = "logits", spread: float = 1.5, one_hot: bool = False) -> TensorDict:
-    """Rows [4, T] of a random behaviour; with a mask, what it hides is no distribution."""
+    """Rows [4, T] of a random behaviour policy; with a mask, its masked statistics are invalid."""
     batch = cut_rows(mask=mask)
     mu = Categorical(logits=spread * torch.randn(*batch.shape, ACTIONS, dtype=torch.float64))
     action = mu.sample()
     batch["action"] = nn.functional.one_hot(action, ACTIONS) if one_hot else action
-    # logits are defined up to a constant, and need not be normalised
+    # logits need not be normalised; adding a constant changes nothing
     last = key if isinstance(key, str) else key[-1]
     batch[key] = mu.probs if last == "probs" else mu.logits + 3
     if mask:
@@ -113,7 +114,7 @@ def log_density(statistics: str, phi: Tensor) -> Tensor:
 
 
 def algorithm_2(setting: Setting, batch: TensorDict, *, mu_key: Any = "logits", returns: str = "retrace") -> Sums:
-    """Values and gradients, in means over valid steps; one step at a time, with c, δ, ... of the loss module."""
+    """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
     loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
     of_probabilities = (mu_key if isinstance(mu_key, str) else mu_key[-1]) == "probs"
     count = 0
@@ -178,7 +179,7 @@ def test_is_algorithm_2(statistics, trust_region, c):
     result = setting.loss(batch)
     assert_agrees(result, algorithm_2(setting, batch))
     if trust_region:
-        # of some steps
+        # the constraint is active in some steps, but not in all
         assert 0 < result["tr_active"] < 1
     if c in (0.5, 1.0):
         assert result["bc_weight"] > 0.05
@@ -225,7 +226,7 @@ def test_is_algorithm_2_with_any_argument(arguments):
 
 @pytest.mark.parametrize("c", [0.0, 0.3, 1.0, 2.0, math.inf])
 def test_truncation_with_correction_leaves_the_policy_gradient(c):
-    """Eq. 7: in the mean over μ, if the return is Q, the gradient is that of Σ_a π(a) Q(a) for every c."""
+    """Eq. 7: if the return is Q, the mean gradient over μ is that of Σ_a π(a) Q(a), for every c."""
     setting = Setting(c=c, trust_region=False)
     observation = torch.randn(5, 1, OBSERVATION, dtype=torch.float64).repeat_interleave(ACTIONS, 0)
     mu = (2 * torch.randn(5, 1, ACTIONS, dtype=torch.float64)).softmax(-1).repeat_interleave(ACTIONS, 0)
@@ -241,7 +242,7 @@ def test_truncation_with_correction_leaves_the_policy_gradient(c):
         "next": {**following, "done": ended, "terminated": ended},
     }
     result = setting.loss(TensorDict(batch, action.shape))
-    # μ as weights: their sum is 1 for each of the states
+    # the weights are μ, so their sum over the actions of a state is 1
     value = (setting.networks.logits(observation).softmax(-1) * q).sum(-1).mean()
     assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(-value, setting.parameters))
 
@@ -342,7 +343,7 @@ def test_no_step_leaves_the_trust_region():
     logits = []
     setting.networks.policy_head.register_forward_hook(lambda module, arguments, output: logits.append(output))
     result = setting.loss(batch)
-    # the first were those of the states
+    # the first call of the hook has the logits for x_t
     (gradient,) = torch.autograd.grad(result["loss_actor"], logits[0])
     average = setting.average.logits(batch["observation"]).softmax(-1).detach()
     increase = ((logits[0].softmax(-1) - average) * -gradient).sum(-1).detach()
@@ -352,19 +353,6 @@ def test_no_step_leaves_the_trust_region():
 
 
 # --- batches
-
-
-def test_interior_ends_split_rows():
-    setting = Setting()
-    first, second = rows()[2:4], rows()[2:4]
-    first["next", "done"][:, -1] = True
-    joined = setting.loss(torch.cat([first, second], 1))
-    apart = setting.loss(torch.cat([first, second], 0))
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
-    )
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
@@ -550,7 +538,7 @@ def test_actor_and_critic_learn_from_their_own_loss():
 
 
 def test_gradcheck_where_nothing_is_constant():
-    """The entropy; and the critic's loss of steps that end, whose return is the reward."""
+    """The entropy, and the critic's loss if each step terminates, so that its return is the reward."""
     setting, batch = Setting(), rows()[1:2]
     batch["next", "done"].fill_(True)
     batch["next", "terminated"].fill_(True)
@@ -569,7 +557,7 @@ def test_gradcheck_where_nothing_is_constant():
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("c", [0.0, 10.0, math.inf])
 def test_float32_of_certain_policies(kind, statistics, c):
-    """Log-probabilities down to −240, of the policy, the average and the behaviour."""
+    """Log-probabilities of the policy, the average policy and the behaviour policy are as low as −240."""
     setting = Setting(kind, c=c, statistics=statistics, delta=1.0)
     setting.loss.to(torch.float32)
     for network, value in ((setting.networks, 120.0), (setting.average, -120.0)):
@@ -578,7 +566,7 @@ def test_float32_of_certain_policies(kind, statistics, c):
             head.weight.zero_()
             head.bias.copy_(value * torch.tensor([1.0, -1.0, 0.0, 1.0]))
     set_average(setting.loss, setting.average.actor())
-    # every action under every behaviour that allows it
+    # every action with every behaviour policy under which it is possible
     logits = torch.tensor([[0.0, 0, 0, 0], [240, 0, 0, 0], [0, 0, 100, 100]]).repeat_interleave(ACTIONS, 0)
     logits = torch.cat([logits, torch.tensor([[-math.inf, 0, 0, 0]]).expand(3, 4)])
     action = torch.tensor([*range(ACTIONS)] * 3 + [1, 2, 3])
@@ -588,7 +576,7 @@ def test_float32_of_certain_policies(kind, statistics, c):
     batch = {"observation": torch.randn(1, count, OBSERVATION), "action": action[None], "logits": logits[None]}
     result = setting.loss(TensorDict({**batch, "next": following}, [1, count]))
     assert all(value.dtype == torch.float32 for value in result.values())
-    # a probability that float32 rounded to 0 is infinitely far from any other
+    # the divergence is infinite if float32 rounds a probability to 0
     assert kind == "probs" or result["kl"].isfinite()
     assert all(value.isfinite() for key, value in result.items() if key != "kl")
     assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
@@ -597,7 +585,7 @@ def test_float32_of_certain_policies(kind, statistics, c):
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("c", [0.0, 0.5, 1.5, math.inf])
 def test_actions_that_are_not_allowed(statistics, c):
-    """Logits of −inf, of the policy, the average and the behaviour alike: as if the action were not there."""
+    """An action with logits of −inf in all three policies has no effect, as if it did not exist."""
     setting, batch = Setting(statistics=statistics), rows()
     found = []
     for allowed in (ACTIONS, ACTIONS - 1):
@@ -623,22 +611,7 @@ def test_actions_that_are_not_allowed(statistics, c):
     assert_same_gradients(gradients_of_first, gradients_of_second, 1e-12)
 
 
-# --- the manners of a loss module
-
-
-def test_the_average_policy_moves_slowly():
-    setting = Setting()
-    before = [p.clone() for p in setting.average.actor().parameters()]
-    now = [p.detach().clone() for p in setting.networks.actor().parameters()]
-    critic = [p.clone() for p in setting.loss.qvalue_network_params.parameters()]
-    setting.updater.step()
-    moved = list(setting.loss.target_actor_network_params.values(True, True))
-    for theta_avg, theta, result in zip(before, now, moved, strict=True):
-        torch.testing.assert_close(result.data, 0.75 * theta_avg + 0.25 * theta, rtol=0, atol=1e-15)
-    for theta, parameter in zip(now, setting.networks.actor().parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-    for theta, parameter in zip(critic, setting.loss.qvalue_network_params.parameters(), strict=True):
-        assert torch.equal(theta, parameter)
+# --- the conventions of TorchRL's loss modules
 
 
 def test_without_an_updater_there_is_a_warning():
@@ -648,58 +621,12 @@ def test_without_an_updater_there_is_a_warning():
         loss(rows())
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_reductions(mask, weighted):
-    setting, batch = Setting(reduction="none"), rows(mask=mask)
-    weight = torch.rand(batch.shape, dtype=torch.float64) if weighted else torch.ones(batch.shape)
-    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
-    single = setting.loss(batch)
-    if weighted:
-        batch["priority_weight"] = weight.unsqueeze(-1)
-    each = setting.loss(batch)
-    for reduction in ("sum", "mean"):
-        setting.loss.reduction = reduction
-        result = setting.loss(batch)
-        for key in setting.loss._LOSSES:
-            assert each[key].shape == batch.shape
-            torch.testing.assert_close(each[key], single[key] * weight)
-            assert not each[key][~valid].any()
-            expected = each[key].sum()
-            if reduction == "mean":
-                expected = expected / weight[valid].sum()
-            torch.testing.assert_close(result[key], expected.to(torch.float64))
-        for key in setting.loss._DIAGNOSTICS:
-            assert torch.equal(result[key], single[key])
-
-
-def test_keyword_tensors():
-    setting, batch = Setting(), rows()
-    expected = setting.loss(batch.clone())
-    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
-    values = setting.loss(**tensors)
-    assert len(values) == len(setting.loss.out_keys)
-    for key, value in zip(setting.loss.out_keys, values, strict=True):
-        assert torch.equal(value, expected[key])
-    assert setting.loss.out_keys[:3] == ["loss_actor", "loss_qvalue", "loss_entropy"]
-    assert set(setting.loss.out_keys) == set(expected.keys())
-
-
-def test_state_dict_has_the_average_policy():
-    first, second, batch = Setting(), Setting(), rows()
-    second.loss.load_state_dict(first.loss.state_dict())
-    expected, result = first.loss(batch), second.loss(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    assert any(key.startswith("target_actor_network_params") for key in first.loss.state_dict())
-
-
 @pytest.mark.parametrize(
     ("duplicate", "trunk"),
     [
         (copy.deepcopy, "apart"),
         (copy.deepcopy, "hidden"),
-        # copy.deepcopy of any of TorchRL's loss modules does not keep what two modules share
+        # copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share
         *((lambda x: pickle.loads(pickle.dumps(x)), trunk) for trunk in ("apart", "hidden", "modules")),
     ],
 )
@@ -727,7 +654,7 @@ def test_to_another_dtype(trunk):
         assert result[key].dtype == torch.float32
         torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
     assert given["td_error"].dtype == torch.float32
-    # what is shared stays so, and the updater goes on
+    # shared parameters stay shared, and the updater still works
     assert len(list(setting.loss.parameters())) == (8 if trunk == "apart" else 6)
     with torch.no_grad():
         for parameter in setting.loss.parameters():
@@ -738,7 +665,7 @@ def test_to_another_dtype(trunk):
 
 
 def test_actor_and_critic_of_one_operator():
-    """TorchRL's own way to share a trunk."""
+    """An ActorValueOperator, TorchRL's way to share a trunk, works with the loss."""
     networks, batch = Networks(trunk="hidden"), rows()
     operator = ActorValueOperator(
         TensorDictModule(networks.trunk, in_keys=["observation"], out_keys=["hidden"]),
@@ -813,12 +740,6 @@ def test_networks_that_do_not_fit():
     masked = ProbabilisticActor(module, in_keys=["logits", "mask"], distribution_class=MaskedCategorical)
     with pytest.raises(ValueError, match=r"Categorical.*mask"):
         ACERLoss(masked, critic)
-
-
-def refuses(setting: Setting, batch: TensorDict, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        setting.loss(batch)
-    assert "td_error" not in set(batch.keys())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""ACER for continuous actions, against a loop over single steps that is written from Algorithm 3."""
+"""ACER for continuous actions, against a loop over single steps that follows Algorithm 3."""
 
 import copy
 import math
@@ -26,6 +26,7 @@ from tests.objectives.trajectories import (
     gradients,
     losses,
     project,
+    refuses,
     set_average,
     unlike,
 )
@@ -36,7 +37,7 @@ LOC, BOTH = ("loc",), ("loc", "scale")
 
 
 class GaussianHead(nn.Module):
-    """Mean and standard deviation, which depends on the state or not."""
+    """Mean and standard deviation; the latter depends on the state unless it is fixed."""
 
     def __init__(self, fixed: bool):
         super().__init__()
@@ -51,7 +52,7 @@ class GaussianHead(nn.Module):
 
 
 class Networks(nn.Module):
-    """Policy and critic, with a trunk that both have or each its own."""
+    """Policy and critic, with a shared trunk or separate trunks."""
 
     def __init__(self, *, fixed: bool = False, shared: bool = False, dueling: bool = True):
         super().__init__()
@@ -73,7 +74,7 @@ class Networks(nn.Module):
 
 
 class Setting:
-    """A loss module that keeps what it draws, its networks, and an average policy unlike the current one."""
+    """A loss module that records its samples, its networks, and an average policy that differs from the current one."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Setting:
         self.squashed = distribution is TanhNormal
         self.networks = Networks(fixed=fixed, shared=shared, dueling=dueling)
         self.average = unlike(copy.deepcopy(self.networks), distance)
-        # numbers that float32 knows
+        # numbers that float32 represents exactly
         arguments = {"gamma": 0.9, "c": 1.0, "delta": 0.1, "num_samples": 3, "entropy_coeff": 0.25, **arguments}
         self.loss = ACERContinuousLoss(
             self.networks.actor(distribution_class=distribution), self.networks.critic, **arguments
@@ -113,7 +114,7 @@ class Setting:
 
 
 def rows(*, mask: bool = False, squashed: bool = False) -> TensorDict:
-    """Rows [4, T] of a random behaviour; with a mask, what it hides is no distribution."""
+    """Rows [4, T] of a random behaviour policy; with a mask, its masked statistics are invalid."""
     batch = cut_rows(mask=mask)
     shape = (*batch.shape, ACTION)
     batch["loc"] = 0.5 * torch.randn(shape, dtype=torch.float64)
@@ -135,7 +136,7 @@ def distribution(loc: Tensor, scale: Tensor, squashed: bool) -> Any:
 
 
 def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace") -> Sums:
-    """Values and gradients, in means over valid steps; one step at a time, with c, δ, ... of the loss module."""
+    """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
     loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
     critic, squashed = networks.critic, setting.squashed
     dueling = isinstance(critic, StochasticDuelingNetwork)
@@ -221,7 +222,7 @@ def test_is_algorithm_3(statistics, trust_region, c):
     result = setting.loss(batch)
     assert_agrees(result, algorithm_3(setting, batch))
     if trust_region:
-        # of some steps
+        # the constraint is active in some steps, but not in all
         assert 0 < result["tr_active"] < 1
     if c in (0.5, 1.0):
         assert result["bc_weight"] > 0.05
@@ -287,7 +288,7 @@ def log_prob(setting: Setting, observation: Tensor, action: Tensor) -> Tensor:
 
 
 def single_steps(setting: Setting, batch: TensorDict) -> None:
-    """Every step ends its episode, so that its return is its reward."""
+    """Terminate the episode in every step, so that the return of a step is its reward."""
     batch["next", "done"].fill_(True)
     batch["next", "terminated"].fill_(True)
 
@@ -350,7 +351,7 @@ def test_no_step_leaves_the_trust_region(statistics):
     outputs = []
     setting.networks.head.register_forward_hook(lambda module, arguments, output: outputs.append(output))
     result = setting.loss(batch)
-    # the first were those of the current policy
+    # the first call of the hook has the outputs of the current policy
     live = outputs[0][: len(statistics)]
     z = [-g for g in torch.autograd.grad(result["loss_actor"], live)]
     now = [x.detach().requires_grad_() for x in outputs[0]]
@@ -373,12 +374,12 @@ def test_a_scale_that_is_no_statistic_is_left_alone():
 
 
 def test_the_tanh_cancels():
-    """Ratios, and what follows from them, are those of the Gaussian before it."""
+    """With a TanhNormal, ratios and gradients are those of the Gaussian before the tanh."""
     found = []
     for kind in (IndependentNormal, TanhNormal):
         torch.manual_seed(1)
         setting = Setting(distribution=kind, statistics=BOTH)
-        # a critic that does not see the actions
+        # a critic that ignores the actions
         first = setting.networks.critic.advantage_net[0]
         with torch.no_grad():
             first.weight[:, HIDDEN:] = 0
@@ -410,27 +411,13 @@ def test_draws_are_of_the_policy():
 
 
 def sample_the_same(setting: Setting) -> None:
-    """Samples that do not depend on the batch's shape."""
+    """Replace the random samples by numbers that do not depend on the shape of the batch."""
 
     def sample_actions(loc: Tensor, scale: Tensor, n: int) -> Tensor:
         noise = torch.linspace(-1, 1, n * ACTION, dtype=loc.dtype).reshape(n, ACTION)
         return loc.unsqueeze(-2) + scale.unsqueeze(-2) * noise
 
     setting.loss.sample_actions = sample_actions
-
-
-def test_interior_ends_split_rows():
-    setting = Setting()
-    sample_the_same(setting)
-    first, second = rows()[2:4], rows()[2:4]
-    first["next", "done"][:, -1] = True
-    joined = setting.loss(torch.cat([first, second], 1))
-    apart = setting.loss(torch.cat([first, second], 0))
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
-    )
 
 
 @pytest.mark.parametrize("dueling", [False, True])
@@ -570,7 +557,7 @@ def test_only_the_networks_learn():
 
 
 def test_actor_and_critic_learn_from_their_own_loss():
-    """The policy learns neither from its samples u and a', nor does the critic from the actor's loss."""
+    """No gradient flows to the policy through u and a', or to the critic from the actor's loss."""
     setting, batch = Setting(statistics=BOTH), rows()
     result = setting.loss(batch)
     of_policy = [*setting.networks.trunk.parameters(), *setting.networks.head.parameters()]
@@ -587,7 +574,7 @@ def test_actor_and_critic_learn_from_their_own_loss():
 
 
 def test_gradcheck_where_nothing_is_constant():
-    """The entropy; and the loss of Q of steps that end, whose return is the reward."""
+    """The entropy, and the loss of Q if each step terminates, so that its return is the reward."""
     setting, batch = Setting(), rows()[1:2]
     single_steps(setting, batch)
     fixed = torch.randn(*batch.shape, 4, ACTION, dtype=torch.float64)
@@ -608,7 +595,7 @@ def test_gradcheck_where_nothing_is_constant():
 @pytest.mark.parametrize("c", [0.0, 5.0, math.inf])
 @pytest.mark.parametrize("dueling", [False, True])
 def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
-    """Actions at the bounds; behaviour, average and policy many standard deviations from each other."""
+    """Actions at the bounds; policy, average policy and behaviour policy are many standard deviations apart."""
     setting, batch = Setting(c=c, statistics=statistics, distribution=kind, dueling=dueling), rows(squashed=True)
     setting.loss.to(torch.float32)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
@@ -624,78 +611,14 @@ def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
     assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
 
 
-# --- the manners of a loss module
-
-
-def test_the_average_policy_moves_slowly():
-    setting = Setting()
-    before = [p.clone() for p in setting.average.actor().parameters()]
-    now = [p.detach().clone() for p in setting.networks.actor().parameters()]
-    critic = [p.clone() for p in setting.networks.critic.parameters()]
-    setting.updater.step()
-    moved = list(setting.loss.target_actor_network_params.values(True, True))
-    for theta_avg, theta, result in zip(before, now, moved, strict=True):
-        torch.testing.assert_close(result.data, 0.75 * theta_avg + 0.25 * theta, rtol=0, atol=1e-15)
-    for theta, parameter in zip(now, setting.networks.actor().parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-    for theta, parameter in zip(critic, setting.networks.critic.parameters(), strict=True):
-        assert torch.equal(theta, parameter)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_reductions(mask, weighted):
-    setting, batch = Setting(reduction="none"), rows(mask=mask)
-    sample_the_same(setting)
-    weight = torch.rand(batch.shape, dtype=torch.float64) if weighted else torch.ones(batch.shape)
-    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
-    single = setting.loss(batch)
-    if weighted:
-        batch["priority_weight"] = weight
-    each = setting.loss(batch)
-    for reduction in ("sum", "mean"):
-        setting.loss.reduction = reduction
-        result = setting.loss(batch)
-        for key in setting.loss._LOSSES:
-            assert each[key].shape == batch.shape
-            torch.testing.assert_close(each[key], single[key] * weight)
-            assert not each[key][~valid].any()
-            expected = each[key].sum()
-            if reduction == "mean":
-                expected = expected / weight[valid].sum()
-            torch.testing.assert_close(result[key], expected.to(torch.float64))
-        for key in setting.loss._DIAGNOSTICS:
-            assert torch.equal(result[key], single[key])
-
-
-def test_keyword_tensors():
-    setting, batch = Setting(), rows()
-    sample_the_same(setting)
-    expected = setting.loss(batch.clone())
-    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
-    values = setting.loss(**tensors)
-    assert setting.loss.out_keys[:4] == ["loss_actor", "loss_qvalue", "loss_value", "loss_entropy"]
-    assert set(setting.loss.out_keys) == set(expected.keys())
-    for key, value in zip(setting.loss.out_keys, values, strict=True):
-        assert torch.equal(value, expected[key])
-
-
-def test_state_dict_has_the_average_policy():
-    first, second, batch = Setting(), Setting(), rows()
-    second.loss.load_state_dict(first.loss.state_dict())
-    for setting in (first, second):
-        sample_the_same(setting)
-    expected, result = first.loss(batch), second.loss(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    assert any(key.startswith("target_actor_network_params") for key in first.loss.state_dict())
+# --- the conventions of TorchRL's loss modules
 
 
 @pytest.mark.parametrize(
     ("duplicate", "shared"),
     [
         (copy.deepcopy, False),
-        # copy.deepcopy of any of TorchRL's loss modules does not keep what two modules share
+        # copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share
         *((lambda x: pickle.loads(pickle.dumps(x)), shared) for shared in (False, True)),
     ],
 )
@@ -728,7 +651,7 @@ def test_to_another_dtype(shared):
         assert result[key].dtype == torch.float32
         torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
     assert given["td_error"].dtype == torch.float32
-    # what is shared stays so, and the updater goes on
+    # shared parameters stay shared, and the updater still works
     assert len(list(setting.loss.parameters())) == (12 if shared else 14)
     with torch.no_grad():
         for parameter in setting.loss.parameters():
@@ -739,7 +662,7 @@ def test_to_another_dtype(shared):
 
 
 def test_a_critic_of_ones_own():
-    """Any module with the same two methods."""
+    """The critic may be any module with the methods ``forward`` and ``state_value``."""
 
     class OneNumber(nn.Module):
         def __init__(self):
@@ -765,7 +688,7 @@ def test_in_one_graph():
 
 
 def test_graphs_for_other_arguments():
-    """A compiler that has seen a number change takes it for a variable."""
+    """The compiler treats a number as a variable once the number has changed."""
     torch._dynamo.reset()
     batch = rows()
     for number in (1.0, 1.5):
@@ -827,12 +750,6 @@ def test_networks_that_do_not_fit():
             networks.actor(distribution_class=TanhNormal, distribution_kwargs={"low": -2.0, "high": 2.0}),
             networks.critic,
         )
-
-
-def refuses(setting: Setting, batch: TensorDict, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        setting.loss(batch)
-    assert "td_error" not in set(batch.keys())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Recurrent:
         self.rows = self.collect()
 
     def step(self, observation, state):
-        """Features [HIDDEN] of a state, and the hidden state behind it, by torch's LSTM."""
+        """Features [HIDDEN] of a state, and the hidden state after it, from torch's LSTM."""
         features, state = self.lstm.lstm(observation.unsqueeze(0), state)
         return features.squeeze(0), state
 
@@ -42,7 +42,7 @@ class Recurrent:
 
     @torch.no_grad()
     def collect(self):
-        """Rows [B, T] whose first steps are somewhere in an episode; V(x_{t+1}) is kept in "expected"."""
+        """Rows [B, T] that start anywhere in an episode; V(x_{t+1}) is stored in "expected"."""
         rows = []
         for _ in range(ROWS):
             steps, initial = [], True
@@ -52,7 +52,7 @@ class Recurrent:
                 features, behind = self.step(observation, state)
                 following = torch.randn(OBSERVATION, dtype=torch.float64)
                 terminated, truncated = torch.rand(2) < 0.2
-                # what comes next, in the same episode
+                # the features of the next state, in the same episode
                 after = self.step(following, behind)[0]
                 logits, mu = self.policy_head(features), torch.randn(ACTIONS, dtype=torch.float64)
                 q = self.value_head(after)
@@ -88,7 +88,7 @@ class Recurrent:
         return torch.stack(rows)
 
     def q_ret(self, next_value, pi):
-        """Algorithm 2's loop; of what each step's own episode gives."""
+        """The loop of Algorithm 2; each step uses values of its own episode only."""
         rows, result = self.rows, torch.zeros(ROWS, TIME, dtype=torch.float64)
         for b in range(ROWS):
             for t in reversed(range(TIME)):

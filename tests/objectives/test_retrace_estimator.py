@@ -52,7 +52,7 @@ def actor(network=None, distribution=Categorical, in_key="observation", **argume
 
 
 def experience(*shape, seed=0):
-    """Rows [*shape] of a random policy, with ends of both kinds."""
+    """Rows [*shape] of a random policy, with terminated and truncated episodes."""
     g = torch.Generator().manual_seed(seed)
     double = {"dtype": torch.float64, "generator": g}
     done = torch.rand(*shape, 1, generator=g) < 0.25
@@ -76,7 +76,7 @@ def experience(*shape, seed=0):
 
 @torch.no_grad()
 def naive(batch, value, policy=None, *, lmbda=1.0, c=1.0, power=1.0):
-    """Q^ret [S, T, 1] by Algorithm 2's loop; without ``policy``, of the greedy one."""
+    """Q^ret [S, T, 1] by the loop of Algorithm 2; without ``policy``, for the greedy policy."""
 
     def probabilities(x):
         if policy is not None:
@@ -130,7 +130,7 @@ def test_targets_and_advantages_against_a_loop(policy, lmbda, c, power):
     advantage = expected - expected_value(batch["observation"], value, pi)
     assert batch["advantage"].sub(advantage).abs().max() < 1e-10
     assert batch["advantage"].shape == batch["value_target"].shape == (3, 9, 1)
-    # no more is written, and the rest is as it was
+    # nothing else is written or changed
     assert (batch.exclude("value_target", "advantage") == kept).all()
 
 
@@ -163,7 +163,7 @@ def test_the_behaviour_may_be_stored_as_log_probabilities_or_as_logits():
     for changed in (
         {"action_log_prob": batch["action_log_prob"].unsqueeze(-1)},
         {"action_log_prob": None, "logits": logits - 7},
-        # the log-probability counts if there are both
+        # if the batch has both entries, the log-probability is used
         {"logits": torch.zeros_like(logits)},
     ):
         other = batch.clone().update({k: v for k, v in changed.items() if v is not None})
@@ -202,7 +202,7 @@ def test_a_transition_is_td_0():
 
 
 def test_actions_that_are_not_allowed():
-    """π is 0 and Q may be infinite there."""
+    """An action with π = 0 may have an infinite Q."""
     value, pi, batch = mlp(), mlp(), experience(3, 9)
     allowed = torch.tensor([True, True, False, True])
     batch["action"] = batch["action"].clone()
@@ -280,13 +280,13 @@ def test_gradients(policy):
     assert batch["next", "reward"].grad.abs().sum() > 0
     assert all(p.grad is None for p in (*value.parameters(), *pi.parameters()))
     assert [p.requires_grad for p in value.parameters()] == flags
-    # parameters that are given are not constants
+    # gradients flow to parameters that are passed as arguments
     params = TensorDict.from_module(critic(other := mlp()))
     estimator.value_estimate(batch, target_params=params).sum().backward()
     assert all(p.grad.isfinite().all() for p in other.parameters())
 
 
-# --- what must not leak
+# --- unused and masked values must not leak
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -316,7 +316,7 @@ def test_masked_steps_end_a_trajectory(mask_shape):
     result = estimator(batch)["value_target"]
     for row, length, of_row in zip(result, lengths.tolist(), expected, strict=True):
         assert row[:length].sub(of_row).abs().max() < 1e-10
-    # all steps valid: as without a mask
+    # if all steps are valid, the mask has no effect
     batch = experience(4, 9)
     kept = estimator.value_estimate(batch)
     batch["collector", "mask"] = torch.ones(mask_shape, dtype=torch.bool)
@@ -353,7 +353,7 @@ def test_masked_steps_give_a_dqn_no_nan():
     batch["collector", "mask"] = valid
     found = []
     for content in (0.0, math.nan):
-        # the loss itself runs its network on "observation"
+        # "observation" stays valid, because the loss runs its network on it
         for key in ("action_log_prob", ("next", "observation"), ("next", "reward")):
             batch[key][~valid] = content
         found.append(torch.autograd.grad(loss(batch.clone())["loss"], list(network.parameters())))
@@ -374,7 +374,7 @@ def test_ratios_of_any_size():
         assert estimator.value_estimate(batch).isfinite().all()
 
 
-# --- the manners of TorchRL's estimators
+# --- the conventions of TorchRL's estimators
 
 
 def test_keys():
@@ -489,7 +489,7 @@ def test_a_loss_that_lists_the_name_makes_its_estimator_by_it():
     renamed = batch.clone()
     renamed["next", "gain"] = renamed["next"].pop("reward")
     torch.testing.assert_close(loss(renamed)["loss"], expected(batch)["loss"])
-    # one that does not list it says so
+    # a loss that does not list the name raises an error
     with pytest.raises(NotImplementedError, match="'retrace' is not implemented for loss DQNLoss"):
         DQNLoss(network, action_space="categorical").make_value_estimator("retrace")
 
@@ -505,7 +505,7 @@ def test_for_a_loss_with_an_actor():
         estimator = build_value_estimator(loss, "retrace", value_network=critic(value), gamma=GAMMA)
         for _ in range(2):
             assert estimator.value_estimate(batch).sub(naive(batch, value, pi)).abs().max() < 1e-10
-            # the actor learns
+            # change the parameters of the actor
             with torch.no_grad():
                 pi[2].weight.mul_(-1)
 
@@ -521,7 +521,7 @@ def test_in_one_graph():
     torch._dynamo.reset()
 
 
-# --- losses that are not served
+# --- unsupported losses
 
 
 def state_critic():
@@ -564,7 +564,7 @@ OTHER_LOSSES = {
 def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name):
     loss = OTHER_LOSSES[name]()
     estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy")
-    says = rf"{name}\.make_value_estimator\(RetraceEstimator\).*serves DQNLoss.*{name} does not hand over.*ACERLoss"
+    says = rf"{name}\.make_value_estimator\(RetraceEstimator\).*supports DQNLoss.*{name} does not pass.*ACERLoss"
     for present in (False, True):
         if present:
             loss.make_value_estimator(TD0Estimator(gamma=0.5, value_network=state_critic()))
@@ -576,7 +576,7 @@ def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name)
             with pytest.raises(TypeError, match=says):
                 attempt()
             assert loss._value_estimator is before
-    with pytest.raises(TypeError, match=rf"RetraceEstimator\.for_loss\({name}\): .*serves DQNLoss"):
+    with pytest.raises(TypeError, match=rf"RetraceEstimator\.for_loss\({name}\): .*supports DQNLoss"):
         build_value_estimator(loss, "retrace", value_network=critic(), policy="greedy")
 
 
@@ -591,7 +591,7 @@ def test_subclasses_of_dqn_loss_and_other_modules_may_hold_the_estimator():
     assert nn.ModuleList([estimator])[0] is estimator
 
 
-# --- in DQN's loss
+# --- in DQNLoss
 
 
 def dqn(network, *, policy="actor", actor_network=None, value_network=None, **arguments):
@@ -612,7 +612,7 @@ def perturb(params):
 @pytest.mark.parametrize("delay_value", [True, False])
 @pytest.mark.parametrize("template", [True, False])
 def test_targets_in_dqn_loss(policy, delay_value, template):
-    """Q^ret of the target network, whether the estimator holds the user's network or the loss's."""
+    """Targets are Q^ret of the target network, whether the estimator got the user's network or that of the loss."""
     value, pi, batch = mlp(), mlp(), experience(3, 9)
     network = critic(value)
     loss = DQNLoss(network, action_space="categorical", delay_value=delay_value)
@@ -665,29 +665,29 @@ def test_a_network_that_replaces_the_actions_taken():
     value, batch = mlp(), experience(3, 9)
     qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
     loss, estimator = dqn(qvalue_actor, policy="greedy")
-    with pytest.raises(ValueError, match=r"replaced the actions taken, 'action', by greedy ones"):
+    with pytest.raises(ValueError, match=r"replaced the actions taken, 'action', by greedy actions"):
         loss(batch.clone())
-    # by itself, also with what a collector stored
+    # outside the loss the estimator works, also with the entries that a collector stored
     expected = naive(batch, value)
     assert (
         estimator(qvalue_actor(batch.clone()).detach().update(batch))["value_target"].sub(expected).abs().max() < 1e-10
     )
     assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
-    # its first module writes values alone, if the loss has that too
+    # the first module writes values only; the loss must have the same module
     mixed, _ = dqn(qvalue_actor, policy="greedy")
     mixed.make_value_estimator(RetraceEstimator(gamma=0.9, value_network=qvalue_actor[0], policy="greedy"))
-    with pytest.raises(ValueError, match=r"both must be the same network: .* actor\[0\]"):
+    with pytest.raises(ValueError, match=r"need the same network, .* actor\[0\]"):
         mixed(batch.clone())
     plain, _ = dqn(qvalue_actor[0], policy="greedy")
     result = plain(batch.clone())["loss"]
-    # or there is a copy
+    # a copy of the action works, too
     batch["taken"] = batch["action"]
     estimator.set_keys(action="taken")
     torch.testing.assert_close(loss(batch)["loss"], result)
 
 
 def test_double_dqn():
-    """V(x_{t+1}) is the target network's, of the action that the network would take."""
+    """V(x_{t+1}) is the value under the target network of the action that the online network would take."""
     value, batch = mlp(), experience(5, 1)
     qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
     loss, estimator = dqn(qvalue_actor, policy="greedy", double_dqn=True)
@@ -707,7 +707,7 @@ def test_double_dqn():
 
 
 class Chain:
-    """Left or right through a row of states; a reward of 1 and the end behind the last; at most 12 steps."""
+    """A row of states with moves left and right; reward 1 and termination after the last state; at most 12 steps."""
 
     states, limit = 5, 12
 
@@ -737,7 +737,7 @@ class Chain:
                 "action": action,
                 "action_log_prob": mu[x, action].log(),
                 "next": {
-                    # behind the last there is nothing to be seen
+                    # after the last state there is no observation
                     "observation": one_hot(behind).masked_fill(terminated.unsqueeze(-1), math.nan),
                     "reward": terminated.float().unsqueeze(-1),
                     "done": done.unsqueeze(-1),
@@ -751,7 +751,7 @@ class Chain:
 
 @pytest.mark.parametrize("policy", ["actor", "greedy"])
 def test_a_dqn_learns_from_replayed_trajectories(policy):
-    """Q* from the steps of a random policy; or Q^π, be it unlike the policy that acted."""
+    """Learns Q* from steps of a random policy, or Q^π of a policy that differs from the behaviour policy."""
     generator = torch.Generator().manual_seed(1)
     chain = Chain()
     mu = torch.full((chain.states, 2), 0.5)
@@ -807,11 +807,11 @@ def broken(**changes):
         ({"__reward": None}, KeyError, r"no entry \('next', 'reward'\); the environment writes it"),
         ({"__done": None}, KeyError, r"no entry \('next', 'done'\)"),
         ({"__terminated": None}, KeyError, r"no entry \('next', 'terminated'\)"),
-        ({"action": None}, KeyError, "no entry 'action'; the collector stores what the policy chose"),
+        ({"action": None}, KeyError, "no entry 'action'; the policy writes it, and the collector stores it"),
         (
             {"action_log_prob": None},
             KeyError,
-            r"neither 'action_log_prob' nor 'logits'.*the collector stores.*ProbabilisticActor\(return_log_prob=True\)",
+            r"neither 'action_log_prob'.* nor 'logits'.*ProbabilisticActor\(return_log_prob=True\).*collector stores",
         ),
         ({"__reward": lambda x: x.squeeze(-1)}, ValueError, r"'reward'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
         ({"__done": lambda x: x.squeeze(-1)}, ValueError, r"'done'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
@@ -829,7 +829,7 @@ def broken(**changes):
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, 2)}, ValueError, r"'action' has shape \(3, 9, 2\)"),
         ({"action": lambda x: x + ACTIONS}, ValueError, r"indices that are not in \[0, 4\)"),
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)}, ValueError, "is not one-hot"),
-        ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', of transitions over"),
+        ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', so its transitions"),
     ],
 )
 def test_bad_batches(changes, error, message):
@@ -874,7 +874,7 @@ def test_networks_that_do_not_fit():
     )
     for wrong, found in ((gaussian, "no logits"), (actor(mlp(2)), r"logits of shape \(3, 9, 2\)")):
         estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=wrong)
-        with pytest.raises(ValueError, match=f"actor_network's distribution has {found}"):
+        with pytest.raises(ValueError, match=f"the distribution of actor_network has {found}"):
             estimator(batch)
     estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(out_key="q"), actor_network=actor())
     with pytest.raises(
@@ -883,5 +883,5 @@ def test_networks_that_do_not_fit():
         estimator(batch)
     several = critic()
     several.action_space = "mult_one_hot"
-    with pytest.raises(ValueError, match="value_network has actions 'mult_one_hot'"):
+    with pytest.raises(ValueError, match="value_network has action_space='mult_one_hot'"):
         RetraceEstimator(gamma=GAMMA, value_network=several, policy="greedy")

@@ -1,8 +1,10 @@
-"""Trajectories for the losses that learn from them, and what their reference loops share."""
+"""Trajectories for tests of the losses, and helpers for their reference loops."""
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -15,9 +17,9 @@ OBSERVATION, HIDDEN = 3, 4
 
 
 def cut_rows(*, mask: bool = False, time: int = 9) -> TensorDict:
-    """Four rows [4, T] with episodes that end inside, by termination or truncation, and at the end; or not at all.
+    """Four rows [4, T] whose episodes terminate or are truncated inside the row or at its end, or do not end.
 
-    What lies behind a termination is NaN, and with a mask so are rewards that it hides.
+    The observation after a termination is NaN. With a mask, masked rewards are NaN, too.
     """
     following = torch.randn(4, time, OBSERVATION, dtype=torch.float64)
     reward = torch.randn(4, time, 1, dtype=torch.float64)
@@ -25,7 +27,7 @@ def cut_rows(*, mask: bool = False, time: int = 9) -> TensorDict:
     terminated[1, 3], truncated[1, 6], terminated[2, -1], truncated[3, 2] = True, True, True, True
     valid |= True
     if mask:
-        # a hole, and padding behind a row that ends and one that is cut
+        # a masked step inside a row, and padding after a row that ends and after one that is cut
         valid[0, 4], valid[1, 7:], valid[3, 5:] = False, False, False
         reward[~valid] = torch.nan
     done = terminated | truncated
@@ -41,7 +43,7 @@ def cut_rows(*, mask: bool = False, time: int = 9) -> TensorDict:
 
 
 def episodes(rows: TensorDict) -> Iterator[list[tuple[int, int]]]:
-    """The (row, time) of the valid steps of each piece of an episode, in the order of time."""
+    """Yield the (row, time) of the valid steps of each contiguous part of an episode, in time order."""
     for row in range(rows.shape[0]):
         piece: list[tuple[int, int]] = []
         for step in range(rows.shape[1]):
@@ -56,13 +58,13 @@ def episodes(rows: TensorDict) -> Iterator[list[tuple[int, int]]]:
 
 
 def project(g: Tensor, k: Tensor, delta: float) -> Tensor:
-    """Eq. 12 of one step."""
+    """Eq. 12 for a single step."""
     excess = float(k @ g) - delta
     return g if excess <= 0 else g - excess / float(k @ k) * k
 
 
 class Sums:
-    """Sums of numbers and of gradients, by name."""
+    """Accumulates numbers and gradients by name."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
@@ -102,7 +104,7 @@ def assert_same_gradients(first: list[Tensor], second: list[Tensor], tolerance: 
 
 
 def assert_agrees(result: TensorDict, expected: Sums, tolerance: float = 1e-9) -> None:
-    """Whether a loss module's result has the values and the parameter gradients of the reference."""
+    """Assert that a result has the values and parameter gradients of the reference."""
     for name, value in expected.values.items():
         assert abs(result[name].item() - value) < tolerance, (name, result[name].item(), value)
     for name, expected_gradients in expected.gradients.items():
@@ -110,7 +112,7 @@ def assert_agrees(result: TensorDict, expected: Sums, tolerance: float = 1e-9) -
 
 
 def unlike(network: nn.Module, distance: float = 0.3) -> nn.Module:
-    """Moves the parameters by random steps."""
+    """Change the parameters of a module by random steps."""
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += distance * torch.randn_like(parameter)
@@ -118,14 +120,14 @@ def unlike(network: nn.Module, distance: float = 0.3) -> nn.Module:
 
 
 def set_average(loss_module: LossModule, actor: ProbabilisticActor) -> None:
-    """Gives the average policy the parameters of another actor."""
+    """Set the parameters of the average policy to those of another actor."""
     source = TensorDict.from_module(actor)
     for key, value in loss_module.target_actor_network_params.items(True, True):
         value.data.copy_(source[key].data)
 
 
 def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter]) -> None:
-    """Whether values and gradients of float32, from one graph, are those of eager code; and so for other data."""
+    """Assert that a single float32 graph has the values and gradients of eager code, also for other data."""
     loss_module.to(torch.float32)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
 
@@ -142,7 +144,7 @@ def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list
         warnings.catch_warnings(),
     )
     with compiling[0], compiling[1], compiling[2]:
-        # torch's own
+        # a warning of torch's compiler
         warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
         for stance in ("default", "fail_on_recompile"):
             torch.manual_seed(1)
@@ -153,6 +155,13 @@ def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list
             for one, other in zip(result, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             batch["next", "reward"] += 1
+
+
+def refuses(setting: Any, batch: TensorDict, error: type[Exception], match: str) -> None:
+    """The loss of a setting raises this error for the batch, and writes nothing to it."""
+    with pytest.raises(error, match=match):
+        setting.loss(batch)
+    assert "td_error" not in set(batch.keys())
 
 
 def losses(result: TensorDict) -> Tensor:

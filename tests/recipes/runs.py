@@ -5,6 +5,8 @@ import csv
 import importlib.util
 import io
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -14,9 +16,15 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from recipes import training
-from recipes.run import parse_config, resumed_config
+from recipes.run import DONE, ConfigError, parse_config, resumed_config
 
 ROOT = Path(__file__).parents[2]
+
+
+def composed(name, *overrides):
+    """The configuration of a recipe, or of another command, as Hydra composes it."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
+        return compose(name, overrides=list(overrides))
 
 
 class Composer:
@@ -32,8 +40,7 @@ class Composer:
         self.name, self.schema, self.tiny = name, schema, tiny
 
     def composed(self, *overrides):
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-            return compose(self.name, overrides=list(overrides))
+        return composed(self.name, *overrides)
 
     def configuration(self, *overrides):
         return self.composed(*self.tiny, *overrides)
@@ -115,6 +122,58 @@ def assert_same_runs(one, other):
     one, other = map(leaves, states)
     assert one.keys() == other.keys()
     assert not [path for path in one if one[path] != other[path]]
+
+
+def assert_trained(run_dir, sampler, printed):
+    """A run with ``tiny`` settings left its files, finite numbers, and a last printed line about its returns."""
+    table = rows(run_dir)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+    assert all(np.isfinite(float(value)) for value in table[-1].values())
+    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
+    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    assert {path.name for path in run_dir.iterdir()} == names
+    assert printed.splitlines()[-1] == (
+        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
+        f"last {float(table[-1]['return_mean']):g} | files in {run_dir}"
+    )
+
+
+def assert_config_error(train, config, run_dir, message):
+    """The configuration is refused with this message, before a file is written."""
+    with pytest.raises(ConfigError) as error:
+        train(config, run_dir)
+    assert message in str(error.value)
+    assert not list(run_dir.iterdir())
+
+
+def eager_and_compiled(train, configuration, path, *words):
+    """The rows of two runs that draw the same random numbers: the first one eager, the second one compiled."""
+    torch._dynamo.reset()
+    tables = []
+    for compiled in (False, True):
+        run_dir = path / str(compiled)
+        run_dir.mkdir()
+        with torch._inductor.config.patch(fallback_random=True):
+            assert train(configuration(*words, f"compile={compiled}"), run_dir) == DONE
+        tables.append(rows(run_dir))
+    return tables
+
+
+def command(recipe, *words, **options):
+    """Starts the command of a recipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"recipes.{recipe}", *words],
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
+    )
+
+
+def assert_commands(recipe, expected):
+    """Runs the command of a recipe once per entry; ``expected`` maps its words to exit code and start of stderr."""
+    processes = [command(recipe, *words) for words in expected]
+    for process, (code, message) in zip(processes, expected.values(), strict=True):
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == code and errors.lstrip().startswith(message), errors
 
 
 def needs(module):

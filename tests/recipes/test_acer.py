@@ -210,7 +210,7 @@ def test_actions_out_of_range_count_as_the_bound():
         ("acer.returns=monte_carlo", r"acer: ACERLoss\(returns='monte_carlo'\)"),
         ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
         ("+sampler.alpha=1", r"sampler=uniform: "),
-        ("sampler=dper", r"sampler=dper: there is no actor here"),
+        ("sampler=dper", r"sampler=dper: this recipe does not support it"),
         ("sampler=sset", r"sampler=sset: env=cartpole has no events"),
     ],
 )

@@ -11,20 +11,7 @@ import pytest
 import torch
 
 from recipes.run import BAD_CONFIG, INTERRUPTED, is_out_of_memory, run_recipe
-from tests.recipes.runs import ROOT, tiny
-
-
-def start(*words, **environment):
-    """A command in a session of its own, as a terminal would start it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+from tests.recipes.runs import ROOT, command, tiny
 
 
 def processes(session):
@@ -67,7 +54,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn env.nmae=x", "did you mean name?"),
         ("dqn sampler.beta.strat=.4", "sampler.beta has no key strat; did you mean start?"),
         ("dqn seed.x=3", "seed is a value and has no keys"),
-        ("dqn sampler.num_streams=4", "a keyword that its file does not list is added with +sampler.num_streams=4"),
+        ("dqn sampler.num_streams=4", "add a keyword that the file does not list with +sampler.num_streams=4"),
         ("dqn env.truncation=terminal", "write +env.truncation=terminal"),
         ("dqn sampler=reapr", "did you mean reaper?"),
         ("dqn logger=tensorbord", "did you mean tensorboard?"),
@@ -142,8 +129,8 @@ def test_help_explains_every_option_and_lists_games_on_request(monkeypatch, caps
 
     text = shown("sampler=sset", "env=threerooms")
     for option in (
-        "  seed=1\n",
-        "  num_threads=1               of torch: more threads slow such small networks down\n",
+        "  seed=1                      seed of environments, networks and sampling, in [0, 2^31)\n",
+        "  num_threads=1               CPU threads of torch, 1 to 1024; more than 1 slow such small networks down\n",
         "dqn.gradient_steps=",
         "sampler.retention=pinned",
         "env.reward_threshold=",
@@ -169,7 +156,8 @@ def test_ctrl_c_while_a_graph_is_compiled_ends_like_any_other(tmp_path, saved):
     run_dir = tmp_path / "run"
     words = [*tiny("dqn"), "sampler=per", "compile=true", f"hydra.run.dir={run_dir}"]
     words += ["checkpoint_interval=16"] * saved
-    running = start("recipes.dqn", *words, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    running = command("dqn", *words, env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + 300
         # a kernel: a compiler is started before, too, to try out what the processor can do

@@ -1,8 +1,9 @@
+"""The distributed DQN: its errors, the actor that owns the buffer, and runs with several collectors."""
+
 import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,21 +15,10 @@ from recipes import distributed, remote, training
 from recipes.remote import ReplayActor, from_arrays, stored_rows
 from recipes.replay import STORED_KEYS, make_sampler
 from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT, Composer, checkpoint, needs, rows
+from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
 from torchrl_replay_ext import CompilableTensorStorage
 
-TINY = [
-    "dqn.total_steps=96",
-    "dqn.learning_starts=32",
-    "dqn.train_interval=16",
-    "dqn.gradient_steps=2",
-    "dqn.batch_size=8",
-    "dqn.buffer_size=64",
-    "dqn.num_evaluations=3",
-    "dqn.evaluation_episodes=2",
-    "env.reward_threshold=null",
-]
-composer = Composer("distributed", distributed.Config, TINY)
+composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +27,7 @@ composer = Composer("distributed", distributed.Config, TINY)
         ("num_collectors=0", "num_collectors=0: must be >= 1"),
         ("prefetch=17", r"prefetch=17: must be in \[0, 16\]"),
         ("+compile=true", "compile=true: the buffer is in another process"),
-        ("dqn.cagrad=0.5", "dqn.cagrad=0.5: not here"),
+        ("dqn.cagrad=0.5", "dqn.cagrad=0.5: recipes.distributed does not support it"),
         ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
     ],
 )
@@ -201,7 +191,7 @@ def test_too_few_cpus(monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     with (
-        pytest.raises(ConfigError, match="num_collectors=2: with the buffer that takes 3 CPUs, the cluster has 2"),
+        pytest.raises(ConfigError, match="num_collectors=2: collectors and buffer need 3 CPUs, the cluster has 2"),
         remote.runtime("auto", 3),
     ):
         pass
@@ -220,14 +210,7 @@ def test_command_line(tmp_path, sampler):
     """Ctrl-C in a terminal reaches every process of the run; none is left behind."""
     run_dir = tmp_path / "run"
     words = [f"sampler={sampler}", f"hydra.run.dir={run_dir}"]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "recipes.distributed", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    running = command("distributed", *words, start_new_session=True)
     deadline = time.monotonic() + 300
     while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,12 +1,12 @@
+"""The analysis of DPER: the numbers it measures for a run of TD3, and its errors."""
+
 import csv
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -14,24 +14,18 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from recipes import dper_analysis, sac, td3
 from recipes.run import DONE, ConfigError
+from tests.recipes.runs import ROOT, assert_config_error, composed, tiny
 from torchrl_replay_ext import DecoupledSampler
 
-ROOT = Path(__file__).parents[2]
-TINY = ["total_steps=96", "learning_starts=32", "gradient_steps=2", "train_interval=2", "batch_size=32"]
-TINY += ["num_evaluations=1", "evaluation_episodes=1", "hidden_sizes=[16, 16]"]
+TINY = {"train_interval": 2, "batch_size": 32, "buffer_size": None, "num_evaluations": 1, "hidden_sizes": "[16, 16]"}
 MEASURES = ("score", "squared_difference", "kl")
-
-
-def composed(name, *overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose(name, overrides=list(overrides))
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     """A short run of Pendulum."""
     path = tmp_path_factory.mktemp("td3")
-    assert td3.train(composed("td3", *(f"td3.{word}" for word in TINY)), path) == DONE
+    assert td3.train(composed("td3", *tiny("td3", **TINY)), path) == DONE
     return path
 
 
@@ -129,7 +123,7 @@ def test_ratio_of_means():
         ("draws=1", "draws=1: must be >= 2"),
         ("seed=-1", "seed=-1: must be >= 0"),
         ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
-        ("num_candidates=[]", "num_candidates=[]: name at least one"),
+        ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
         ("granularity=[row]", "granularity must be one of batch, group, transition"),
         ("granularity=batch", "granularity"),
         ("+beta=1", "Key 'beta' not in 'Config'"),
@@ -138,22 +132,19 @@ def test_ratio_of_means():
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, run_dir, override, message):
-    with pytest.raises(ConfigError) as error:
-        dper_analysis.analyse(composed("dper_analysis", f"run={run_dir}", override), tmp_path)
-    assert message in str(error.value)
-    assert not list(tmp_path.iterdir())
+    config = composed("dper_analysis", f"run={run_dir}", override)
+    assert_config_error(dper_analysis.analyse, config, tmp_path, message)
 
 
 def test_runs_that_do_not_serve(tmp_path, run_dir):
     other, without, small = tmp_path / "sac", tmp_path / "without", tmp_path / "small"
     for path in (other, without, small):
         path.mkdir()
-    assert sac.train(composed("sac", "sampler=uniform", *(f"sac.{word}" for word in TINY)), other) == DONE
+    assert sac.train(composed("sac", "sampler=uniform", *tiny("sac", **TINY)), other) == DONE
     (without / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
-    words = [f"td3.{word}" for word in TINY if not word.startswith("batch_size")]
-    assert td3.train(composed("td3", *words, "td3.batch_size=8"), small) == DONE
+    assert td3.train(composed("td3", *tiny("td3", **TINY | {"batch_size": 8})), small) == DONE
     for path, message in (
-        (other, f"run={other}: its config.yaml is not one of recipes.td3"),
+        (other, f"run={other}: not a run of recipes.td3"),
         (without, f"run={without}: no checkpoint.zip there"),
         (small, "actor's batch_size is 8, group_size=16 must divide it"),
     ):

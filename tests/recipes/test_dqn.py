@@ -1,18 +1,14 @@
+"""DQN: the runs that the recipe makes, its presets, its errors and its command."""
+
 import contextlib
-import csv
 import importlib.util
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -21,85 +17,40 @@ from recipes import dqn, training
 from recipes.collect import VectorCollector
 from recipes.replay import end_last_episodes
 from recipes.replayable_env import ReplayableEnv
-from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError, resumed_config
+from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError
 from recipes.update import Learner
 from tests.params import slow_but
-from tests.recipes.runs import assert_same_runs, stop_after
+from tests.recipes.runs import (
+    Composer,
+    assert_config_error,
+    assert_same_runs,
+    assert_trained,
+    command,
+    eager_and_compiled,
+    needs,
+    rows,
+    stop_after,
+    tiny,
+)
 from torchrl_replay_ext import RankBasedSampler
 
-ROOT = Path(__file__).parents[2]
-ENVS = [
-    "cartpole",
-    "acrobot",
-    pytest.param(
-        "lunarlander", marks=pytest.mark.skipif(importlib.util.find_spec("Box2D") is None, reason="needs Box2D")
-    ),
-]
+ENVS = ["cartpole", "acrobot", pytest.param("lunarlander", marks=needs("Box2D"))]
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
-TINY = [
-    "dqn.total_steps=96",
-    "dqn.learning_starts=32",
-    "dqn.train_interval=16",
-    "dqn.gradient_steps=2",
-    "dqn.batch_size=8",
-    "dqn.buffer_size=64",
-    "dqn.num_evaluations=3",
-    "dqn.evaluation_episodes=2",
-    "env.reward_threshold=null",
-]
-
-
-def configuration(*overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose("dqn", overrides=[*TINY, *overrides])
-
-
-def resumed(run_dir, *overrides):
-    overrides = [f"resume={run_dir}", *overrides]
-    return resumed_config(configuration(*overrides), run_dir, overrides)
-
-
-def rows(run_dir):
-    with (run_dir / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def command(*words):
-    return subprocess.Popen(
-        [sys.executable, "-m", "recipes.dqn", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+composer = Composer("dqn", dqn.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
-    assert dqn.train(configuration(f"sampler={sampler}"), tmp_path) == DONE
-    table = rows(tmp_path)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-    for row in table:
+    assert dqn.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
+    assert_trained(tmp_path, sampler, capsys.readouterr().out)
+    for row in rows(tmp_path):
         assert float(row["return_mean"]) == pytest.approx((float(row["return_0"]) + float(row["return_1"])) / 2)
-    assert all(np.isfinite(float(value)) for value in table[-1].values())
-    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.yaml",
-        "progress.csv",
-        "learning_curve.png",
-        "checkpoint.zip",
-    }
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
-        f"last {float(table[-1]['return_mean']):g} | files in {tmp_path}"
-    )
 
 
 @pytest.mark.parametrize("env", ENVS[1:])
 def test_every_environment_trains(tmp_path, env):
-    assert dqn.train(configuration(f"env={env}", *TINY, "dqn.num_evaluations=1"), tmp_path) == DONE
+    assert dqn.train(composer.configuration(f"env={env}", *composer.tiny, "dqn.num_evaluations=1"), tmp_path) == DONE
     assert [int(row["env_steps"]) for row in rows(tmp_path)] == [96]
 
 
@@ -128,15 +79,14 @@ PAPER = {  # appendix D of the ReaPER paper
     ("column", "env", "threshold"), [(0, "cartpole", 475), (1, "acrobot", -100), (2, "lunarlander", 200)]
 )
 def test_presets_are_those_of_the_paper(column, env, threshold):
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        config = compose("dqn", overrides=[f"env={env}"])
+    config = composer.composed(f"env={env}")
     assert config.env.reward_threshold == threshold
     extensions = {"loss_function": "smooth_l1", "tau": None, "cagrad": None}
     assert OmegaConf.to_container(config.dqn) == {key: values[column] for key, values in PAPER.items()} | extensions
 
 
 def test_schedules():
-    settings = dqn.parse_config(configuration(), dqn.Config).dqn
+    settings = dqn.parse_config(composer.configuration(), dqn.Config).dqn
     settings.exploration_fraction = 0.5
     assert [settings.epsilon(step) for step in (0, 31, 48, 96)] == pytest.approx([1.0, 1.0, 0.04, 0.04])
     assert settings.epsilon(36) == pytest.approx(1 - 0.75 * 0.96)
@@ -148,11 +98,11 @@ def test_schedules():
 
 
 def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys):
-    config = configuration("env.reward_threshold=1", "sampler=uniform")
+    config = composer.configuration("env.reward_threshold=1", "sampler=uniform")
     assert dqn.train(config, tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
     assert "reached 1 at step 32" in capsys.readouterr().out
-    assert dqn.train(resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
+    assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
     assert "reached 1 at step 32" in capsys.readouterr().out
 
@@ -168,17 +118,17 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     run_dir.mkdir(), whole.mkdir()
     monkeypatch.setattr(training, "evaluate", interrupt)
-    assert dqn.train(configuration(), run_dir) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; go on with resume={run_dir}\n"
+    assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
+    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
     monkeypatch.setattr(training, "evaluate", evaluate)
     first = rows(run_dir)
-    assert dqn.train(resumed(run_dir), run_dir) == DONE
+    assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
     table = rows(run_dir)
     assert table[0] == first[0]
     assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
     assert float(table[1]["wall_time"]) > float(table[0]["wall_time"])
-    assert dqn.train(configuration(), whole) == DONE
+    assert dqn.train(composer.configuration(), whole) == DONE
     assert_same_runs(whole, run_dir)
 
 
@@ -186,7 +136,7 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
     """And what was stored of theirs ends here, that of the others not."""
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
-        assert dqn.train(configuration("num_envs=4"), tmp_path) == INTERRUPTED
+        assert dqn.train(composer.configuration("num_envs=4"), tmp_path) == INTERRUPTED
     play = ReplayableEnv._play
     monkeypatch.setattr(ReplayableEnv, "_play", lambda env, state: play(env, state) and state is not lost[0])
     lost, ended = [None], []
@@ -208,8 +158,8 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
 
     monkeypatch.setattr(VectorCollector, "load_state_dict", load_but_one)
     monkeypatch.setattr(training, "end_last_episodes", spy)
-    assert dqn.train(resumed(tmp_path), tmp_path) == DONE
-    assert "1 of 4 environments cannot be brought back to where they were" in capsys.readouterr().err
+    assert dqn.train(composer.resumed(tmp_path), tmp_path) == DONE
+    assert "the state of 1 of 4 environments cannot be restored" in capsys.readouterr().err
     assert ended in ([([2], 1)], [([2], 0)])  # the last step may have ended it
 
 
@@ -218,7 +168,7 @@ def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     stored = []
     monkeypatch.setattr(Learner, "__call__", lambda learner, data, **_: stored.append(data.clone()) or [])
     words = ["+env.options={max_episode_steps: 5}", f"+env.truncation={truncation}"]
-    assert dqn.train(configuration(*words), tmp_path) == DONE
+    assert dqn.train(composer.configuration(*words), tmp_path) == DONE
     following = torch.cat(stored)["next"]
     assert following["done"].any() and torch.equal(following["terminated"], ~following["truncated"] & following["done"])
     # after five steps no pole has fallen yet
@@ -271,10 +221,7 @@ def test_cut_off_episode_ends_as_truncated(written):
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, override, message):
-    with pytest.raises(ConfigError) as error:
-        dqn.train(configuration(override), tmp_path)
-    assert message in str(error.value)
-    assert not list(tmp_path.iterdir())
+    assert_config_error(dqn.train, composer.configuration(override), tmp_path, message)
 
 
 class TestCompiled:
@@ -282,14 +229,8 @@ class TestCompiled:
     @pytest.mark.parametrize("sampler", slow_but(["per"], [name for name in SAMPLERS if name != "rank"]))
     def test_the_compiled_update_learns_what_the_eager_one_does(self, tmp_path, sampler):
         """The same draws, and the same parameters but for rounding."""
-        torch._dynamo.reset()
-        results = []
-        for compiled in (False, True):
-            run_dir = tmp_path / str(compiled)
-            run_dir.mkdir()
-            with torch._inductor.config.patch(fallback_random=True):
-                assert dqn.train(configuration(f"sampler={sampler}", f"compile={compiled}"), run_dir) == DONE
-            results.append([float(row["loss"]) for row in rows(run_dir)[1:]])
+        tables = eager_and_compiled(dqn.train, composer.configuration, tmp_path, f"sampler={sampler}")
+        results = [[float(row["loss"]) for row in table[1:]] for table in tables]
         assert results[0] == pytest.approx(results[1], rel=1e-4)
 
     @pytest.mark.slow
@@ -298,7 +239,8 @@ class TestCompiled:
         sorts = []
         sort = RankBasedSampler.sort
         monkeypatch.setattr(RankBasedSampler, "sort", lambda sampler: (sorts.append(sampler), sort(sampler)))
-        assert dqn.train(configuration("sampler=rank", "compile=true", "dqn.gradient_steps=1"), tmp_path) == DONE
+        config = composer.configuration("sampler=rank", "compile=true", "dqn.gradient_steps=1")
+        assert dqn.train(config, tmp_path) == DONE
         assert len(sorts) >= 2
         assert all(math.isfinite(float(row["loss"])) for row in rows(tmp_path)[1:])
 
@@ -306,7 +248,7 @@ class TestCompiled:
     def test_the_first_batch_of_all_may_be_learned_from(self, tmp_path):
         torch._dynamo.reset()
         words = ("sampler=uniform", "compile=true", "updates_per_graph=2", "dqn.learning_starts=0")
-        assert dqn.train(configuration(*words), tmp_path) == DONE
+        assert dqn.train(composer.configuration(*words), tmp_path) == DONE
         assert [int(row["updates"]) for row in rows(tmp_path)] == [4, 8, 12]
 
     @pytest.mark.slow
@@ -315,11 +257,11 @@ class TestCompiled:
         words = ("sampler=per", "compile=true", "num_envs=4", "updates_per_graph=2")
         answers = iter([False, False, False, False, True])
         monkeypatch.setattr(training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers)))
-        assert dqn.train(configuration(*words), tmp_path) == INTERRUPTED
+        assert dqn.train(composer.configuration(*words), tmp_path) == INTERRUPTED
         monkeypatch.undo()
         before = len(rows(tmp_path))
         torch._dynamo.reset()
-        assert dqn.train(resumed(tmp_path), tmp_path) == DONE
+        assert dqn.train(composer.resumed(tmp_path), tmp_path) == DONE
         table = rows(tmp_path)
         assert 0 < before < len(table)
         assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
@@ -331,34 +273,34 @@ def test_logger_without_its_package_is_a_config_error(tmp_path, backend):
     if importlib.util.find_spec(backend):
         pytest.skip(f"{backend} is installed")
     with pytest.raises(ConfigError, match=f"logger={backend}: .*install the package"):
-        dqn.train(configuration(f"logger={backend}"), tmp_path)
+        dqn.train(composer.configuration(f"logger={backend}"), tmp_path)
 
 
 def test_directory_of_another_run_is_not_overwritten(tmp_path):
-    OmegaConf.save(configuration(), tmp_path / CONFIG)
+    OmegaConf.save(composer.configuration(), tmp_path / CONFIG)
     with pytest.raises(ConfigError, match="holds a run already"):
-        dqn.train(configuration("sampler=uniform"), tmp_path)
+        dqn.train(composer.configuration("sampler=uniform"), tmp_path)
 
 
 def test_resumed_run_keeps_its_configuration(tmp_path):
-    OmegaConf.save(configuration(), tmp_path / CONFIG)
-    assert resumed(tmp_path, "device=cpu").device == "cpu"
+    OmegaConf.save(composer.configuration(), tmp_path / CONFIG)
+    assert composer.resumed(tmp_path, "device=cpu").device == "cpu"
     with pytest.raises(ConfigError, match=r"seed=3: a resumed run keeps its configuration"):
-        resumed(tmp_path, "seed=3")
+        composer.resumed(tmp_path, "seed=3")
 
 
 def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command: bad configurations, and Ctrl-C."""
     bad = [
-        (command("alpha=1"), "did you mean sampler.alpha?"),
+        (command("dqn", "alpha=1"), "did you mean sampler.alpha?"),
         (
-            command("env=gridworld"),
+            command("dqn", "env=gridworld"),
             "env=gridworld: there is no such environment; choose one of acrobot, cartpole, ",
         ),
-        (command("env=pendulum"), "use recipes.sac or recipes.td3"),
+        (command("dqn", "env=pendulum"), "use recipes.sac or recipes.td3"),
     ]
     run_dir = tmp_path / "run"
-    running = command("sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
+    running = command("dqn", "sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
     deadline = time.monotonic() + 300
     while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -375,8 +317,8 @@ def test_command_line(tmp_path):
 
     os.truncate(run_dir / "checkpoint.zip", 10_000)
     for process, message in (
-        (command(f"resume={run_dir}"), "checkpoint.zip is damaged: "),
-        (command(f"resume={run_dir}", "dqn.gamma=0.9"), "a resumed run keeps its configuration"),
+        (command("dqn", f"resume={run_dir}"), "checkpoint.zip is damaged: "),
+        (command("dqn", f"resume={run_dir}", "dqn.gamma=0.9"), "a resumed run keeps its configuration"),
     ):
         errors = process.communicate(timeout=300)[1]
         assert process.returncode == 2

@@ -501,7 +501,7 @@ def test_minigrid_lava_gap_events():
 def test_minigrid_errors(monkeypatch):
     with pytest.raises(ValueError, match=r"LavaGap.*size=4\): must be >= 5"):
         gymnasium.make("recipes.envs:LavaGap-v0", size=4)
-    with pytest.raises(TypeError, match="must be an environment of MiniGrid"):
+    with pytest.raises(TypeError, match="must be a MiniGrid environment"):
         MiniGridEvents(ThreeRooms())
     monkeypatch.setitem(sys.modules, "minigrid", None)
     with pytest.raises(ImportError, match="pip install minigrid"):

@@ -1,14 +1,9 @@
 """Event tables in the recipes: from the environment's info to what batches are made of."""
 
-import csv
-import importlib.util
-from pathlib import Path
-
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import GymWrapper
@@ -24,38 +19,18 @@ from recipes.remote import FlagReader
 from recipes.replay import end_last_episodes, make_replay
 from recipes.run import DONE, ConfigError, parse_config
 from tests.params import slow_but
+from tests.recipes.runs import Composer, assert_config_error, composed, eager_and_compiled, needs, rows, tiny
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
 
-ROOT = Path(__file__).parents[2]
 # near_initial happens within the first steps
 TINY = [
     "env=tworooms",
     "+env.events.near_initial={history: 5, eta: 0.1}",
     "sampler=sset",
-    "dqn.total_steps=96",
-    "dqn.learning_starts=32",
-    "dqn.train_interval=16",
-    "dqn.gradient_steps=2",
-    "dqn.batch_size=8",
-    "dqn.buffer_size=64",
-    "dqn.num_evaluations=3",
-    "env.reward_threshold=null",
+    *tiny("dqn", evaluation_episodes=None, hidden_sizes=None),
     "+env.options.max_episode_steps=30",
 ]
-
-
-def composed(recipe, *overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose(recipe, overrides=list(overrides))
-
-
-def configuration(*overrides):
-    return composed("dqn", *TINY, *overrides)
-
-
-def rows(run_dir):
-    with (run_dir / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+configuration = Composer("dqn", dqn.Config, TINY).configuration
 
 
 class Countdown(gymnasium.Env):
@@ -113,15 +88,8 @@ def test_without_flags_nothing_is_added():
 
 @pytest.mark.parametrize("sampler", slow_but(["sset_per"], ["sset", "sset_per"]))
 def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_path, sampler):
-    torch._dynamo.reset()
     results = []
-    for compiled in (False, True):
-        run_dir = tmp_path / str(compiled)
-        run_dir.mkdir()
-        with torch._inductor.config.patch(fallback_random=True):
-            words = (f"sampler={sampler}", f"compile={compiled}", "sampler.min_size=1")
-            assert dqn.train(configuration(*words), run_dir) == DONE
-        table = rows(run_dir)
+    for table in eager_and_compiled(dqn.train, configuration, tmp_path, f"sampler={sampler}", "sampler.min_size=1"):
         assert int(float(table[-1]["sampler/size_near_initial"])) == 6  # .1 of 64, its capacity
         assert int(float(table[-1]["sampler/size_default"])) == 38
         results.append([float(row[name]) for row in table[1:] for name in ("loss", "q_sum", "q_error")])
@@ -203,7 +171,7 @@ def test_priorities_by_reliability_know_the_environments():
     ("words", "message"),
     [
         ("env=cartpole", "sampler=sset: env=cartpole has no events; "),
-        ("env.events.done.eta=0.9", "env.events: their eta sum to 1.15, must be <= 1"),
+        ("env.events.done.eta=0.9", "env.events: the sum of all eta is 1.15, must be <= 1"),
         ("env.events.done.eta=-1", "env.events.done.eta=-1.0: must be in [0, 1]"),
         ("env.events.done.history=0", "env.events.done.history=0: must be >= 1"),
         (
@@ -214,7 +182,7 @@ def test_priorities_by_reliability_know_the_environments():
         ("env.events.done.history=50", "history=50, more than the 38 transitions"),
         (
             "+env.events.at_lava={history: 1, eta: 0.1}",
-            "env.events: recipes.envs:TwoRooms-v0 reports no at_lava in its info, but at_gap, done, near_goal",
+            "env.events: the info of recipes.envs:TwoRooms-v0 has no flag at_lava; its flags are at_gap, done",
         ),
         ("+env.options.size=9", "env.id=recipes.envs:TwoRooms-v0: "),
         ("env.options.shaping=none", "must be one of None, 'gap'"),
@@ -223,13 +191,13 @@ def test_priorities_by_reliability_know_the_environments():
         ("sampler.allocation=fair", "sampler=sset: "),
         ("+sampler.alpha=1", "sampler=sset: "),
         ("+sampler.priority={kind: best}", "kind must be one of"),
-        ("+sampler.priority=rank", "sampler=sset: priority=rank: must be a group, as {kind: rank}"),
+        ("+sampler.priority=rank", "sampler=sset: priority=rank: must be a group, for example {kind: rank}"),
         ("dqn.tau=0", "dqn.tau=0.0: must be in (0, 0.5]"),
-        ("dqn.tau=null", "dqn.tau=None: one of it and dqn.target_update_interval=None must be null"),
-        ("dqn.target_update_interval=9", "dqn.tau=0.01: one of it and dqn.target_update_interval=9 must be null"),
+        ("dqn.tau=null", "dqn.tau=None: exactly one of dqn.tau and dqn.target_update_interval=None"),
+        ("dqn.target_update_interval=9", "dqn.tau=0.01: exactly one of dqn.tau and dqn.target_update_interval=9"),
         ("dqn.loss_function=l3", "dqn.loss_function=l3: choose smooth_l1, l2"),
         ("dqn.cagrad=1", "dqn.cagrad=1.0: must be in [0, 1)"),
-        ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables, sampler=sset or sset_per"),
+        ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables; use sampler=sset or sset_per"),
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, words, message):
@@ -238,10 +206,7 @@ def test_bad_values_are_config_errors(tmp_path, words, message):
     base = [word for word in TINY if word.split("=")[0] not in changed]
     if words == "env=cartpole":
         base = [word for word in base if "env." not in word]
-    with pytest.raises(ConfigError) as error:
-        dqn.train(composed("dqn", *base, *overrides), tmp_path)
-    assert message in str(error.value)
-    assert not list(tmp_path.iterdir())
+    assert_config_error(dqn.train, composed("dqn", *base, *overrides), tmp_path, message)
 
 
 def test_minigrid_says_how_to_install_it(monkeypatch):
@@ -265,15 +230,8 @@ class TestCAGrad:
 
     @pytest.mark.slow
     def test_compiled(self, tmp_path):
-        torch._dynamo.reset()
-        results = []
-        for compiled in (False, True):
-            run_dir = tmp_path / str(compiled)
-            run_dir.mkdir()
-            with torch._inductor.config.patch(fallback_random=True):
-                words = ("dqn.cagrad=0.5", "sampler.min_size=1", f"compile={compiled}")
-                assert dqn.train(configuration(*words), run_dir) == DONE
-            results.append([float(row[name]) for row in rows(run_dir)[1:] for name in ("loss", "q_sum")])
+        tables = eager_and_compiled(dqn.train, configuration, tmp_path, "dqn.cagrad=0.5", "sampler.min_size=1")
+        results = [[float(row[name]) for row in table[1:] for name in ("loss", "q_sum")] for table in tables]
         assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
@@ -317,10 +275,6 @@ def test_presets_are_those_of_table_1(env):
     assert (cfg.dqn.buffer_size, cfg.dqn.hidden_sizes, cfg.dqn.learning_rate) == expected
     assert (cfg.dqn.batch_size, cfg.dqn.tau, cfg.dqn.gamma, cfg.dqn.epsilon(50_000)) == (32, 0.01, 0.99, 0.3)
     assert cfg.sampler["priority"]["alpha"] == 0.65
-
-
-def needs(module):
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
 
 
 @pytest.mark.parametrize(
@@ -390,9 +344,7 @@ def test_mujoco_rewards_fill_the_tables_of_their_thresholds(env):
 def test_sac_learns_from_event_tables(tmp_path, compiled):
     torch._dynamo.reset()
     words = ["env=pendulum", "sampler=sset_per", "+env.events.upright={above: -4.0, history: 5, eta: 0.25}"]
-    words += ["sac.total_steps=96", "sac.learning_starts=32", "sac.buffer_size=64", "sac.batch_size=8"]
-    words += ["sac.num_evaluations=3", "sac.evaluation_episodes=1", "sac.hidden_sizes=[16]", "num_envs=2"]
-    words += ["sampler.min_size=1", f"compile={compiled}", "sac.train_interval=16", "sac.gradient_steps=2"]
+    words += [*tiny("sac", hidden_sizes="[16]"), "num_envs=2", "sampler.min_size=1", f"compile={compiled}"]
     assert sac.train(composed("sac", *words), tmp_path) == DONE
     last = rows(tmp_path)[-1]
     assert np.isfinite([float(last[name]) for name in ("loss_qvalue", "sampler/size_upright")]).all()

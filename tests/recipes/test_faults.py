@@ -15,7 +15,7 @@ import pytest
 from recipes import dqn, progress, training
 from recipes.progress import Progress, read_progress
 from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT, Composer, assert_same_runs, rows, stop_after, tiny
+from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
 composer = Composer("dqn", dqn.Config, [*tiny("dqn"), "sampler=per"])
 
@@ -121,7 +121,7 @@ def check_full(run_dir, capfd, full, reason):
     errors = capfd.readouterr().err
     for step in (64, 80, 96):
         assert f"warning: step {step} could not be saved in {run_dir}: {reason}\n" in errors
-    assert f"no checkpoint at the end of the run; resume={run_dir} goes on from the one before\n" in errors
+    assert f"the final checkpoint could not be saved; resume={run_dir} continues from the previous one\n" in errors
     after = contents(run_dir)
     assert after["checkpoint.zip"] == before["checkpoint.zip"]
     assert after.keys() - before.keys() <= {"filler"}
@@ -170,7 +170,7 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
             record.write({"env_steps": step, "loss": 0.25})
         with pytest.raises(OSError, match="No space left"):
             record.flush()
-    assert "No space left on device; 2 rows wait to be written\n" in capsys.readouterr().err
+    assert "No space left on device; 2 rows are kept and written later\n" in capsys.readouterr().err
     assert [row["env_steps"] for row in rows(tmp_path)] == ["1"]
     record.write({"env_steps": 4, "loss": 0.125})
     assert [row["env_steps"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
@@ -180,16 +180,8 @@ def test_killed_run(tmp_path):
     """SIGKILL while it saves one checkpoint after the other."""
     words = ["dqn.total_steps=3200", "dqn.train_interval=64", "dqn.num_evaluations=10", "dqn.buffer_size=1000"]
     run_dir = tmp_path / "killed"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "recipes.dqn", *composer.tiny, *words),
-            *("checkpoint_interval=64", f"hydra.run.dir={run_dir}"),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = [*composer.tiny, *words, "checkpoint_interval=64", f"hydra.run.dir={run_dir}"]
+    process = command("dqn", *words, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (run_dir / "checkpoint.zip").is_file() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,32 +1,17 @@
 """Samplers that give the actor batches of its own, in the recipes."""
 
-import csv
-
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from recipes import dqn, sac, td3
 from recipes.run import DONE, ConfigError
-from tests.recipes.test_td3 import ROOT
+from tests.recipes.runs import composed, rows, tiny
 
-TINY = {
-    "sac": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
-    "td3": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
-    "dqn": ["total_steps=64", "learning_starts=32", "train_interval=16", "gradient_steps=2", "batch_size=16"],
-}
-SMALL = ["buffer_size=64", "num_evaluations=2", "evaluation_episodes=1", "hidden_sizes=[16, 16]"]
+TINY = {"total_steps": 64, "batch_size": 16, "num_evaluations": 2, "hidden_sizes": "[16, 16]"}
 
 
 def configuration(recipe, *overrides):
-    small = [f"{recipe}.{override}" for override in (*TINY[recipe], *SMALL)]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose(recipe, overrides=[*small, "env.reward_threshold=null", *overrides])
-
-
-def rows(run_dir):
-    with (run_dir / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return composed(recipe, *tiny(recipe, **TINY), *overrides)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +54,9 @@ def test_in_one_graph(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        (dqn, ["sampler=dper"], "there is no actor here"),
+        (dqn, ["sampler=dper"], "this recipe does not support it"),
         (td3, ["sampler=dper", "sampler.num_candidates=0"], "num_candidates must be an integer >= 1"),
-        (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler of its own"),
+        (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler, for example"),
         (td3, ["sampler=dper", "sampler.critic={name:magic}"], "sampler.name=magic: choose"),
         (sac, ["sampler=dper", "+sampler.magic=1"], "magic"),
         (td3, ["sampler=dper", "sampler.critic={name:sset}"], "env=pendulum has no events"),

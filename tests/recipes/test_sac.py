@@ -1,74 +1,33 @@
-import csv
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
+"""SAC: what the recipe computes, the runs it makes, its presets and its errors."""
 
-import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
 from recipes import sac
-from recipes.run import DONE, ConfigError, resumed_config
+from recipes.run import DONE
+from tests.recipes.runs import (
+    Composer,
+    assert_commands,
+    assert_config_error,
+    assert_trained,
+    eager_and_compiled,
+    needs,
+    rows,
+    tiny,
+)
 
-ROOT = Path(__file__).parents[2]
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
-TINY = [
-    "sac.total_steps=96",
-    "sac.learning_starts=32",
-    "sac.train_interval=16",
-    "sac.gradient_steps=2",
-    "sac.batch_size=8",
-    "sac.buffer_size=64",
-    "sac.num_evaluations=3",
-    "sac.evaluation_episodes=2",
-    "sac.hidden_sizes=[16, 16]",
-    "env.reward_threshold=null",
-]
-
-
-def composed(*overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose("sac", overrides=list(overrides))
-
-
-def configuration(*overrides):
-    return composed(*TINY, *overrides)
-
-
-def resumed(run_dir, *overrides):
-    overrides = [f"resume={run_dir}", *overrides]
-    return resumed_config(configuration(*overrides), run_dir, overrides)
-
-
-def rows(run_dir):
-    with (run_dir / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def needs(module):
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
+composer = Composer("sac", sac.Config, tiny("sac", evaluation_episodes=2, hidden_sizes="[16, 16]"))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
-    assert sac.train(configuration(f"sampler={sampler}"), tmp_path) == DONE
-    table = rows(tmp_path)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-    assert all(np.isfinite(float(value)) for value in table[-1].values())
-    assert 0 < float(table[-1]["alpha"]) != 1.0
-    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
-    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
-        f"last {float(table[-1]['return_mean']):g} | files in {tmp_path}"
-    )
+    assert sac.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
+    assert_trained(tmp_path, sampler, capsys.readouterr().out)
+    assert 0 < float(rows(tmp_path)[-1]["alpha"]) != 1.0
 
 
 @pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
@@ -81,10 +40,10 @@ def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
 )
 def test_every_environment_trains(tmp_path, monkeypatch, env):
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    words = [*TINY, "sac.num_evaluations=1", "sac.evaluation_episodes=1", "num_envs=2"]
+    words = [*composer.tiny, "sac.num_evaluations=1", "sac.evaluation_episodes=1", "num_envs=2"]
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    assert sac.train(composed(f"env={env}", *words), run_dir) == DONE
+    assert sac.train(composer.composed(f"env={env}", *words), run_dir) == DONE
     assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
 
 
@@ -99,7 +58,7 @@ PAPER = {  # the event-table paper's table 2: target entropy, batch size, buffer
 
 @pytest.mark.parametrize("env", PAPER)
 def test_presets_are_those_of_the_paper(env):
-    settings = sac.parse_config(composed(f"env={env}"), sac.Config).sac
+    settings = composer.settings(f"env={env}")
     assert (settings.target_entropy, settings.batch_size, settings.buffer_size) == PAPER[env]
     assert settings.hidden_sizes == [256, 256]
     assert settings.actor_learning_rate == settings.critic_learning_rate == settings.alpha_learning_rate == 3e-4
@@ -108,13 +67,13 @@ def test_presets_are_those_of_the_paper(env):
 
 
 def test_presets_make_an_update_per_step_whatever_the_number_of_environments():
-    settings = sac.parse_config(composed("num_envs=8"), sac.Config).sac
+    settings = composer.settings("num_envs=8")
     assert (settings.train_interval, settings.gradient_steps) == (8, 8)
     assert settings.num_updates() == 7504 - 496  # whole rounds of 8 that begin before 7,500 steps, and end after 500
 
 
 def test_weights_are_for_the_critics_and_td_errors_are_absolute():
-    settings = sac.parse_config(configuration(), sac.Config).sac
+    settings = sac.parse_config(composer.configuration(), sac.Config).sac
     torch.manual_seed(0)
     _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
     SoftUpdate(loss_module, tau=0.5)
@@ -149,7 +108,7 @@ def test_weights_are_for_the_critics_and_td_errors_are_absolute():
 def test_random_actions_first_then_the_policy(tmp_path, monkeypatch):
     shares = []
     monkeypatch.setattr(sac.EpsilonRandom, "__call__", spy(sac.EpsilonRandom.__call__, shares))
-    assert sac.train(configuration("num_envs=2"), tmp_path) == DONE
+    assert sac.train(composer.configuration("num_envs=2"), tmp_path) == DONE
     assert shares == [1.0] * 16 + [0.0] * 32
 
 
@@ -164,15 +123,9 @@ def spy(method, shares):
 @pytest.mark.slow
 def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
     """The same draws, and the same parameters but for rounding."""
-    torch._dynamo.reset()
-    results = []
-    for compiled in (False, True):
-        run_dir = tmp_path / str(compiled)
-        run_dir.mkdir()
-        with torch._inductor.config.patch(fallback_random=True):
-            assert sac.train(configuration("sampler=per", f"compile={compiled}"), run_dir) == DONE
-        names = ("return_mean", "loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy")
-        results.append([float(row[name]) for row in rows(run_dir)[1:] for name in names])
+    names = ("return_mean", "loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy")
+    tables = eager_and_compiled(sac.train, composer.configuration, tmp_path, "sampler=per")
+    results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
@@ -195,25 +148,14 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, override, message):
-    with pytest.raises(ConfigError) as error:
-        sac.train(configuration(override), tmp_path)
-    assert message in str(error.value)
-    assert not list(tmp_path.iterdir())
+    assert_config_error(sac.train, composer.configuration(override), tmp_path, message)
 
 
 def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command."""
     words = {
-        "env=cartpole": (2, "bad configuration: env=cartpole: recipes.sac has no settings for it; use recipes.dqn"),
-        " ".join([*(word.replace(" ", "") for word in TINY), f"hydra.run.dir={tmp_path / 'run'}"]): (0, "pendulum per"),
+        ("env=cartpole",): (2, "bad configuration: env=cartpole: recipes.sac has no settings for it; use recipes.dqn"),
+        (*composer.tiny, f"hydra.run.dir={tmp_path / 'run'}"): (0, "pendulum per"),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "recipes.sac", *line.split()], cwd=ROOT, stderr=-1, stdout=-1, text=True
-        )
-        for line in words
-    ]
-    for process, (code, message) in zip(processes, words.values(), strict=True):
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == code and errors.lstrip().startswith(message), errors
+    assert_commands("sac", words)
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").sac.hidden_sizes == [16, 16]

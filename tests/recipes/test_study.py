@@ -1,3 +1,5 @@
+"""Studies: the runs that they start, resume and compare, and the tables they leave."""
+
 import importlib
 import os
 import signal
@@ -7,21 +9,19 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from recipes import plot, report, study
 from recipes.run import DONE, INTERRUPTED, ConfigError
-from tests.recipes.runs import ROOT
+from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
 
 def configuration(*words, name="reaper"):
-    with initialize_config_dir(str(ROOT / "recipes/conf"), version_base="1.3"):
-        return compose("study", [f"study={name}", *words])
+    return composed("study", f"study={name}", *words)
 
 
 class FakeRun:
@@ -75,11 +75,10 @@ def test_studies_are_of_what_there_is(name):
     recipe = importlib.import_module(f"recipes.{config.study.recipe}")
     for job in study.jobs_of(config.study, 1):
         words = [f"env={job.env}", *job.words]
-        with initialize_config_dir(str(ROOT / "recipes/conf"), version_base="1.3"):
-            composed = compose(job.recipe, [word for word in words if not word.startswith("hydra")])
-        assert study.parse_config(composed, recipe.Config).env.name
+        job_config = composed(job.recipe, *(word for word in words if not word.startswith("hydra")))
+        assert study.parse_config(job_config, recipe.Config).env.name
         if config.study.least is None:
-            assert composed.env.reward_threshold is not None
+            assert job_config.env.reward_threshold is not None
 
 
 def test_seeds_come_first():
@@ -160,7 +159,7 @@ def test_interrupted(tmp_path, processes, monkeypatch, capsys):
 
     monkeypatch.setattr(FakeRun, "wait", interrupting)
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1", "workers=1"), tmp_path) == INTERRUPTED
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "repeat the command to continue" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -240,7 +239,7 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plot", f"study={tmp_path}"])
     with pytest.raises(SystemExit) as exit_:
         plot.main()
-    assert exit_.value.code == 2 and "python -m recipes.study makes it" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "python -m recipes.study writes it" in capsys.readouterr().err
 
 
 def test_published_studies_can_be_drawn(tmp_path):

@@ -1,72 +1,32 @@
+"""TD3: what the recipe computes, the runs it makes, its presets and its errors."""
+
 import copy
-import csv
-import importlib.util
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
-from recipes.run import DONE, ConfigError, resumed_config
+from recipes.run import DONE, ConfigError
 from recipes.update import Delayed, eager_update
+from tests.data import learnable
+from tests.recipes.runs import (
+    Composer,
+    assert_commands,
+    assert_config_error,
+    assert_trained,
+    eager_and_compiled,
+    needs,
+    rows,
+    tiny,
+)
 
-ROOT = Path(__file__).parents[2]
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
-TINY = [
-    "td3.total_steps=96",
-    "td3.learning_starts=32",
-    "td3.train_interval=16",
-    "td3.gradient_steps=2",
-    "td3.batch_size=8",
-    "td3.buffer_size=64",
-    "td3.num_evaluations=3",
-    "td3.evaluation_episodes=2",
-    "td3.hidden_sizes=[16, 16]",
-    "env.reward_threshold=null",
-]
-
-
-def composed(*overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose("td3", overrides=list(overrides))
-
-
-def configuration(*overrides):
-    return composed(*TINY, *overrides)
-
-
-def settings(*overrides):
-    return td3.parse_config(composed(*overrides), td3.Config).td3
-
-
-def resumed(run_dir, *overrides):
-    overrides = [f"resume={run_dir}", *overrides]
-    return resumed_config(configuration(*overrides), run_dir, overrides)
-
-
-def rows(run_dir):
-    with (run_dir / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def needs(module):
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
-
-
-def transitions(count, done=None):
-    done = torch.rand(count, 1) < 0.3 if done is None else done
-    following = {"observation": torch.randn(count, 3), "done": done, "terminated": done.clone()}
-    following["reward"] = torch.randn(count, 1)
-    data = {"observation": torch.randn(count, 3), "action": torch.rand(count, 2) * 2 - 1, "next": following}
-    return TensorDict(data, [count])
+composer = Composer("td3", td3.Config, tiny("td3", evaluation_episodes=2, hidden_sizes="[16, 16]"))
+transitions = partial(learnable, observation=3, action=2, done=0.3)
 
 
 class Replay:
@@ -148,7 +108,7 @@ def parameters_of(loss_module):
 def test_two_cycles_are_those_of_the_paper(own_batch):
     """Twin critics, smoothed and clipped targets, delayed actor and targets; also if the actor has its own batches."""
     torch.manual_seed(0)
-    cfg = settings("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
+    cfg = composer.settings("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
     policy, loss_module = td3.make_loss(cfg, 3, 2, torch.device("cpu"))
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
@@ -157,7 +117,10 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
     actor_optimizer, critic_optimizer = (
         torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
     )
-    batches, own = [transitions(32) for _ in range(4)], [transitions(8) for _ in range(2)]
+    batches, own = (
+        [transitions(32) for _ in range(4)],
+        [transitions(8) for _ in range(2)],
+    )
     replay = Replay(*batches)
     delayed = Delayed(
         interval=2,
@@ -191,9 +154,9 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
 
 def test_weights_are_for_the_critics_and_td_errors_are_squared():
     torch.manual_seed(0)
-    _, loss_module = td3.make_loss(settings(), 3, 2, torch.device("cpu"))
+    _, loss_module = td3.make_loss(composer.settings(), 3, 2, torch.device("cpu"))
     SoftUpdate(loss_module, tau=0.5)
-    data = transitions(5, done=torch.ones(5, 1, dtype=torch.bool))  # then the targets are the rewards
+    data = transitions(5, done=1.0)  # then the targets are the rewards
     values = []
     for parameters in loss_module.qvalue_network_params.data.unbind(0):
         with parameters.to_module(loss_module.qvalue_network):
@@ -217,23 +180,14 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
-    assert td3.train(configuration(f"sampler={sampler}"), tmp_path) == DONE
-    table = rows(tmp_path)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-    assert all(np.isfinite(float(value)) for value in table[-1].values())
-    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
-    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
-        f"last {float(table[-1]['return_mean']):g} | files in {tmp_path}"
-    )
+    assert td3.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
+    assert_trained(tmp_path, sampler, capsys.readouterr().out)
 
 
 def test_event_tables(tmp_path):
     event = "+env.events.upright={above: -4.0, history: 5, eta: 0.25}"
-    assert td3.train(configuration("sampler=sset_per", "sampler.min_size=1", event, "num_envs=2"), tmp_path) == DONE
+    config = composer.configuration("sampler=sset_per", "sampler.min_size=1", event, "num_envs=2")
+    assert td3.train(config, tmp_path) == DONE
     assert np.isfinite([float(rows(tmp_path)[-1][name]) for name in ("loss_qvalue", "sampler/size_upright")]).all()
 
 
@@ -250,16 +204,16 @@ BOX2D, MUJOCO = ["lunarlander_continuous", "bipedalwalker"], ["halfcheetah", "ho
 )
 def test_every_environment_trains(tmp_path, monkeypatch, env):
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    words = [*TINY, "td3.num_evaluations=1", "td3.evaluation_episodes=1", "num_envs=2"]
+    words = [*composer.tiny, "td3.num_evaluations=1", "td3.evaluation_episodes=1", "num_envs=2"]
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    assert td3.train(composed(f"env={env}", *words), run_dir) == DONE
+    assert td3.train(composer.composed(f"env={env}", *words), run_dir) == DONE
     assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
 
 
 @pytest.mark.parametrize("env", BOX2D + MUJOCO)
 def test_presets_are_those_of_the_authors(env):
-    of_env = settings(f"env={env}")
+    of_env = composer.settings(f"env={env}")
     assert (of_env.batch_size, of_env.buffer_size, of_env.hidden_sizes) == (256, 1_000_000, [256, 256])
     assert of_env.actor_learning_rate == of_env.critic_learning_rate == 3e-4
     assert (of_env.tau, of_env.gamma, of_env.policy_delay) == (0.005, 0.99, 2)
@@ -274,7 +228,7 @@ def test_presets_are_those_of_the_authors(env):
 
 @pytest.mark.parametrize(("num_envs", "delay", "interval"), [(1, 2, 2), (8, 2, 8), (3, 2, 6), (1, 1, 1), (4, 3, 12)])
 def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interval):
-    config = td3.parse_config(composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}"), td3.Config)
+    config = td3.parse_config(composer.composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}"), td3.Config)
     assert (config.td3.train_interval, config.td3.gradient_steps) == (interval, interval)
     assert config.updates_per_graph == delay
 
@@ -283,7 +237,7 @@ def test_random_actions_first_then_the_noisy_policy(tmp_path, monkeypatch):
     epsilons, noises = [], []
     monkeypatch.setattr(td3.EpsilonRandom, "__call__", spy(td3.EpsilonRandom.__call__, epsilons))
     monkeypatch.setattr(td3.ExplorationNoise, "__call__", lambda _, shape: noises.append(shape) or nine(shape))
-    assert td3.train(configuration("num_envs=2"), tmp_path) == DONE
+    assert td3.train(composer.configuration("num_envs=2"), tmp_path) == DONE
     assert epsilons == [1.0] * 16 + [0.0] * 32
     assert noises == [(2, 1)] * 32
 
@@ -327,16 +281,10 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
 
     One graph of all that is traced either way; inductor takes a minute to make a program of it.
     """
-    torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    results = []
-    for compiled in (False, True):
-        run_dir = tmp_path / str(compiled)
-        run_dir.mkdir()
-        with torch._inductor.config.patch(fallback_random=True):
-            assert td3.train(configuration("sampler=per", f"compile={compiled}"), run_dir) == DONE
-        names = ("return_mean", "loss_actor", "loss_qvalue")
-        results.append([float(row[name]) for row in rows(run_dir)[1:] for name in names])
+    names = ("return_mean", "loss_actor", "loss_qvalue")
+    tables = eager_and_compiled(td3.train, composer.configuration, tmp_path, "sampler=per")
+    results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
@@ -362,33 +310,23 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, override, message):
-    with pytest.raises(ConfigError) as error:
-        td3.train(configuration(override), tmp_path)
-    assert message in str(error.value)
-    assert not list(tmp_path.iterdir())
+    assert_config_error(td3.train, composer.configuration(override), tmp_path, message)
 
 
 def test_a_delay_that_is_no_number_is_a_config_error(tmp_path):
     """Although it enters train_interval too."""
     for value, message in (("often", "'often'"), ("0", "td3.policy_delay=0: must be > 0")):
         with pytest.raises(ConfigError) as error:
-            td3.train(composed(f"td3.policy_delay={value}"), tmp_path)
+            td3.train(composer.composed(f"td3.policy_delay={value}"), tmp_path)
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command."""
+    refused = "bad configuration: td3.gradient_steps=3: must be a multiple of td3.policy_delay"
     words = {
-        "td3.gradient_steps=3": (2, "bad configuration: td3.gradient_steps=3: must be a multiple of td3.policy_delay"),
-        " ".join([*(word.replace(" ", "") for word in TINY), f"hydra.run.dir={tmp_path / 'run'}"]): (0, "pendulum per"),
+        ("td3.gradient_steps=3",): (2, refused),
+        (*composer.tiny, f"hydra.run.dir={tmp_path / 'run'}"): (0, "pendulum per"),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "recipes.td3", *line.split()], cwd=ROOT, stderr=-1, stdout=-1, text=True
-        )
-        for line in words
-    ]
-    for process, (code, message) in zip(processes, words.values(), strict=True):
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == code and errors.lstrip().startswith(message), errors
+    assert_commands("td3", words)
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").td3.hidden_sizes == [16, 16]

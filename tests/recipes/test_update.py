@@ -2,34 +2,20 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
 from recipes.update import CompiledUpdate, eager_update, target_pairs
-from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
-
-
-def transitions(count):
-    done = torch.rand(count, 1) < 0.1
-    following = {
-        "observation": torch.randn(count, 4),
-        "reward": torch.randn(count, 1),
-        "done": done,
-        "terminated": done.clone(),
-    }
-    data = {"observation": torch.randn(count, 4), "action": torch.randint(0, 2, (count,)), "next": following}
-    return TensorDict(data, [count])
+from tests.data import buffer_of, learnable
+from torchrl_replay_ext import ProportionalSampler
 
 
 class Learner:
     def __init__(self):
         torch.manual_seed(3)
-        self.replay = CompilableReplayBuffer(
-            storage=CompilableTensorStorage(64), sampler=ProportionalSampler(64), batch_size=8
-        )
-        self.replay.extend(transitions(40))
+        self.replay = buffer_of(ProportionalSampler, 64, compilable=True, batch_size=8)
+        self.replay.extend(learnable(40))
         network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         self.loss_module = DQNLoss(actor, delay_value=True, double_dqn=True, action_space="categorical")
@@ -54,7 +40,7 @@ def test_compiled_updates_are_the_eager_ones():
             CompiledUpdate(*learner.arguments(), targets=learner.targets(), extends=True) for learner in (first, second)
         ]
         for step in range(12):
-            data = transitions(3)
+            data = learnable(3)
             eager.replay.extend(data.clone())
             due = step % 4 == 3
             if due:

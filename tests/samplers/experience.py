@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import torchrl_replay_ext
-from tests.reference import NaivePER, NaiveReaPER
+from tests.reference import NaivePER, NaiveRanking, NaiveReaPER
 
 LAYOUTS = ("single", "single_with_ids", "interleaved", "env_major", "uneven", "two_dim")
 
@@ -110,6 +110,9 @@ class ReplayWithReference:
             self.sampler = torchrl_replay_ext.ProportionalSampler(self.capacity, **sampler)
             sampler.pop("stratified", None)
             self.reference = NaivePER(**sampler)
+        elif kind == "rank":
+            self.sampler = torchrl_replay_ext.RankBasedSampler(self.capacity, stale_fraction=0.0, **sampler)
+            self.reference = NaiveRanking(**sampler)
         else:
             lanes = {"num_streams": self.num_envs} if layout in ("interleaved", "env_major", "uneven") else {}
             self.sampler = torchrl_replay_ext.ReaPERSampler(self.capacity, **sampler, **lanes)
@@ -216,12 +219,12 @@ class ReplayWithReference:
     def probabilities(self) -> torch.Tensor:
         return self.sampler.probabilities(self.buffer.storage)
 
-    def check(self) -> None:
+    def check(self, rtol: float = 1e-4, atol: float = 1e-9) -> None:
         """The buffer's exact probabilities are the reference's."""
         probabilities = self.probabilities()
         expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
         assert probabilities.dtype == torch.float64
-        torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(probabilities, expected, rtol=rtol, atol=atol)
 
     def random_operation(self) -> None:
         """One of everything that can happen to a buffer."""
@@ -246,11 +249,15 @@ class ReplayWithReference:
             self.extend(self.rows + self.rng.randint(1, 7))
 
 
+def probabilities(buffer) -> torch.Tensor:
+    """The probability of each stored transition."""
+    return buffer.sampler.probabilities(buffer.storage)
+
+
 def assert_priorities(buffer, priority: torch.Tensor, alpha: float = 1.0) -> None:
     """P ∝ d^α of all stored transitions, with d in ``priority`` [len(buffer)]."""
     expected = priority.double() ** alpha
-    probabilities = buffer.sampler.probabilities(buffer.storage)
-    torch.testing.assert_close(probabilities, expected / expected.sum(), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-5, atol=1e-9)
 
 
 def assert_same_state(state: dict, expected: dict) -> None:
@@ -264,6 +271,16 @@ def assert_same_state(state: dict, expected: dict) -> None:
             torch.testing.assert_close(state[key], value, rtol=0, atol=0, equal_nan=True, msg=key)
         else:
             assert state[key] == value, key
+
+
+def assert_finite_stats(sampler) -> None:
+    """The statistics of a sampler are finite scalars, in a TensorDict without batch dimensions."""
+    statistics = sampler.stats()
+    assert isinstance(statistics, TensorDict) and statistics.batch_size == ()
+    leaves = dict(statistics.items(include_nested=True, leaves_only=True))
+    assert leaves
+    for name, value in leaves.items():
+        assert value.shape == () and torch.isfinite(value.double()), name
 
 
 class Refuses:

@@ -1,4 +1,4 @@
-"""What happens beside the straight path between a buffer and its sampler."""
+"""What every sampler guarantees: refused and late writes, checkpoints, copies, prefetching, other storages."""
 
 import copy
 import pickle
@@ -8,16 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 
+from tests.data import buffer_with, rows
 from tests.operations import CASES, SLICE, Driven
 from tests.samplers.experience import Refuses, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
     Anneal,
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -26,18 +24,8 @@ from torchrl_replay_ext import (
 from torchrl_replay_ext.functional import reliability
 
 
-def rows(count, done=(), ids=None, **extra):
-    ends = torch.zeros(count, 1, dtype=torch.bool)
-    ends[list(done)] = True
-    data = TensorDict({"observation": torch.arange(float(count)), "next": {"done": ends}, **extra}, [count])
-    if ids is not None:
-        data["collector", "traj_ids"] = torch.tensor(ids)
-    return data
-
-
 def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):
-    sampler = sampler_class(capacity, **sampler)
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=batch_size)
+    return buffer_with(sampler_class(capacity, **sampler), capacity, batch_size=batch_size)
 
 
 def assert_episodes(buffer, expected):
@@ -104,10 +92,7 @@ def test_writes_go_on_after_a_refused_one():
 )
 def test_a_refused_first_write_is_not_drawn(sampler, missing, compilable):
     data = rows(4, done=[3], logits=torch.zeros(4, 2))
-    storage, kind = (
-        (CompilableTensorStorage, CompilableReplayBuffer) if compilable else (LazyTensorStorage, TensorDictReplayBuffer)
-    )
-    buffer = kind(storage=storage(20), sampler=sampler(20), batch_size=20)
+    buffer = buffer_with(sampler(20), 20, compilable=compilable, batch_size=20)
     for _ in range(2):
         with pytest.raises(KeyError):
             buffer.extend(data.exclude(missing))
@@ -347,9 +332,7 @@ def test_late_batches_that_look_like_others():
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_batches_from_before_empty_change_nothing(prefetch):
     sampler = ProportionalSampler(10, td_error="absolute")
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(10), sampler=sampler, batch_size=4, **({"prefetch": prefetch} if prefetch else {})
-    )
+    buffer = buffer_with(sampler, 10, batch_size=4, **({"prefetch": prefetch} if prefetch else {}))
     buffer.extend(rows(10))
     batch = buffer.sample()
     buffer.empty()
@@ -378,7 +361,7 @@ def test_a_state_of_an_earlier_version_is_refused_by_name():
     buffer.extend(rows(4))
     before = buffer.sampler.state_dict()
     earlier = {"stamp": torch.zeros(10), "clock": torch.zeros(()), "storage_shape": torch.tensor([10])}
-    with pytest.raises(ValueError, match="before its write log was introduced, and cannot be loaded"):
+    with pytest.raises(ValueError, match=r"an older version .* saved this state; it cannot be loaded"):
         buffer.sampler.load_state_dict(earlier)
     assert all(torch.equal(before[key], value) for key, value in buffer.sampler.state_dict().items())
 

@@ -1,3 +1,5 @@
+"""DecoupledSampler: the divergence of policies, the batches of the actor and its noise, beside the critic's sampler."""
+
 import copy
 import math
 import pickle
@@ -20,16 +22,13 @@ from torchrl.modules import (
     TruncatedNormal,
 )
 
+from tests.data import buffer_with, event_sampler, linear_policy
 from tests.events import scripted
 from tests.params import slow_but
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     ReaPERSampler,
 )
@@ -162,9 +161,7 @@ def experience(count, policy=None, seed=0):
 def make(critic=None, policy=None, batch_size=32, count=500, **arguments):
     policy = make_policy() if policy is None else policy
     sampler = DecoupledSampler(ProportionalSampler(1000) if critic is None else critic, policy, **arguments)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(1000), sampler=sampler, batch_size=batch_size, priority_key="td_error"
-    )
+    rb = buffer_with(sampler, 1000, batch_size=batch_size, priority_key="td_error")
     actor_rb = sampler.actor_buffer(rb)
     if count:
         rb.extend(experience(count))
@@ -325,9 +322,7 @@ def test_transforms_come_before_the_policy():
 @pytest.mark.parametrize("columns", [1, 2])
 def test_critic_and_actor_do_not_disturb_each_other(columns):
     sampler = DecoupledSampler(ReaPERSampler(1000), make_policy())
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(1000, ndim=columns), sampler=sampler, batch_size=32, priority_key="td_error"
-    )
+    rb = buffer_with(sampler, 1000, ndim=columns, batch_size=32, priority_key="td_error")
     data = experience(500)
     rb.extend(data if columns == 1 else data.reshape(2, 250))
     actor_rb = sampler.actor_buffer(rb, batch_size=16)
@@ -416,13 +411,8 @@ def test_uniform_critics_take_no_priorities():
 
 
 def test_event_tables_for_the_critic():
-    tables = EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 30})
-    critic = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1)
-    policy = TensorDictModule(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-    sampler = DecoupledSampler(critic, policy)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(100), sampler=sampler, writer=EventTableWriter(tables), batch_size=16
-    )
+    sampler = DecoupledSampler(event_sampler(30, ("next", "a"), 5), linear_policy(3, 1))
+    rb = buffer_with(sampler, 100, batch_size=16)
     data = scripted(80)
     data["action"] = torch.randn(80, 1)
     rb.extend(data)
@@ -436,9 +426,7 @@ def test_draws_come_from_the_buffers_generator():
     def drawn():
         policy = make_policy()
         sampler = DecoupledSampler(ProportionalSampler(1000), policy)
-        rb = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(1000), sampler=sampler, batch_size=8, generator=torch.Generator().manual_seed(3)
-        )
+        rb = buffer_with(sampler, 1000, batch_size=8, generator=torch.Generator().manual_seed(3))
         rb.extend(experience(100))
         actor_rb = sampler.actor_buffer(rb)
         return torch.cat([torch.cat([rb.sample()["index"], actor_rb.sample()["index"]]) for _ in range(3)])
@@ -552,11 +540,8 @@ def test_what_a_distribution_does_anyway_may_be_said():
 
 
 def test_pinned_tables_need_candidates_of_their_own():
-    tables = EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 30, "default": 50}, retention="pinned")
-    sampler = DecoupledSampler(EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}), make_policy())
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(80), sampler=sampler, writer=EventTableWriter(tables), batch_size=16
-    )
+    sampler = DecoupledSampler(event_sampler(30, ("next", "a"), 5, default=50), make_policy())
+    rb = buffer_with(sampler, 80, batch_size=16)
     with pytest.raises(ValueError, match="pass a candidate_sampler"):
         sampler.actor_buffer(rb)
 

@@ -2,20 +2,14 @@
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import buffer_with, event_sampler, rows
 from tests.samplers.experience import assert_priorities, assert_same_state
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     ReaPERSampler,
 )
@@ -24,30 +18,23 @@ CAPACITY, BATCH = 30, 6
 
 
 def event_tables(kind):
-    tables = EventTables([EventSpec("end", ("next", "done"), 3)], {"end": 9})
-    priority = {"kind": kind, "max_priority_within_buffer": True}
-    # every transition is drawn by its priority alone
-    priority |= {"omega": 0.0} if kind == "reaper" else {}
-    sampler = EventTableSampler(tables, eta={"default": 1.0, "end": 0.0}, min_size=1, priority=priority)
-    return {"sampler": sampler, "writer": EventTableWriter(tables)}
+    # eta and omega are such that every transition is drawn by its priority alone
+    priority = {"kind": kind, "max_priority_within_buffer": True} | ({"omega": 0.0} if kind == "reaper" else {})
+    return event_sampler(9, share=0.0, priority=priority)
 
 
-PARTS = {
-    "proportional": lambda: {"sampler": ProportionalSampler(CAPACITY, max_priority_within_buffer=True)},
-    "absolute": lambda: {
-        "sampler": ProportionalSampler(CAPACITY, max_priority_within_buffer=True, td_error="absolute", eps=0.25)
-    },
-    "reaper": lambda: {"sampler": ReaPERSampler(CAPACITY, omega=0.0, max_priority_within_buffer=True)},
+SAMPLERS = {
+    "proportional": lambda: ProportionalSampler(CAPACITY, max_priority_within_buffer=True),
+    "absolute": lambda: ProportionalSampler(CAPACITY, max_priority_within_buffer=True, td_error="absolute", eps=0.25),
+    "reaper": lambda: ReaPERSampler(CAPACITY, omega=0.0, max_priority_within_buffer=True),
     "events, proportional": lambda: event_tables("proportional"),
     "events, reaper": lambda: event_tables("reaper"),
 }
+data_of = partial(rows, episode=5)
 
 
-def data_of(count):
-    done = (torch.arange(count) % 5 == 4).unsqueeze(1)
-    return TensorDict(
-        {"observation": torch.rand(count, 1), "next": {"done": done, "terminated": done.clone()}}, [count]
-    )
+def buffer_of(name, compilable=False):
+    return buffer_with(SAMPLERS[name](), CAPACITY, compilable=compilable, batch_size=BATCH)
 
 
 class Naive:
@@ -107,18 +94,15 @@ def sample_and_update(buffer, errors):
     return batch["index"]
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("compilable", [False, True])
 def test_new_transitions_get_the_largest_priority_of_those_stored(name, compilable):
-    make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
-    storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(CAPACITY)
-    buffer = make(storage=storage, batch_size=BATCH, **PARTS[name]())
-    drive(buffer, update=sample_and_update, absolute=name == "absolute")
+    drive(buffer_of(name, compilable), update=sample_and_update, absolute=name == "absolute")
 
 
 @pytest.mark.parametrize("name", ["proportional", "reaper"])
 def test_in_a_graph_too(name):
-    buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(CAPACITY), batch_size=BATCH, **PARTS[name]())
+    buffer = buffer_of(name, compilable=True)
     naive, rng = Naive(1e-6), random.Random(2)
     buffer.extend(data_of(4))
     naive.write(4)
@@ -142,11 +126,9 @@ def test_in_a_graph_too(name):
     assert naive.default < 3
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_state_goes_on_where_it_was(name, tmp_path):
-    buffer, other = (
-        TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=BATCH, **PARTS[name]()) for _ in "ab"
-    )
+    buffer, other = buffer_of(name), buffer_of(name)
     drive(buffer, update=sample_and_update, absolute=name == "absolute")
     buffer.dumps(tmp_path)
     other.loads(tmp_path)
@@ -167,9 +149,8 @@ def test_state_goes_on_where_it_was(name, tmp_path):
 
 def test_a_refused_write_takes_nothing_out():
     sampler = ReaPERSampler(CAPACITY, max_priority_within_buffer=True, num_streams=2)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=BATCH, sampler=sampler)
-    data = data_of(CAPACITY)
-    data["collector", "traj_ids"] = torch.arange(CAPACITY) % 2
+    buffer = buffer_with(sampler, CAPACITY, batch_size=BATCH)
+    data = data_of(CAPACITY, ids=torch.arange(CAPACITY) % 2)
     data["next", "done"].zero_()
     buffer.extend(data)
     buffer.update_priority(torch.arange(4), torch.tensor([100.0, 4.0, 4.0, 4.0]))
@@ -183,9 +164,7 @@ def test_a_refused_write_takes_nothing_out():
 
 
 def test_without_it_the_largest_priority_ever_seen_stays():
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(4), batch_size=2, sampler=ProportionalSampler(4, eps=0.0, td_error="absolute")
-    )
+    buffer = buffer_with(ProportionalSampler(4, eps=0.0, td_error="absolute"), 4)
     buffer.extend(data_of(4))
     buffer.update_priority(torch.arange(4), torch.tensor([1e4, 1.0, 1.0, 1.0]))
     buffer.extend(data_of(2))

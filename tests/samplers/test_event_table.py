@@ -1,3 +1,5 @@
+"""EventTableSampler: mixtures of tables, allocations, corrections, priorities inside tables, state and bad input."""
+
 import math
 import pickle
 
@@ -9,6 +11,7 @@ from torchrl.data.replay_buffers import ImmutableDatasetWriter, RandomSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.chi_square import p_value
+from tests.data import buffer_with, event_sampler
 from tests.events import NaiveTables, scripted
 from torchrl_replay_ext import (
     Anneal,
@@ -23,20 +26,16 @@ from torchrl_replay_ext.functional import allocate, reliability
 ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
 
 
+def tables_of(retention="ring", default=20, a=12, b=20, history=(5, 3)):
+    """Tables of the events "a" and "b", with these capacities and histories; ``default`` counts if they are pinned."""
+    specs = [EventSpec(name, ("next", name), length) for name, length in zip("ab", history, strict=True)]
+    capacity = {"a": a, "b": b} | ({"default": default} if retention == "pinned" else {})
+    return EventTables(specs, capacity, retention=retention)
+
+
 def make(retention="ring", size=60, batch_size=50, generator=None, **sampler):
-    specs = [EventSpec("a", ("next", "a"), 5), EventSpec("b", ("next", "b"), 3)]
-    capacity = {"a": 12, "b": 20}
-    if retention == "pinned":
-        capacity["default"] = size - 32
-    tables = EventTables(specs, capacity, retention=retention)
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(size),
-        writer=EventTableWriter(tables),
-        sampler=EventTableSampler(tables, **{"eta": ETA, "min_size": 1, **sampler}),
-        batch_size=batch_size,
-        priority_key="td_error",
-        generator=generator,
-    )
+    sampler = EventTableSampler(tables_of(retention, size - 32), **{"eta": ETA, "min_size": 1, **sampler})
+    return buffer_with(sampler, size, batch_size=batch_size, priority_key="td_error", generator=generator)
 
 
 def filled(count=150, **options):
@@ -202,13 +201,7 @@ def two_outcomes(count=4000, **sampler):
         },
         [count],
     )
-    tables = EventTables([EventSpec("hit", ("next", "hit"), 1)], {"hit": count})
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(count),
-        writer=EventTableWriter(tables),
-        sampler=EventTableSampler(tables, eta={"default": 0.5, "hit": 0.5}, min_size=1, **sampler),
-        batch_size=2000,
-    )
+    rb = buffer_with(event_sampler(count, ("next", "hit"), 1, name="hit", **sampler), count, batch_size=2000)
     rb.extend(data)
     return rb
 
@@ -353,15 +346,11 @@ def naive_class_weights(naive, eta, priority):
 @pytest.mark.parametrize("kind", [None, "proportional"])
 def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(kind):
     specs, capacity = [("a", 4, "a"), ("b", 2, "b")], {"default": 40, "a": 15, "b": 50}
-    tables = EventTables(
-        [EventSpec(name, ("next", name), history) for name, history, _ in specs], capacity, retention="pinned"
-    )
+    tables = tables_of("pinned", history=(4, 2), **capacity)
     sampler = EventTableSampler(
         tables, eta=ETA, min_size=1, correction="mixture", priority=kind and {"kind": kind, "alpha": 1.0}
     )
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(105), writer=EventTableWriter(tables), sampler=sampler, batch_size=200
-    )
+    rb = buffer_with(sampler, 105, batch_size=200)
     naive, data = NaiveTables(specs, capacity), scripted(900, streams=3, p_event=0.06, seed=5)
     for first in range(0, 900, 7):
         for row in data[first : first + 7]:
@@ -388,16 +377,8 @@ def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(
 def outcomes(retention, correction):
     """The weighted shares of four outcomes of one (s, a): no event, a, b, both; the mean and error over batches."""
     torch.manual_seed(0)
-    capacity = {"a": 150, "b": 450} | ({"default": 300} if retention == "pinned" else {})
-    tables = EventTables(
-        [EventSpec("a", ("next", "a"), 1), EventSpec("b", ("next", "b"), 1)], capacity, retention=retention
-    )
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(900),
-        writer=EventTableWriter(tables),
-        sampler=EventTableSampler(tables, eta=ETA, min_size=1, correction=correction),
-        batch_size=200,
-    )
+    tables = tables_of(retention, default=300, a=150, b=450, history=(1, 1))
+    rb = buffer_with(EventTableSampler(tables, eta=ETA, min_size=1, correction=correction), 900, batch_size=200)
     shares = []
     for step in range(400):
         z = torch.multinomial(torch.tensor(OUTCOMES), 300, replacement=True)
@@ -732,13 +713,6 @@ def test_priorities_of_its_own_are_needed_for_updates_to_matter():
 
 
 # --- bad input
-
-
-def tables_of(retention="ring"):
-    capacity = {"a": 12, "b": 20} | ({"default": 20} if retention == "pinned" else {})
-    return EventTables(
-        [EventSpec("a", ("next", "a"), 5), EventSpec("b", ("next", "b"), 3)], capacity, retention=retention
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""TD errors that come late, row by row, against a plain list of which transition is in which slot."""
+"""TD errors that are handed back late: each row reaches the transition that was drawn, or none.
+
+The model is a plain list of the transition in each slot.
+"""
 
 import random
 from collections import Counter
@@ -7,17 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import buffer_with, event_sampler, linear_policy, rows
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -29,34 +25,31 @@ EXACT = {"alpha": 1.0, "td_error": "absolute"}
 
 
 def proportional(capacity):
-    return {"sampler": ProportionalSampler(capacity, eps=0.0, **EXACT)}
+    return ProportionalSampler(capacity, eps=0.0, **EXACT)
 
 
 def rank(capacity):
-    return {"sampler": RankBasedSampler(capacity, stale_fraction=0.0, **EXACT)}
+    return RankBasedSampler(capacity, stale_fraction=0.0, **EXACT)
 
 
 def reaper(capacity):
     # reliabilities do not count: that is for other tests
-    return {"sampler": ReaPERSampler(capacity, omega=0.0, eps=0.0, **EXACT)}
+    return ReaPERSampler(capacity, omega=0.0, eps=0.0, **EXACT)
 
 
 def events(capacity):
-    tables = EventTables([EventSpec("event", ("next", "event"), 2)], {"event": capacity})
-    # only the default table is drawn from, in which everything is
+    # only the default table is drawn from, and it holds every transition
     priority = {"kind": "proportional", "eps": 0.0, **EXACT}
-    sampler = EventTableSampler(tables, eta={"default": 1.0, "event": 0.0}, min_size=1, priority=priority)
-    return {"sampler": sampler, "writer": EventTableWriter(tables)}
+    return event_sampler(capacity, ("next", "event"), 2, share=0.0, priority=priority)
 
 
 def slices(capacity):
-    anchors = proportional(capacity)["sampler"]
-    return {"sampler": TrajectoryRetraceSampler(capacity, slice_len=SLICE, behaviour_keys=(), anchors=anchors)}
+    anchors = proportional(capacity)
+    return TrajectoryRetraceSampler(capacity, slice_len=SLICE, behaviour_keys=(), anchors=anchors)
 
 
 def decoupled(capacity):
-    policy = TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
-    return {"sampler": DecoupledSampler(proportional(capacity)["sampler"], policy, num_candidates=2)}
+    return DecoupledSampler(proportional(capacity), linear_policy(), num_candidates=2)
 
 
 SAMPLERS = {f.__name__: f for f in (proportional, rank, reaper, events, slices, decoupled)}
@@ -127,10 +120,7 @@ class Model:
         self.priority: dict[int, float] = {}
         # draw, slot, transition, whether the row is clear: how many rows
         self.outstanding: Counter[tuple[int, int, int, bool]] = Counter()
-        make, storage = TensorDictReplayBuffer, LazyTensorStorage
-        if not stock:
-            make, storage = CompilableReplayBuffer, CompilableTensorStorage
-        self.buffer = make(storage=storage(self.size, ndim=ndim), **SAMPLERS[name](self.size))
+        self.buffer = buffer_with(SAMPLERS[name](self.size), self.size, compilable=not stock, ndim=ndim)
         self.write(steps)
 
     def stats(self, key: str) -> float:
@@ -138,26 +128,18 @@ class Model:
 
     def write(self, count: int) -> None:
         """``count`` >= 2 steps in every lane, in episodes of 4."""
-        numbers = torch.arange(self.written, self.written + count * self.lanes)
-        self.written += len(numbers)
+        data = rows(count, self.lanes if self.ndim == 2 else None, first=self.written, episode=4)
+        data["action"] = torch.zeros(*data.shape, 1)
+        data["next", "event"] = data["number"].unsqueeze(-1) % 5 == 0
         self.writes += 1
-        done = ((numbers // self.lanes) % 4 == 3).unsqueeze(1)
-        data = TensorDict(
-            {
-                "number": numbers,
-                "observation": numbers.float().unsqueeze(1),
-                "action": torch.zeros(len(numbers), 1),
-                "next": {"done": done, "terminated": done.clone(), "event": (numbers % 5 == 0).unsqueeze(1)},
-            },
-            [len(numbers)],
-        )
         default = self.stats("max_priority")
-        self.buffer.extend(data.reshape(count, self.lanes).transpose(0, 1) if self.lanes > 1 else data)
-        for number in numbers.tolist():
+        self.buffer.extend(data)
+        for number in range(self.written, self.written + count * self.lanes):
             slot, self.cursor = self.cursor, (self.cursor + 1) % self.size
             self.numbers[slot] = number
             # by rank, the newest comes first
             self.priority[slot] = 1e9 + number if self.name == "rank" else default
+        self.written += count * self.lanes
 
     def draw(self, size: int) -> Drawn:
         size *= SLICE if self.name == "slices" else 1

@@ -1,21 +1,17 @@
-"""Samples that come back without TD errors, or with them under another name, change no priority."""
+"""A sample that is handed back without TD errors, or with a misspelt key for them, changes no priority."""
+
+from functools import partial
 
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, Sequence, TensorDictReplayBuffer
+from torchrl.data import Sequence
 from torchrl.data.replay_buffers import RandomSampler
 
+from tests.data import buffer_of, buffer_with, event_sampler, linear_policy, random_rows
 from torchrl_replay_ext import (
     Anneal,
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -23,59 +19,30 @@ from torchrl_replay_ext import (
 )
 
 CAPACITY = 40
-
-
-def rows(count=30):
-    done = (torch.arange(count) % 10 == 9).unsqueeze(1)
-    return TensorDict(
-        {
-            "observation": torch.randn(count, 3),
-            "action": torch.randn(count, 2),
-            "logits": torch.randn(count, 2),
-            "event": torch.arange(count) % 4 == 0,
-            "next": {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)},
-        },
-        [count],
-    )
-
-
-def policy():
-    return TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-
-
-def events(priority):
-    tables = EventTables([EventSpec("event", "event", 3)], {"event": CAPACITY})
-    sampler = EventTableSampler(tables, eta={"default": 0.5, "event": 0.5}, priority=priority)
-    return sampler, EventTableWriter(tables)
-
+events = partial(event_sampler, CAPACITY, "event")
+policy = partial(linear_policy, 3, 2)
 
 PRIORITIZED = {
-    "proportional": lambda: (ProportionalSampler(CAPACITY, alpha=Anneal(0.6, 0.2, num_updates=9)), None),
-    "no eps": lambda: (ProportionalSampler(CAPACITY, eps=0.0), None),
-    "rank": lambda: (RankBasedSampler(CAPACITY), None),
-    "reaper": lambda: (ReaPERSampler(CAPACITY, td_error="absolute"), None),
-    "events": lambda: events({"kind": "proportional"}),
-    "decoupled": lambda: (DecoupledSampler(ProportionalSampler(CAPACITY), policy()), None),
-    "slices": lambda: (TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=ProportionalSampler(CAPACITY)), None),
+    "proportional": lambda: ProportionalSampler(CAPACITY, alpha=Anneal(0.6, 0.2, num_updates=9)),
+    "no eps": lambda: ProportionalSampler(CAPACITY, eps=0.0),
+    "rank": lambda: RankBasedSampler(CAPACITY),
+    "reaper": lambda: ReaPERSampler(CAPACITY, td_error="absolute"),
+    "events": lambda: events(priority={"kind": "proportional"}),
+    "decoupled": lambda: DecoupledSampler(ProportionalSampler(CAPACITY), policy()),
+    "slices": lambda: TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=ProportionalSampler(CAPACITY)),
 }
 UNIFORM = {
-    "uniform": lambda: (RandomSampler(), None),
-    "events": lambda: events(None),
-    "slices": lambda: (TrajectoryRetraceSampler(CAPACITY, slice_len=4), None),
-    "decoupled": lambda: (DecoupledSampler(RandomSampler(), policy()), None),
+    "uniform": lambda: RandomSampler(),
+    "events": events,
+    "slices": lambda: TrajectoryRetraceSampler(CAPACITY, slice_len=4),
+    "decoupled": lambda: DecoupledSampler(RandomSampler(), policy()),
 }
 
 
 def make(maker, stock, **arguments):
     torch.manual_seed(0)
-    sampler, writer = maker()
-    if writer is not None:
-        arguments["writer"] = writer
-    storage = (LazyTensorStorage if stock else CompilableTensorStorage)(CAPACITY)
-    rb = (TensorDictReplayBuffer if stock else CompilableReplayBuffer)(
-        storage=storage, sampler=sampler, batch_size=8, **arguments
-    )
-    rb.extend(rows())
+    rb = buffer_with(maker(), CAPACITY, compilable=not stock, batch_size=8, **arguments)
+    rb.extend(random_rows(30))
     return rb
 
 
@@ -135,10 +102,8 @@ def test_in_a_stock_buffer_it_is_harmless_and_counted(name):
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_so_it_is_in_other_layouts(ndim):
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY, ndim=ndim), sampler=ProportionalSampler(CAPACITY), batch_size=8
-    )
-    rb.extend(rows().reshape(3, 10) if ndim == 2 else rows())
+    rb = buffer_of(ProportionalSampler, CAPACITY, ndim=ndim, batch_size=8)
+    rb.extend(random_rows(30).reshape(3, 10) if ndim == 2 else random_rows(30))
     updated(rb)
     batch, before = rb.sample(), dict(flat(rb.sampler.state_dict()))
     rb.update_tensordict_priority(batch)
@@ -170,12 +135,12 @@ def test_the_actors_buffer_says_that_it_takes_no_priorities(stock):
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 def test_single_rows_are_added_without_td_errors(stock):
     rb = updated(make(PRIORITIZED["no eps"], stock))
-    for slot, row in enumerate(rows(4), start=30):
+    for slot, row in enumerate(random_rows(4), start=30):
         assert int(rb.add(row)) == slot
     assert len(rb) == 34 and rb.sampler.stats()["rejected_updates"] == 0
     new = rb.sampler.probabilities(rb.storage)[30:34]
     assert (new == new[0]).all() and new[0] == rb.sampler.probabilities(rb.storage).max()
-    row = rows(1)[0]
+    row = random_rows(1)[0]
     row["td_error"] = torch.tensor(0.25)
     if not stock:
         with pytest.raises(KeyError, match="td_error"):
@@ -212,17 +177,9 @@ def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 def test_anchors_without_priorities_need_no_td_errors(stock):
-    tables = EventTables([EventSpec("event", "event", 2)], {"event": 10})
-    anchors = EventTableSampler(tables, eta={"default": 0.5, "event": 0.5})
-    parts = {
-        "sampler": TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=anchors),
-        "writer": EventTableWriter(tables),
-        "batch_size": 8,
-    }
-    if stock:
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), **parts)
-    else:
-        rb = CompilableReplayBuffer(storage=CompilableTensorStorage(CAPACITY), **parts)
-    rb.extend(rows())
+    anchors = event_sampler(10, "event", 2)
+    slices = TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=anchors)
+    rb = buffer_with(slices, CAPACITY, compilable=not stock, batch_size=8)
+    rb.extend(random_rows(30))
     rb.update_tensordict_priority(rb.sample())
     assert rb.sampler.stats().get("rejected_updates", torch.zeros(())) == 0

@@ -1,5 +1,8 @@
+"""ProportionalSampler against hand tables and the naive reference of PER: draws, weights, state and bad input."""
+
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -11,19 +14,21 @@ from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler
 
+from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import Refuses, ReplayWithReference, Step, assert_same_state, transitions
-from torchrl_replay_ext import Anneal, CompilableReplayBuffer, CompilableTensorStorage, ProportionalSampler
+from tests.data import learnable
+from tests.samplers.experience import (
+    Refuses,
+    ReplayWithReference,
+    Step,
+    assert_finite_stats,
+    assert_same_state,
+    probabilities,
+    transitions,
+)
+from torchrl_replay_ext import Anneal, ProportionalSampler
 
-
-def buffer_of(capacity, *, batch_size=None, generator=None, prefetch=None, **sampler):
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(capacity),
-        sampler=ProportionalSampler(capacity, **sampler),
-        batch_size=batch_size,
-        generator=generator,
-        prefetch=prefetch,
-    )
+buffer_of = partial(data.buffer_of, ProportionalSampler)
 
 
 def items(count):
@@ -37,10 +42,6 @@ def filled(values, /, **options):
     index = buffer.extend(items(len(values)))
     buffer.update_priority(index, values)
     return buffer
-
-
-def probabilities(buffer):
-    return buffer.sampler.probabilities(buffer.storage)
 
 
 def draw(buffer, draws, batch_size=1_000):
@@ -216,9 +217,7 @@ def test_one_item():
 
 
 def test_two_dimensional_storage_is_indexed_by_time_and_environment():
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(12, ndim=2), sampler=ProportionalSampler(12, eps=0.0, td_error="absolute", alpha=1.0)
-    )
+    buffer = buffer_of(12, ndim=2, eps=0.0, td_error="absolute", alpha=1.0)
     observation = torch.arange(12.0).view(3, 4)  # [environment, time]
     buffer.extend(TensorDict({"observation": observation}, [3, 4]))
     index = torch.tensor([[time, env] for time in range(4) for env in range(3)])
@@ -476,23 +475,11 @@ def test_dqn_loss_end_to_end():
     )
     loss = DQNLoss(actor, action_space="categorical", delay_value=False)
     loss.make_value_estimator(gamma=gamma)
-    terminated = torch.rand(count, 1) < 0.2
-    data = TensorDict(
-        {
-            "observation": torch.randn(count, 3),
-            "action": torch.randint(2, (count,)),
-            "next": {
-                "observation": torch.randn(count, 3),
-                "reward": torch.randn(count, 1),
-                "done": terminated,
-                "terminated": terminated,
-            },
-        },
-        [count],
-    )
+    data = learnable(count, observation=3, done=0.2)
     with torch.no_grad():
         q = network(data["observation"]).gather(1, data["action"][:, None])
-        target = data["next", "reward"] + gamma * ~terminated * network(data["next", "observation"]).amax(1, True)
+        value = network(data["next", "observation"]).amax(1, True)
+        target = data["next", "reward"] + gamma * ~data["next", "terminated"] * value
         magnitude = (q - target).abs().squeeze(1).double() + 1e-6
     buffer = buffer_of(count, alpha=0.6)
     buffer.extend(data)
@@ -515,12 +502,7 @@ def test_stats_are_finite_scalars(updates):
     replay.extend(10)
     for _ in range(updates):
         replay.update(replay.sample(4))
-    statistics = replay.sampler.stats()
-    assert isinstance(statistics, TensorDict) and statistics.batch_size == ()
-    leaves = dict(statistics.items(include_nested=True, leaves_only=True))
-    assert leaves
-    for name, value in leaves.items():
-        assert value.shape == () and torch.isfinite(value.double()), name
+    assert_finite_stats(replay.sampler)
 
 
 # --- bad input
@@ -618,9 +600,7 @@ def test_a_td_error_beyond_the_range_of_the_sums():
 
 
 def test_a_graph_takes_the_root_of_squared_td_errors():
-    buffer = CompilableReplayBuffer(
-        storage=CompilableTensorStorage(64), sampler=ProportionalSampler(64, alpha=0.5, eps=0.25), batch_size=64
-    )
+    buffer = buffer_of(64, compilable=True, batch_size=64, alpha=0.5, eps=0.25)
     buffer.extend(items(64))
     batch, error = buffer.sample(64), 4 * torch.rand(64)
     batch["td_error"] = error[batch["index"]]

@@ -1,23 +1,22 @@
 """RankBasedSampler against a naive ranking."""
 
 import math
-import random
 
 import pytest
 import torch
 from scipy import stats
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 
+from tests.data import buffer_with
+from tests.samplers.experience import ReplayWithReference, probabilities
 from torchrl_replay_ext import Anneal, CompilableReplayBuffer, CompilableTensorStorage, RankBasedSampler
 from torchrl_replay_ext.functional import rank_probabilities
 
 
 def buffer(capacity: int, ndim: int = 1, **arguments) -> TensorDictReplayBuffer:
     arguments = {"stale_fraction": 0.0, "td_error": "absolute", **arguments}
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(capacity, ndim=ndim), sampler=RankBasedSampler(capacity, **arguments)
-    )
+    return buffer_with(RankBasedSampler(capacity, **arguments), capacity, ndim=ndim)
 
 
 def rows(count: int) -> TensorDict:
@@ -31,37 +30,8 @@ def filled(td_error: torch.Tensor, **arguments) -> TensorDictReplayBuffer:
     return rb
 
 
-def probabilities(rb: TensorDictReplayBuffer) -> torch.Tensor:
-    return rb.sampler.probabilities(rb.storage)
-
-
 def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((p - q).abs().sum()) / 2
-
-
-class NaiveRanking:
-    """The slots of a ring from rank 1 on: new ones, the newest first, then by |δ|."""
-
-    def __init__(self, capacity: int):
-        self.capacity, self.cursor, self.time = capacity, 0, 0
-        self.items: dict[int, tuple[float, int]] = {}
-
-    def extend(self, count: int) -> None:
-        for _ in range(count):
-            self.time += 1
-            self.items[self.cursor] = (math.inf, self.time)
-            self.cursor = (self.cursor + 1) % self.capacity
-
-    def update(self, slot: int, td_error: float) -> None:
-        self.items[slot] = (td_error, 0)
-
-    def probabilities(self, alpha: float) -> torch.Tensor:
-        order = sorted(self.items, key=lambda slot: self.items[slot], reverse=True)
-        normalizer = sum((k + 1) ** -alpha for k in range(len(order)))
-        result = torch.zeros(len(order), dtype=torch.float64)
-        for k, slot in enumerate(order):
-            result[slot] = (k + 1) ** -alpha / normalizer
-        return result
 
 
 def test_rank_probabilities_are_those_of_a_loop():
@@ -78,26 +48,12 @@ def test_rank_probabilities_are_those_of_a_loop():
 @pytest.mark.parametrize("capacity", [1, 7, 40])
 @pytest.mark.parametrize("seed", range(3))
 def test_life_of_new_updated_and_overwritten_items(capacity, seed):
-    rng = random.Random(seed)
-    rb, naive = buffer(capacity, alpha=0.9), NaiveRanking(capacity)
-    for number in range(120):
-        if number == 0 or rng.random() < 0.4:
-            count = rng.randint(1, capacity + 3 if rng.random() < 0.2 else max(1, capacity // 3))
-            rb.extend(rows(count))
-            naive.extend(count)
-        else:
-            count = rng.randint(1, 6)
-            slots = [rng.choice(list(naive.items)) for _ in range(count)]
-            # all different, so that no tie has to be broken
-            errors = [rng.random() * 10 ** rng.randint(-3, 3) for _ in range(count)]
-            rb.update_priority(torch.tensor(slots), torch.tensor(errors))
-            for slot, error in zip(slots, torch.tensor(errors).tolist(), strict=True):
-                naive.update(slot, error)
-        if rng.random() < 0.5:
-            torch.testing.assert_close(probabilities(rb), naive.probabilities(0.9), rtol=1e-9, atol=0)
-            rb.sampler.check_valid()
-        if rng.random() < 0.2:
-            rb.sample(8)
+    # TD errors are all different: no tie has to be broken
+    replay = ReplayWithReference("rank", capacity=capacity, seed=seed, alpha=0.9, td_error="absolute")
+    for _ in range(120):
+        replay.random_operation()
+        replay.check(rtol=1e-9, atol=0)
+        replay.sampler.check_valid()
 
 
 def test_draws_follow_the_probabilities():

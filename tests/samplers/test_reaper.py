@@ -1,21 +1,32 @@
+"""ReaPERSampler against hand tables and the naive reference of its paper: episodes, draws, state and bad input."""
+
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler
 
+from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import LAYOUTS, Refuses, ReplayWithReference, Step, assert_same_state, transitions
+from tests.data import learnable
+from tests.samplers.experience import (
+    LAYOUTS,
+    Refuses,
+    ReplayWithReference,
+    Step,
+    assert_finite_stats,
+    assert_same_state,
+    probabilities,
+    transitions,
+)
 from torchrl_replay_ext import (
     Anneal,
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     ProportionalSampler,
     ReaPERSampler,
 )
@@ -23,14 +34,7 @@ from torchrl_replay_ext import (
 STREAMS = [("interleaved", 2), ("interleaved", 3), ("env_major", 3), ("uneven", 3), ("uneven", 5), ("two_dim", 3)]
 
 
-def buffer_of(capacity, *, ndim=1, batch_size=None, generator=None, prefetch=None, **sampler):
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(capacity, ndim=ndim),
-        sampler=ReaPERSampler(capacity, **sampler),
-        batch_size=batch_size,
-        generator=generator,
-        prefetch=prefetch,
-    )
+buffer_of = partial(data.buffer_of, ReaPERSampler)
 
 
 def plain(**options):
@@ -44,10 +48,6 @@ def episode(number, length, *, end="terminated", traj_id=None):
     if end:
         setattr(steps[-1], end, True)
     return steps
-
-
-def probabilities(buffer):
-    return buffer.sampler.probabilities(buffer.storage)
 
 
 def assert_psi(buffer, expected, rtol=1e-5):
@@ -329,10 +329,7 @@ def test_any_sequence(layout, capacity, num_envs, truncated, alpha, omega, end_p
 @pytest.mark.parametrize(("layout", "num_envs"), [("single", 1), ("uneven", 3), ("two_dim", 2)])
 def test_omega_0_is_proportional_prioritization(layout, num_envs):
     reaper = ReplayWithReference("reaper", layout=layout, num_envs=num_envs, capacity=20, alpha=0.6, omega=0.0, seed=4)
-    per = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(reaper.capacity, ndim=2 if layout == "two_dim" else 1),
-        sampler=ProportionalSampler(reaper.capacity, alpha=0.6),
-    )
+    per = data.buffer_of(ProportionalSampler, reaper.capacity, ndim=2 if layout == "two_dim" else 1, alpha=0.6)
     written, updated = reaper.buffer.extend, reaper.buffer.update_priority
 
     def extend(data):
@@ -660,12 +657,8 @@ def test_dqn_loss_end_to_end():
     loss = DQNLoss(actor, action_space="categorical", delay_value=False)
     loss.make_value_estimator(gamma=0.9)
     steps = episode(0, 10) + episode(1, 9, end="truncated") + episode(2, 5, end=None)
-    data = transitions(steps)
     count = len(steps)
-    data["observation"] = torch.randn(count, 3)
-    data["action"] = torch.randint(2, (count,))
-    data["next", "observation"] = torch.randn(count, 3)
-    data["next", "reward"] = torch.randn(count, 1)
+    data = learnable(count, observation=3).update(transitions(steps).exclude("observation"))
     with torch.no_grad():
         q = network(data["observation"]).gather(1, data["action"][:, None])
         bootstrap = 0.9 * ~data["next", "terminated"] * network(data["next", "observation"]).amax(1, True)
@@ -696,12 +689,16 @@ def test_stats_are_finite_scalars(updates, layout):
     replay.extend(10)
     for _ in range(updates):
         replay.update(replay.sample(4))
-    statistics = replay.sampler.stats()
-    assert isinstance(statistics, TensorDict) and statistics.batch_size == ()
-    leaves = dict(statistics.items(include_nested=True, leaves_only=True))
-    assert leaves
-    for name, value in leaves.items():
-        assert value.shape == () and torch.isfinite(value.double()), name
+    assert_finite_stats(replay.sampler)
+
+
+def test_the_acceptance_rate_is_the_mean_reliability_of_proposals():
+    """One finished episode, d = 1, 2, 3, 4: proposals have probability d / 10 and R = 0.1, 0.3, 0.6, 1."""
+    buffer = buffer_of(4, **plain(alpha=1.0, omega=1.0))
+    buffer.extend(transitions(episode(0, 4)))
+    buffer.update_priority(torch.arange(4), torch.arange(1.0, 5.0))
+    expected = (1 * 0.1 + 2 * 0.3 + 3 * 0.6 + 4 * 1.0) / 10
+    assert float(buffer.sampler.stats()["acceptance_rate"]) == pytest.approx(expected)
 
 
 # --- bad input
@@ -816,11 +813,7 @@ def test_more_simultaneous_trajectories_than_streams(num_streams, ids):
 
 def test_draws_in_graphs_do_not_repeat_when_omega_is_raised_later():
     """R is evenly spread, so half of the proposals are accepted with omega 1."""
-    buffer = CompilableReplayBuffer(
-        storage=CompilableTensorStorage(1000),
-        sampler=ReaPERSampler(1000, omega=0.0, td_error="absolute"),
-        batch_size=256,
-    )
+    buffer = buffer_of(1000, compilable=True, batch_size=256, omega=0.0, td_error="absolute")
     buffer.extend(transitions(episode(0, 1000)))
     buffer.update_priority(torch.arange(1000), torch.ones(1000))
     draw = torch.compile(buffer.sample, fullgraph=True, backend="eager")

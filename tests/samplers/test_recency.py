@@ -1,18 +1,18 @@
 """RecencySampler: P falls geometrically with age."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 
+from tests import data
 from tests.chi_square import p_value
+from tests.data import rows
 from torchrl_replay_ext import (
     Anneal,
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     ProportionalSampler,
     RecencySampler,
     TrajectoryRetraceSampler,
@@ -22,22 +22,7 @@ from torchrl_replay_ext import (
 DRAWS, LEVEL = 20_000, 1e-4
 
 
-def rows(*shape, first=0):
-    """``shape``: rows, or steps and environments."""
-    count = math.prod(shape)
-    done = torch.zeros(count, 1, dtype=torch.bool)
-    number = torch.arange(first, first + count)
-    data = TensorDict({"number": number, "next": {"done": done}}, [count]).reshape(*shape)
-    # TorchRL takes [environments, steps]
-    return data if len(shape) == 1 else data.transpose(0, 1)
-
-
-def buffer_of(capacity=10, *, ndim=1, compilable=False, batch_size=8, **sampler):
-    storage, kind = (
-        (CompilableTensorStorage, CompilableReplayBuffer) if compilable else (LazyTensorStorage, TensorDictReplayBuffer)
-    )
-    sampler = RecencySampler(**{"half_life": 3.0, **sampler})
-    return kind(storage=storage(capacity, ndim=ndim), sampler=sampler, batch_size=batch_size)
+buffer_of = partial(data.buffer_of, RecencySampler, half_life=3.0, batch_size=8)
 
 
 def naive(newest_first, size, half_life=3.0):

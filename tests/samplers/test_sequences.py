@@ -1,21 +1,16 @@
 """Buffers that expand each draw to a window of steps (TorchRL's sample_unit=Sequence): priorities belong to anchors."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, Sequence, TensorDictReplayBuffer
+from torchrl.data import Sequence
 
+from tests.data import buffer_with, event_sampler, linear_policy, random_rows
+from tests.samplers.experience import probabilities
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -24,34 +19,20 @@ from torchrl_replay_ext import (
 )
 
 CAPACITY, EPISODE, EPS = 40, 10, 1e-6
+events = partial(event_sampler, CAPACITY, "event", priority={"kind": "proportional"})
+policy = partial(linear_policy, 3, 2)
 
 
-def steps(count=CAPACITY, first=0):
-    number = torch.arange(first, first + count)
-    done = (number % EPISODE == EPISODE - 1).unsqueeze(1)
-    return TensorDict(
-        {
-            "observation": torch.randn(count, 3),
-            "action": torch.randn(count, 2),
-            "logits": torch.randn(count, 2),
-            "event": number % 4 == 0,
-            "next": {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)},
-            "collector": {"traj_ids": number // EPISODE},
-        },
-        [count],
-    )
-
-
-def make(sampler, stock, lanes=1, writer=None, sample_unit=None, capacity=CAPACITY):
-    shape = {"ndim": 2} if lanes > 1 else {}
-    rb = (TensorDictReplayBuffer if stock else CompilableReplayBuffer)(
-        storage=(LazyTensorStorage if stock else CompilableTensorStorage)(capacity, **shape),
-        sampler=sampler,
+def make(sampler, stock, lanes=1, capacity=CAPACITY):
+    rb = buffer_with(
+        sampler,
+        capacity,
+        compilable=not stock,
+        ndim=2 if lanes > 1 else 1,
         batch_size=8,
-        sample_unit=Sequence(length=3, burn_in=1, bootstrap=1) if sample_unit is None else sample_unit,
-        **({} if writer is None else {"writer": writer}),
+        sample_unit=Sequence(length=3, burn_in=1, bootstrap=1),
     )
-    data = steps()
+    data = random_rows(CAPACITY, episode=EPISODE)
     if lanes > 1:
         data = data.reshape(lanes, -1)
         data["next", "done"][:, -1] = True
@@ -59,28 +40,13 @@ def make(sampler, stock, lanes=1, writer=None, sample_unit=None, capacity=CAPACI
     return rb
 
 
-def tables(retention):
-    sizes = {"event": CAPACITY} | ({"default": CAPACITY} if retention == "pinned" else {})
-    made = EventTables([EventSpec("event", "event", 3)], sizes, retention=retention)
-    sampler = EventTableSampler(made, eta={"default": 0.5, "event": 0.5}, priority={"kind": "proportional"})
-    return sampler, EventTableWriter(made)
-
-
-def policy():
-    return TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-
-
 MAKERS = {
-    "proportional": lambda: (ProportionalSampler(CAPACITY, eps=EPS), None),
-    "rank": lambda: (RankBasedSampler(CAPACITY), None),
-    "reaper": lambda: (ReaPERSampler(CAPACITY, eps=EPS), None),
-    "events": lambda: tables("ring"),
-    "decoupled": lambda: (DecoupledSampler(ProportionalSampler(CAPACITY, eps=EPS), policy()), None),
+    "proportional": lambda: ProportionalSampler(CAPACITY, eps=EPS),
+    "rank": lambda: RankBasedSampler(CAPACITY),
+    "reaper": lambda: ReaPERSampler(CAPACITY, eps=EPS),
+    "events": events,
+    "decoupled": lambda: DecoupledSampler(ProportionalSampler(CAPACITY, eps=EPS), policy()),
 }
-
-
-def probabilities(rb):
-    return rb.sampler.probabilities(rb.storage)
 
 
 def expected(rb, batch, lanes=1, stale=()):
@@ -112,8 +78,8 @@ def test_only_anchors_get_priorities(name, stock, lanes):
     if name == "events" and lanes > 1:
         pytest.skip("event tables are for flat storage")
     torch.manual_seed(len(name))
-    sampler, writer = MAKERS[name]()
-    rb = make(sampler, stock, lanes, writer)
+    sampler = MAKERS[name]()
+    rb = make(sampler, stock, lanes)
     for _ in range(6):
         batch = rb.sample()
         batch["td_error"] = torch.rand(len(batch)) + 0.1
@@ -140,7 +106,7 @@ def test_anchors_that_were_overwritten_since_keep_the_default_priority():
     rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False)
     batch = rb.sample()
     batch["td_error"] = torch.rand(len(batch)) + 0.1
-    rb.extend(steps(20, first=CAPACITY))
+    rb.extend(random_rows(20, first=CAPACITY, episode=EPISODE))
     wanted, fresh = expected(rb, batch, stale=range(20))
     rb.update_tensordict_priority(batch)
     torch.testing.assert_close(probabilities(rb), wanted)
@@ -176,7 +142,6 @@ def test_samplers_of_slices_are_refused_by_name(stock, decoupled):
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 def test_pinned_tables_are_refused_by_name(stock):
-    sampler, writer = tables("pinned")
-    rb = make(sampler, stock, writer=writer, capacity=2 * CAPACITY)
+    rb = make(events(default=CAPACITY), stock, capacity=2 * CAPACITY)
     with pytest.raises(ValueError, match="retention='pinned'"):
         rb.sample()

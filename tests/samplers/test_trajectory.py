@@ -1,8 +1,9 @@
-"""Slices against plain lists of transitions."""
+"""TrajectoryRetraceSampler against plain lists of transitions: its slices, padding, anchors, weights and state."""
 
 import copy
 import pickle
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,16 +15,14 @@ from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDic
 from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
+from tests import data
 from tests.chi_square import p_value
 from tests.samplers.experience import LAYOUTS, ReplayWithReference, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
     EventSpec,
     EventTables,
     EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -258,34 +257,13 @@ def test_any_sequence(layout, slice_len, pad, capacity, num_envs, end_probabilit
 # --- by hand
 
 
-def rows(count, done=(), truncated=(), ids=None, first=0, **extra):
-    """``count`` transitions that tell their number, from ``first`` on."""
-    terminated = torch.zeros(count, 1, dtype=torch.bool)
-    terminated[list(done)] = True
-    cut = torch.zeros(count, 1, dtype=torch.bool)
-    cut[list(truncated)] = True
-    number = torch.arange(first, first + count)
-    data = TensorDict(
-        {
-            "number": number,
-            "logits": torch.randn(count, 2),
-            "next": {"done": terminated | cut, "terminated": terminated, "truncated": cut},
-            **extra,
-        },
-        [count],
-    )
-    if ids is not None:
-        data["collector", "traj_ids"] = torch.tensor(ids)
-    return data
+def rows(count, **arguments):
+    return data.rows(count, **{"logits": torch.randn(count, 2), **arguments})
 
 
-def buffer_of(capacity=20, slice_len=4, *, ndim=1, slices=4, prefetch=None, generator=None, **sampler):
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(capacity, ndim=ndim),
-        sampler=TrajectoryRetraceSampler(capacity, slice_len=slice_len, **sampler),
-        batch_size=slices * slice_len,
-        prefetch=prefetch,
-        generator=generator,
+def buffer_of(capacity=20, slice_len=4, *, slices=4, **arguments):
+    return data.buffer_of(
+        TrajectoryRetraceSampler, capacity, slice_len=slice_len, batch_size=slices * slice_len, **arguments
     )
 
 
@@ -419,15 +397,7 @@ def proportional(**arguments):
     return ProportionalSampler(20, alpha=1.0, eps=0.0, td_error="absolute", **arguments)
 
 
-def compilable(capacity=20, slice_len=4, slices=4, **sampler):
-    return CompilableReplayBuffer(
-        storage=CompilableTensorStorage(capacity),
-        sampler=TrajectoryRetraceSampler(capacity, slice_len=slice_len, **sampler),
-        batch_size=slices * slice_len,
-    )
-
-
-@pytest.mark.parametrize("make", [buffer_of, compilable])
+@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
 def test_weights_belong_to_the_slice(make):
     buffer = make(anchors=proportional(beta=1.0))
     buffer.extend(rows(20, done=[9]))
@@ -439,7 +409,7 @@ def test_weights_belong_to_the_slice(make):
     torch.testing.assert_close(weight, (1.0 / (batch["index"][:, :1] + 1)).expand(-1, 4))
 
 
-@pytest.mark.parametrize("make", [buffer_of, compilable])
+@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
 def test_padded_rows_change_nothing(make):
     torch.manual_seed(0)
     buffer = make(anchors=proportional(), slices=8)
@@ -457,7 +427,7 @@ def test_padded_rows_change_nothing(make):
     assert buffer.sampler.stats()["dropped_updates"] == buffer.sampler.stats()["rejected_updates"] == 0
 
 
-@pytest.mark.parametrize("make", [buffer_of, compilable])
+@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
 def test_updates_of_overwritten_slots_are_dropped(make):
     buffer = make(anchors=proportional(), slices=20)
     buffer.extend(rows(20, done=[9]))
@@ -507,23 +477,14 @@ def test_td_errors_that_come_with_the_data_are_taken():
     assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([k / 15 for k in range(1, 6)])
 
 
-def event_sampler(capacity):
-    tables = EventTables([EventSpec("end", ("next", "done"), 3)], {"end": 6})
-    return EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}, min_size=1, priority={"kind": "proportional"})
-
-
 @pytest.mark.parametrize("kind", ["proportional", "rank", "reaper", "events"])
 def test_every_prioritized_sampler_draws_anchors(kind):
     capacity = 24
     makes = {"proportional": ProportionalSampler, "rank": RankBasedSampler, "reaper": ReaPERSampler}
-    anchors = event_sampler(capacity) if kind == "events" else makes[kind](capacity)
-    writer = {"writer": EventTableWriter(anchors.tables)} if kind == "events" else {}
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(capacity),
-        sampler=TrajectoryRetraceSampler(capacity, slice_len=3, anchors=anchors),
-        batch_size=12,
-        **writer,
-    )
+    makes["events"] = lambda capacity: data.event_sampler(6, priority={"kind": "proportional"})
+    anchors = makes[kind](capacity)
+    slices = TrajectoryRetraceSampler(capacity, slice_len=3, anchors=anchors)
+    buffer = data.buffer_with(slices, capacity, batch_size=12)
     for first in range(0, 100, 5):
         buffer.extend(rows(5, done=[first % 5], first=first))
         batch = buffer.sample()
@@ -921,9 +882,7 @@ def test_storages():
             storage=ListStorage(6), sampler=TrajectoryRetraceSampler(6, slice_len=2), batch_size=2, collate_fn=list
         ).extend(list("abc"))
     with pytest.raises(ValueError, match="capacity must not be smaller than the storage"):
-        TensorDictReplayBuffer(
-            storage=LazyTensorStorage(6), sampler=TrajectoryRetraceSampler(5, slice_len=2), batch_size=2
-        ).extend(rows(2))
+        data.buffer_with(TrajectoryRetraceSampler(5, slice_len=2), 6, batch_size=2).extend(rows(2))
     buffer = buffer_of(6, slice_len=2, ndim=2)
     buffer.extend(torch.stack([rows(2), rows(2, first=10)]))
     assert slices_by_start(buffer, "number") == {0: [0, 1], 1: [1, 1], 10: [10, 11], 11: [11, 11]}

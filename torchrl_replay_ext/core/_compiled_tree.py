@@ -1,7 +1,8 @@
-"""The algorithms of the trees inside graphs: 4 entries at a time, on one flat tensor per tree.
+"""The tree algorithms for compiled graphs, which process 4 entries at a time, on one flat tensor per tree.
 
-The functions are those of ``_eager_tree``, for prepared trees. Loops over levels and children are unrolled. Writes are
-in place, and nothing is read through a view of a tensor that a graph writes to: the compiler would copy the tensor.
+The functions are the same as in ``_eager_tree``; they require a prepared tree. Loops over levels and children are
+unrolled. Writes are in place. A tensor that a graph writes to is never read through a view, because the compiler would
+copy the tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _PAIRWISE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 
 
 def root(tree: ReductionTree) -> Tensor:
-    """The last level, int64 [<= 16]."""
+    """The last level of the tree, int64 with at most 16 entries."""
     return tree.flat[tree.layout()[-1][0] :]
 
 
 def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
-    """Recompute the ancestors of the leaves at ``place`` [n] among the stored ones, which are in ``block`` [n]."""
+    """Recompute the ancestors of the leaves at the stored positions ``place`` [n], in the blocks ``block`` [n]."""
     for tree in trees:
         _refresh(tree, place, block)
 
@@ -46,9 +47,9 @@ def _refresh(tree: ReductionTree, place: Tensor, block: Tensor) -> None:
 
 
 def _child(entry: Callable[[int], Tensor], children: int, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """The child into which the target ``rest`` [n] of a node falls, and the rest of the target within this child.
+    """Find the child of a node that contains the target ``rest`` [n], and the rest of the target within the child.
 
-    One addition per child instead of a cumulative sum, so that it becomes part of one loop over the targets.
+    One addition per child replaces the cumulative sum, so that the compiler generates a single loop over the targets.
     """
     running = entry(0)
     number = torch.zeros_like(rest)
@@ -63,14 +64,14 @@ def _child(entry: Callable[[int], Tensor], children: int, rest: Tensor) -> tuple
 
 
 def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The leaves at the fractions ``u`` [n] of the total, and their masses; leaf 0 with mass 0 if the total is 0."""
+    """Find the leaves at the fractions ``u`` [n] of the total, and their masses; leaf 0 with mass 0 if it is 0."""
     total = root(sums).sum()
-    # the product may have been rounded up to the total
+    # the product may be rounded up to the total
     return find(sums, torch.minimum((u * total).to(torch.int64), total - 1))
 
 
 def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The leaves in which ``target`` [n] falls, and their masses."""
+    """Find the leaves whose ranges of the running sum contain ``target`` [n]; returns leaves and masses."""
     layout, leaves = sums.layout(), sums.leaves
     begin, length, _ = layout[-1]
     node, rest = _child(lambda k: sums.flat[begin + k], length, target)
@@ -84,13 +85,13 @@ def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
         child, rest = _child(lambda k, level=level, first=first: gather_in_bounds(level, first + k), children, rest)
         node = node * children + child
     mass = gather_in_bounds(leaves.flat, node)
-    # Masses are below 2^62, so this adds 0. It makes every use of the leaf wait until its mass was read. Otherwise
-    # the compiler may move the read behind an update, which must then copy the whole tree.
+    # Masses are below 2^62, so ``mass >> 62`` is 0. The addition makes the leaf depend on the read of its mass.
+    # Otherwise the compiler may move the read after an update, and must then copy the whole tree.
     return (block << leaves.shift) + (node & (leaves.fanout - 1)) + (mass >> 62), mass
 
 
 def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
-    """Sums of the masses of the leaves before each of ``index`` [n]."""
+    """Sum of the masses of all leaves before each leaf of ``index`` [n]."""
     layout, leaves = sums.layout(), sums.leaves
     block, place = leaves.address(index)
     result = torch.zeros_like(index)

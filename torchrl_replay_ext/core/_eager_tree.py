@@ -1,4 +1,4 @@
-"""The algorithms of the trees outside graphs: a row at a time."""
+"""The tree algorithms for eager code, which process a row at a time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torchrl_replay_ext.core.reduction_tree import ReductionTree
 
 
 def root(tree: ReductionTree) -> Tensor:
-    """The last level, int64 [n]."""
+    """The last level of the tree, int64 [n]."""
     return tree.levels[-1]
 
 
 def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
-    """Recompute the ancestors of the leaves at ``place`` [n] among the stored ones, which are in ``block`` [n].
+    """Recompute the ancestors of some leaves.
 
     Args:
-        trees: trees of the same leaves and the same layout.
-        place: int64 [n].
-        block: int64 [n].
+        trees: trees with the same leaves and the same layout.
+        place: positions of the leaves among the stored leaves, int64 [n].
+        block: blocks of the leaves, int64 [n].
     """
     first = trees[0]
     groups = first.groups[0]
-    # the same numbers, with one operation less
+    # here ``block`` equals the shifted ``place``, which saves an operation
     is_block = not first.prepared and first.leaves.page_table is None
     group = block if is_block else place >> (groups.shape[1].bit_length() - 1)
     contents = groups.index_select(0, group)
@@ -46,25 +46,25 @@ def _refresh(tree: ReductionTree, node: Tensor, values: Tensor, block: Tensor) -
 
 
 def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The leaves at the fractions ``u`` [n] of the total, and their masses; overwrites ``u``."""
+    """Find the leaves at the fractions ``u`` [n] of the total; returns leaves and masses, and overwrites ``u``."""
     running = _run(sums)
     total = running[-1].item()
     if total == 0:
-        raise RuntimeError("SumTree.sample: all priorities are 0, nothing can be drawn; use eps > 0.")
+        raise RuntimeError("SumTree.sample: all priorities are 0, so no leaf can be drawn; use eps > 0.")
     target = u.mul_(total).to(torch.int64)
     if total > 2**53:
-        # the product may have been rounded up to the total
+        # the product may be rounded up to the total
         target = target.clamp_(max=total - 1)
     return _find(sums, target, running)
 
 
 def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The leaves in which ``target`` [n] falls, and their masses."""
+    """Find the leaves whose ranges of the running sum contain ``target`` [n]; returns leaves and masses."""
     return _find(sums, target, _run(sums))
 
 
 def _run(sums: ReductionTree) -> Tensor:
-    """Inclusive running sums of the top; ``sums.running`` then holds the exclusive ones."""
+    """Compute the inclusive running sums of the top level; ``sums.running`` then holds the exclusive sums."""
     return torch.cumsum(sums.top, 0, out=sums.running[1:])
 
 
@@ -86,7 +86,7 @@ def _find(sums: ReductionTree, target: Tensor, running: Tensor) -> tuple[Tensor,
 
 
 def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
-    """Sums of the masses of the leaves before each of ``index`` [n]."""
+    """Sum of the masses of all leaves before each leaf of ``index`` [n]."""
     leaves = sums.leaves
     if 2 * index.shape[0] > leaves.flat.shape[0]:
         return _prefix_of_many(sums, index)
@@ -102,7 +102,7 @@ def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
 
 
 def _prefix_of_many(sums: ReductionTree, index: Tensor) -> Tensor:
-    """``prefix`` by one pass over all leaves."""
+    """Compute :func:`prefix` in one pass over all leaves."""
     block, place = sums.leaves.address(index)
     rows = sums.rows[0]
     running = rows.cumsum(1)
@@ -112,5 +112,5 @@ def _prefix_of_many(sums: ReductionTree, index: Tensor) -> Tensor:
 
 
 def _before(sums: ReductionTree, rows: Tensor, index: Tensor) -> Tensor:
-    """For each of ``rows`` [n, fanout], the sum of the entries before entry ``index`` [n] modulo the fanout."""
+    """For each row of ``rows`` [n, fanout], the sum of the entries before the entry ``index`` [n] modulo fanout."""
     return (rows & sums.first.index_select(0, index & (sums.leaves.fanout - 1))).sum(1)

@@ -1,4 +1,4 @@
-"""The smallest positive mass outside graphs."""
+"""The smallest positive mass of a tree in eager code."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from torchrl_replay_ext.core import _eager_tree
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
 from torchrl_replay_ext.functional.priorities import FEW
 
-# Number of lazy writes after which the minima are brought up to date.
+# Number of lazy writes after which the minima are recomputed.
 _MAX_STALE = 64
 
 
 class SmallestMass:
-    """The smallest positive mass, remembered from one call to the next, with minima that may be updated lazily.
+    """Caches the smallest positive mass between calls, and updates the tree of minima lazily.
 
-    After a write that changed no leaf of the smallest mass, the smallest mass is the old one or one of the written
-    ones. The minima of the written blocks are then needed only when a leaf of the smallest mass is written.
+    If a write changes no leaf of the smallest mass, the new smallest mass is the minimum of the old one and the written
+    masses. So the minima above the written leaves may stay stale until a leaf of the smallest mass is written.
 
-    Processes that share the tree's memory count their writes. What one process remembers is discarded when another one
-    has written; if that one has late minima, all minima are recomputed. In a tree that was prepared for graphs, whose
-    writes are not counted, nothing is remembered and no minimum is late.
+    Processes that share the memory of the tree count their writes in it. A process discards its cached value when
+    another process has written. If another process has stale minima, all minima are recomputed. A tree that was
+    prepared for compiled graphs does not count its writes; its smallest mass is not cached, and its minima are never
+    stale.
 
     Args:
-        minima: the minima of the leaves.
+        minima: the tree of minima.
     """
 
     def __init__(self, minima: ReductionTree):
         self._minima = minima
-        # in shared memory: numbers of writes, and of processes with late minima
+        # in shared memory: the number of writes, and the number of processes with stale minima
         self._writes = torch.zeros((), dtype=torch.int64)
         self._late = torch.zeros((), dtype=torch.int64)
-        # of this process: number of writes made or noticed; the smallest mass, if known; leaves with late minima
+        # in this process: the number of writes that the cache includes, the cached value or None, and the leaves below
+        # stale minima
         self._noticed = 0
         self._value: int | None = None
         self._stale: list[Tensor] = []
 
     def value(self) -> int:
-        """The smallest positive mass; needs a positive total."""
+        """The smallest positive mass; requires a positive total."""
         writes = self._writes.item()
         if writes != self._noticed:
             self._noticed, self._value = int(writes), None
@@ -53,7 +55,7 @@ class SmallestMass:
         return self._value
 
     def catch_up(self) -> None:
-        """Recompute the late minima of this process."""
+        """Recompute the minima that are stale because of writes of this process."""
         if self._stale:
             block, place = self._minima.leaves.address(torch.cat(self._stale))
             _eager_tree.refresh([self._minima], place, block)
@@ -61,18 +63,24 @@ class SmallestMass:
             self._late.sub_(1)
 
     def may_be_late(self, index: Tensor) -> bool:
-        """Whether the minima of the leaves ``index`` [n] may be recomputed later if these are written."""
+        """Whether a write to the leaves ``index`` [n] may leave their minima stale."""
         return self._value is not None and index.shape[0] <= FEW
 
     def written(self, value: int | None = None) -> None:
-        """Count a write, whose minima were recomputed if ``value``, the smallest mass after it, is not known."""
+        """Count a write and cache ``value``, the smallest mass after it; None if it must be read from the minima."""
         self._writes.add_(1)
         self._noticed += 1
         self._value = value
 
     def written_lazily(self, index: Tensor, before: list[int], mass: Tensor) -> None:
-        """Count a write of ``mass`` [n] to the leaves ``index`` [n], whose masses were ``before``."""
-        # of duplicates, the last one
+        """Count a write of ``mass`` [n] to the leaves ``index`` [n] that leaves their minima stale.
+
+        Args:
+            index: int64 [n].
+            before: the masses of the leaves before the write.
+            mass: int64 [n].
+        """
+        # of duplicates, the last one wins
         after = dict(zip(index.tolist(), mass.tolist(), strict=True)).values()
         smallest, value = min(filter(None, after), default=sys.maxsize), self._value
         if not self._stale:

@@ -1,4 +1,4 @@
-"""How often transitions of each class were written, and how often draws from tables give them."""
+"""Counts of transitions by class, for importance weights of draws from event tables."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
 
-# Counts are kept for every set of event tables.
+# There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
 
 
 class ClassCounts:
-    """Counts of transitions by class, for tables that keep transitions of different age.
+    """Counts stored transitions by class, for tables that keep transitions for different times.
 
-    The class of a transition is the set of event tables it has entered, including those that have dropped it since.
-    Within a class, whether a transition is still stored therefore depends only on its age, not on its content.
+    The class of a transition is the set of event tables that it has entered, including tables that have dropped it
+    again. So for transitions of the same class, only the age decides which tables still hold them.
 
     Args:
         size: number of slots.
-        tables: number of tables, the default one included.
-        device: where the tensors live.
+        tables: number of tables, including the default table.
+        device: device of the tensors.
     """
 
     def __init__(self, size: int, tables: int, *, device: torch.device):
-        # bit k - 1: whether the transition entered table k
+        # bit k - 1 is set if the transition has entered table k
         self._class = torch.zeros(size, dtype=torch.int64, device=device)
-        # how many transitions were written before it; -1: unknown
+        # the number of transitions written before this one; -1: unknown
         self._number = torch.full((size,), -1, dtype=torch.int64, device=device)
         self._held = torch.zeros((tables, size), dtype=torch.bool, device=device)
-        # of each class in each table; last, of each class in any table, with a known number
+        # row k: transitions of each class in table k; last row: those in any table whose number is known
         self._counts = torch.zeros((tables + 1, 1 << (tables - 1)), dtype=torch.int64, device=device)
-        # each table still holds everything that entered it and has this number or a larger one
+        # of the transitions that have entered a table, the table still holds all with at least this number
         self._complete_from = torch.zeros(tables, dtype=torch.int64, device=device)
         self._bits = 1 << torch.arange(tables - 1, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state."""
+        """The tensors of the state."""
         return {
             "class": self._class,
             "class_number": self._number,
@@ -46,24 +46,24 @@ class ClassCounts:
         }
 
     def clear_(self) -> None:
-        """Nothing was ever written."""
+        """Reset to the state before the first write."""
         self.clear_counts_()
         self._class.zero_()
         self._number.fill_(-1)
         self._complete_from.zero_()
 
     def clear_counts_(self) -> None:
-        """Nothing is held; classes and numbers stay, for :meth:`recount`."""
+        """Clear the counts and the contents of all tables; keep classes and numbers for :meth:`recount`."""
         self._held.zero_()
         self._counts.zero_()
 
     def moved(self, slots: Tensor, held: Tensor, written: int) -> None:
-        """``slots`` [n], all different, have entered or left a table.
+        """Update the counts for slots that have entered or left a table.
 
         Args:
-            slots: int64 [n].
-            held: which tables hold them now, bool [tables, n].
-            written: how many transitions were written before those that are being written.
+            slots: int64 [n], without duplicates, in the order of writing.
+            held: True where a table now holds a slot, bool [tables, n].
+            written: number of transitions that were written before the current write.
         """
         before = self._held[:, slots]
         left = before & ~held
@@ -77,12 +77,22 @@ class ClassCounts:
         self._enter(slots, held)
 
     def recount(self, slots: Tensor, held: Tensor) -> None:
-        """Count ``slots`` [n], all different, anew, by the tables that hold them, bool [tables, n]."""
+        """Count slots again.
+
+        Args:
+            slots: int64 [n], without duplicates.
+            held: True where a table holds a slot, bool [tables, n].
+        """
         self._count(slots, -1)
         self._enter(slots, held)
 
     def adopt(self, default: Tensor, written: int) -> None:
-        """Take over tables in use: ages are known of the default table alone, ``default`` [n], oldest first."""
+        """Start to count tables that already hold transitions; only the ages in the default table are known.
+
+        Args:
+            default: slots of the default table, int64 [n], oldest first.
+            written: number of transitions written so far.
+        """
         stored = self._held.any(0).nonzero().squeeze(1)
         self._count(stored, -1)
         first = written - len(default)
@@ -102,21 +112,21 @@ class ClassCounts:
         self._counts.index_add_(1, self._class[slots], change, alpha=sign)
 
     def weight(self, slots: Tensor, share: Tensor, default_size: int | Tensor) -> Tensor:
-        """The rate at which the class of each slot is written, over the probability that a draw is of this class.
+        """For the class of each slot: rate at which it is written / probability that a draw is of this class.
 
         Args:
             slots: int64 [n].
-            share: η_k / |B_k| of each table, float64 [tables]; 0 if it is not drawn from.
-            default_size: |B_0|.
+            share: η_k / |B_k| of each table, float64 [tables]; 0 if no rows are drawn from the table.
+            default_size: |B_0|, the number of transitions in the default table.
 
         Returns:
-            Float64 [n].
+            The ratios, float64 [n].
         """
         label = gather_in_bounds(self._class, slots)
         rows = torch.arange(len(self._counts), device=slots.device).unsqueeze(1) * self._counts.shape[1]
         counts = gather_in_bounds(self._counts.view(-1), (rows + label).view(-1)).view(-1, slots.shape[0])
         drawn = (counts[:-1] * share.unsqueeze(1)).sum(0)
-        # a class is complete as far back as the table with the longest memory among those it entered
+        # some table that the class has entered still holds all transitions of the class from number ``first`` on
         entered = (label & self._bits.unsqueeze(1)) > 0
         newest = self._complete_from[0]
         first = torch.where(entered, self._complete_from[1:].unsqueeze(1), newest).amin(0).clamp_max(newest)
@@ -124,7 +134,7 @@ class ClassCounts:
         return rate / torch.where(drawn > 0, drawn, 1.0)
 
     def check_valid(self, held: Tensor) -> None:
-        """Raise AssertionError if the counts are not those of tables that hold ``held``, bool [tables, slots]."""
+        """Raise AssertionError if the counts do not agree with the tables; ``held`` is bool [tables, slots]."""
         expected = torch.zeros_like(self._counts)
         known = held.any(0) & (self._number >= 0)
         expected.index_add_(1, self._class, torch.cat([held, known.unsqueeze(0)]).to(torch.int64))

@@ -1,4 +1,4 @@
-"""Events: a condition on transitions, and the number of transitions before it that enter a table."""
+"""Specifications of events: a condition on transitions, and how many transitions then enter an event table."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def is_key(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Threshold:
-    """The condition ``data[key] op value``.
+    """The condition ``data[key] op value`` of an event.
 
     Args:
-        key: entry with one number per transition, ``("next", "reward")`` for example.
+        key: an entry with one number per transition, for example ``("next", "reward")``.
         op: one of ``>  >=  <  <=  ==  !=``.
-        value: a number. It may be infinite, but not NaN.
+        value: a number, possibly infinite, but not NaN.
 
     Raises:
         ValueError: if ``op`` is unknown or ``value`` is NaN.
@@ -68,11 +68,11 @@ class Threshold:
             raise ValueError(f"Threshold(op={self.op!r}): op must be one of {' '.join(_OPERATORS)}.")
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(
-                f"Threshold(value={self.value!r}): value must be a number, not {type(self.value).__name__}; for an "
-                "entry of bools pass its key as the condition."
+                f"Threshold(value={self.value!r}): value must be a number, not {type(self.value).__name__}; if the "
+                "entry holds bools, pass its key as the condition."
             )
         if math.isnan(self.value):
-            raise ValueError("Threshold(value=nan): value must not be NaN, every comparison with it is False.")
+            raise ValueError("Threshold(value=nan): value must not be NaN, because every comparison would be False.")
 
 
 Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
@@ -83,24 +83,26 @@ class EventSpec:
     r"""An event ν = ⟨ω, τ⟩ of SSET (Kompella et al. 2022, Sec. 2): a condition ω and a history length τ.
 
     Args:
-        name: the event's name.
-        condition: ω, evaluated on every written transition:
+        name: the name of the event, a non-empty string other than ``"default"``.
+        condition: ω, evaluated for every written transition:
 
-            * a key with a bool per transition, ``("next", "at_gap")`` for example;
-            * a :class:`Threshold` on a key with a number per transition;
-            * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` 0 the rows are any
-              transitions, and the result of a row must depend on this row only. With ``context`` > 0 the rows are
-              consecutive transitions of one episode, after up to ``context`` earlier ones. The result of a row may
-              depend on the row and the ``context`` rows before it only, so that it does not depend on how the data is
-              split into writes. Earlier transitions are those that the default table holds when the write begins.
-        history: τ >= 1, the number of transitions that enter the table when the event occurs: the transition of the
-            event and the ones before it in the same episode.
-        table: the table they enter. Default: the name of the event. Several events may share a table.
-        context: see ``condition``. Default: 0.
+            * a key of an entry with one bool per transition, for example ``("next", "at_gap")``;
+            * a :class:`Threshold` on an entry with one number per transition;
+            * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` = 0 the rows are arbitrary
+              transitions, and the result for a row must depend on this row only. With ``context`` > 0 the rows are
+              consecutive transitions of one episode, and up to ``context`` earlier transitions of the episode precede
+              the written ones. The result for a row must depend only on the row and the ``context`` rows before it;
+              then it does not depend on how the data is split into writes. Earlier transitions are available if the
+              default table holds them when the write begins.
+        history: τ, the number of transitions that enter the table when the event occurs, >= 1: the transition of the
+            event and the τ − 1 transitions before it in the same episode.
+        table: the table that the transitions enter. Several events may share a table. Default: None, the name of the
+            event.
+        context: number of earlier transitions that a callable ``condition`` needs, >= 0. Default: 0.
 
     Raises:
-        ValueError: if ``history`` < 1 or ``context`` < 0, or a name is ``"default"``.
-        TypeError: if the condition is none of these three, or a name is not a string.
+        ValueError: if ``history`` < 1 or ``context`` < 0, or ``name`` or ``table`` is ``"default"``.
+        TypeError: if the condition is none of these three, or ``name`` or ``table`` is not a non-empty string.
 
     Examples:
         >>> gap = EventSpec("gap", ("next", "at_gap"), history=200)
@@ -123,7 +125,7 @@ class EventSpec:
                 raise ValueError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be an integer >= {low}.")
         if DEFAULT in (self.name, self.table):
             raise ValueError(
-                f"EventSpec({self.name!r}): {DEFAULT!r} is the table of all transitions; use another name."
+                f"EventSpec({self.name!r}): {DEFAULT!r} is the name of the table of all transitions; use another name."
             )
         condition = self.condition
         if not (is_key(condition) or isinstance(condition, Threshold) or callable(condition)):
@@ -146,14 +148,14 @@ class EventSpec:
             what = f"the entry {key!r}"
             if result is None:
                 raise KeyError(
-                    f"EventSpec({self.name!r}): the data has no entry {key!r}; let the environment or a transform "
-                    "write it, or pass another condition."
+                    f"EventSpec({self.name!r}): the data has no entry {key!r}; the environment or a transform must "
+                    "write it. Or pass another condition."
                 )
         else:
             result = condition(data)
             what = "the condition's result"
         if not isinstance(result, Tensor):
-            raise TypeError(f"EventSpec({self.name!r}): {what} is no tensor but {type(result).__name__}.")
+            raise TypeError(f"EventSpec({self.name!r}): {what} must be a tensor, not {type(result).__name__}.")
         if result.numel() != data.shape[0]:
             raise ValueError(
                 f"EventSpec({self.name!r}): {what} has shape {tuple(result.shape)} for {data.shape[0]} transitions; "
@@ -178,7 +180,7 @@ class EventSpec:
             except Exception as error:
                 raise TypeError(
                     f"EventSpec({self.name!r}): its condition cannot be sent to another process ({error}); use a "
-                    "function of a module, a key or a Threshold."
+                    "function defined at the top level of a module, a key or a Threshold."
                 ) from error
         return vars(self).copy()
 
@@ -187,11 +189,11 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     """Check the arguments of :class:`~torchrl_replay_ext.EventTables`.
 
     Returns:
-        κ of each table, the default table first. With ``retention="ring"`` that of the default table is 0.
+        The capacity κ of each table, the default table first. With ``retention="ring"``, the default table has 0.
     """
     if isinstance(specs, EventSpec) or not isinstance(capacity, Mapping):
         raise TypeError(
-            "EventTables: specs must be a list of EventSpec, and capacity a dict with a number for each table."
+            "EventTables: specs must be a list of EventSpec, and capacity a dict with one number for each table."
         )
     specs = tuple(specs)
     if not specs or not all(isinstance(spec, EventSpec) for spec in specs):
@@ -203,12 +205,15 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     tables = list(dict.fromkeys(spec.table or spec.name for spec in specs))
     if retention == "ring" and DEFAULT in capacity:
         raise ValueError(
-            "EventTables: with retention='ring' the default table is the whole storage and has no capacity; leave "
-            "'default' out, or use retention='pinned'."
+            "EventTables: with retention='ring' the default table is the whole storage and has no capacity; remove "
+            "'default', or use retention='pinned'."
         )
     expected = tables if retention == "ring" else [DEFAULT, *tables]
     if set(capacity) != set(expected):
-        raise ValueError(f"EventTables: capacity names {sorted(capacity)}, the tables are {sorted(expected)}.")
+        raise ValueError(
+            f"EventTables: capacity names {sorted(capacity)}, but the tables are {sorted(expected)}; give one number "
+            "for each table."
+        )
     for name, value in capacity.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"EventTables(capacity={{{name!r}: {value!r}}}): a capacity must be an integer >= 1.")
@@ -216,6 +221,7 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     if retention == "pinned" and longest.history > capacity[DEFAULT]:
         raise ValueError(
             f"EventTables: EventSpec({longest.name!r}) has history={longest.history}, more than the "
-            f"{capacity[DEFAULT]} transitions that the default table keeps."
+            f"{capacity[DEFAULT]} transitions that the default table keeps; reduce the history or increase "
+            "the capacity."
         )
     return {DEFAULT: 0, **{name: capacity[name] for name in expected}}

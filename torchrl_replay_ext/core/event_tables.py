@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_list import EventList, Listener, Listeners
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.free_list import FreeList
+from torchrl_replay_ext.core.recoverable import Recoverable
 
 # The attribute of a storage through which a writer and a sampler that were built apart find the same tables.
 STORAGE_ATTRIBUTE = "_event_tables"
@@ -41,7 +41,7 @@ class EventTable:
         self._tables.set_capacity(self._number, value)
 
 
-class EventTables(Mapping[str, EventTable]):
+class EventTables(Recoverable, Mapping[str, EventTable]):
     """The tables of SSET (Kompella et al. 2022, Algorithm 1): lists of indices into one storage.
 
     An :class:`~torchrl_replay_ext.EventTableWriter` fills the tables and an
@@ -77,6 +77,7 @@ class EventTables(Mapping[str, EventTable]):
     """
 
     def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: Retention = "ring"):
+        super().__init__()
         capacities = table_capacities(specs, capacity, retention)
         self.specs, self.retention = tuple(specs), retention
         self.names, self._max_capacity = [*capacities], [*capacities.values()]
@@ -85,10 +86,6 @@ class EventTables(Mapping[str, EventTable]):
         self._first = 0 if self._pinned else 1
         self.num_slots = 0
         self._listeners = Listeners()
-        # shared by all processes: True while one of them changes the lists
-        self._dirty = torch.zeros((), dtype=torch.bool)
-        # nested transactions of this process
-        self._depth = 0
 
     # --- tables by name
 
@@ -162,7 +159,7 @@ class EventTables(Mapping[str, EventTable]):
             return torch.zeros(0, dtype=torch.int64)
         if number < self._first:
             size, count = self.num_slots, self.size(0)
-            return (torch.arange(count, device=self.device) + (int(self._next) if count == size else 0)) % size
+            return (torch.arange(count, device=self.device) + (self.num_written if count == size else 0)) % size
         return self.list_of(number).slots()
 
     # --- memory
@@ -217,9 +214,8 @@ class EventTables(Mapping[str, EventTable]):
         self._capacity = torch.tensor(self._max_capacity, dtype=torch.int64, device=device)
         self._newest = torch.full((count,), -1, dtype=torch.int64, device=device)
         self._ordered = torch.ones(count, dtype=torch.bool, device=device)
+        # number of transitions so far; in a ring, transition n is in slot n % num_slots
         self._written = torch.zeros((), dtype=torch.int64, device=device)
-        # ring: the slot that the next write is expected to start at
-        self._next = torch.zeros((), dtype=torch.int64, device=device)
         # how often all content was replaced; writers in other processes compare it
         self._resets = torch.zeros((), dtype=torch.int64, device=device)
         self._free = FreeList(num_slots, device=device) if self._pinned else None
@@ -262,8 +258,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def __getstate__(self) -> dict[str, Any]:
         # views are made anew: a pickle would make them tensors of their own
-        state = {key: value for key, value in vars(self).items() if key not in ("_lists", "counts")}
-        return state | {"_depth": 0}
+        return {key: value for key, value in vars(self).items() if key not in ("_lists", "counts")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -272,7 +267,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, to be saved and restored in place."""
-        names = ("place", "capacity", "newest", "ordered", "written", "next")
+        names = ("place", "capacity", "newest", "ordered", "written")
         state = {name: getattr(self, f"_{name}") for name in names}
         state |= {"slot_at": self.slot_at, "lists": self._ends}
         return state if self._free is None else state | self._free.tensors("free")
@@ -281,21 +276,21 @@ class EventTables(Mapping[str, EventTable]):
         """Restore :meth:`tensors`, in place."""
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
-        self._dirty.fill_(False)
+        self.mark_clean()
         self._resets.add_(1)
 
     def clear(self) -> None:
         """Empty all tables."""
         if not self.num_slots:
             return
-        for tensor in (self._ends, self._written, self._next):
-            tensor.zero_()
+        self._ends.zero_()
+        self._written.zero_()
         self._place.fill_(self.nowhere)
         self._newest.fill_(-1)
         self._ordered.fill_(True)
         if self._free is not None:
             self._free.clear_()
-        self._dirty.fill_(False)
+        self.mark_clean()
         self._resets.add_(1)
 
     @property
@@ -303,46 +298,29 @@ class EventTables(Mapping[str, EventTable]):
         """How often all content was replaced: by :meth:`clear`, :meth:`load` or :meth:`recover`."""
         return int(self._resets) if self.num_slots else 0
 
-    # --- interrupted changes
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Mark the tables dirty while their state is being modified.
-
-        If the block is interrupted, by Ctrl-C or because its process is killed, the flag stays set and :meth:`recover`
-        rebuilds the state on next use.
-        """
-        outer = bool(self._dirty)
-        self._dirty.fill_(True)
-        self._depth += 1
-        try:
-            yield
-            self._dirty.fill_(outer)
-        finally:
-            self._depth -= 1
-
-    def mark_clean(self) -> None:
-        """Clear the dirty flag: the caller has undone the changes of the current transaction."""
-        self._dirty.fill_(False)
-
-    def recover(self) -> None:
-        """Rebuild the lists if a transaction was interrupted.
+    def recover(self, next_slot: int | None = None) -> None:
+        """Rebuild the lists if a transaction was interrupted. Must not be called within one.
 
         A transition that was in a table stays in it. Writers forget the episodes that were not finished.
+
+        Args:
+            next_slot: the slot after the last one in which the storage holds a row, or part of one; None if unknown.
         """
-        if not self._dirty or self._depth:
+        if not self.needs_recovery:
             return
         if self.num_slots:
             for entries in self._lists:
                 slots = entries.rebuild()
                 if not self._pinned:
-                    age = (slots - self._next) % self.num_slots
+                    age = (slots - self._written) % self.num_slots
                     entries.ordered.copy_((age[1:] > age[:-1]).all())
             if self._free is not None:
                 self._free.refill_(~self.holds(torch.arange(self.num_slots, device=self.device)).any(0))
+            elif next_slot is not None:
+                self.skip_to(next_slot)
             self._resets.add_(1)
         self._listeners.notify("on_relayout")
-        self._dirty.fill_(False)
+        self.mark_clean()
 
     # --- which tables hold a slot
 
@@ -408,23 +386,26 @@ class EventTables(Mapping[str, EventTable]):
             return
         if self._pinned:
             raise ValueError("EventTables(retention='pinned'): the storage must be empty at first.")
-        self._written.fill_(self.num_slots)
-        self._next.fill_(0 if last is None else (int(last) + 1) % self.num_slots)
+        self._written.fill_(self.num_slots + (0 if last is None else int(last) + 1))
         self.counts[0] = count
 
     def written(self, slots: Tensor) -> None:
         """Register that ``slots`` [n] were written, in order."""
         self._written.add_(len(slots))
         if not self._pinned:
-            self._next.copy_((slots[-1] + 1) % self.num_slots)
             self.counts[0] = torch.maximum(self.counts[0], slots.max() + 1)
 
-    def skipped(self, slot: int) -> Tensor:
-        """Ring: the slots between the expected start of the next write and ``slot``; int64 [n]."""
-        if not self.num_written:
-            return torch.zeros(0, dtype=torch.int64)
-        first = int(self._next)
-        return (first + torch.arange((slot - first) % self.num_slots, device=self.device)) % self.num_slots
+    def skip_to(self, slot: int) -> bool:
+        """Ring: the next write begins at ``slot``. Removes the entries of slots that it skips; True if there are any.
+
+        A process was killed while it wrote these slots, or the storage was filled before and its ring begins elsewhere.
+        """
+        first = self.num_written
+        count = (slot - first) % self.num_slots if first else 0
+        if count:
+            self.overwrite((first + torch.arange(count, device=self.device)) % self.num_slots)
+            self._written.add_(count)
+        return count > 0
 
     def overwrite(self, slots: Tensor, *, in_turn: bool = True) -> None:
         """Remove the entries of ``slots``, whose transitions were overwritten.

@@ -9,25 +9,26 @@ from torchrl_replay_ext.compilation import where_int64
 
 
 class FreeList:
-    """A queue of free ids 0..size-1, in tensors of static shape.
+    """A queue of the free ids among 0..size-1, in tensors of static shape.
 
     Args:
         size: number of ids.
-        device: where the tensors live.
+        device: device of the tensors. Default: None, torch's default device.
     """
 
     def __init__(self, size: int, *, device: torch.device | str | None = None):
         self.size = size
-        # the last place takes writes that are masked out
+        # masked-out writes go to the additional last entry
         self.queue = torch.arange(size + 1, device=device).to(torch.int32 if size < 2**31 else torch.int64)
         self.head = torch.zeros((), dtype=torch.int64, device=device)
         self.tail = torch.full((), size, device=device)
 
     def pop(self, mask: Tensor) -> Tensor:
-        """Take an id for each True of ``mask`` [n].
+        """Take one free id for each True in ``mask`` [n].
 
         Returns:
-            int64 [n]. A row where ``mask`` is False has the id of the last True before it, or any id if there is none.
+            int64 [n]. Where ``mask`` is False, the result is the id of the last True before it, or an arbitrary id if
+            there is no True before it.
         """
         rank = mask.cumsum(0)
         ids = self.queue.index_select(0, (self.head + rank - 1) % self.size).to(torch.int64)
@@ -48,7 +49,7 @@ class FreeList:
         self.tail.fill_(self.size)
 
     def refill_(self, free: Tensor) -> None:
-        """Make exactly the ids free that are True in ``free`` [size]."""
+        """Set the free ids to those that are True in ``free``, bool [size]."""
         ids = free.nonzero().squeeze(1)
         self.queue[: len(ids)] = ids.to(self.queue.dtype)
         self.head.zero_()
@@ -59,9 +60,9 @@ class FreeList:
         waiting = (self.head + torch.arange(int(self.tail - self.head), device=self.queue.device)) % self.size
         times = self.queue[waiting].to(torch.int64).bincount(minlength=self.size)
         if int(times.max()) > 1:
-            raise AssertionError("FreeList: an id is free twice")
+            raise AssertionError("FreeList: an id is in the queue twice")
         return times > 0
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The state, under names that start with ``name``."""
+        """The tensors of the state, by names that start with ``name``."""
         return {f"{name}_queue": self.queue, f"{name}_head": self.head, f"{name}_tail": self.tail}

@@ -1,4 +1,4 @@
-"""How often each pair of state and action is stored, and in which tables."""
+"""Counts of stored transitions by state and action, in all tables and in each table."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
 
-# Odd constants of splitmix64, as signed integers.
+# The odd constants of splitmix64, as signed integers.
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """A hash of int64 numbers (splitmix64); int64."""
+    """Hash int64 numbers with splitmix64; int64."""
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         number = (number ^ ((number >> shift) & (2 ** (64 - shift) - 1))) * factor
     return number ^ ((number >> 31) & (2**33 - 1))
 
 
 def hash_rows(columns: list[Tensor]) -> Tensor:
-    """A hash of each row of ``columns``, [n, ...] each, by the bits they hold; int64 [n]."""
+    """Hash the bits of each row.
+
+    Args:
+        columns: tensors [n, ...]; a row consists of the entries of all columns.
+
+    Returns:
+        int64 [n].
+    """
     parts = []
     for column in columns:
         column = column.reshape(column.shape[0], -1)
         if column.dtype.is_floating_point:
-            # -0.0 is 0.0
+            # adding 0.0 turns -0.0 into 0.0, so that both have the same hash
             column = (column.to(torch.float64) + 0.0).view(torch.int64)
         parts.append(column.to(torch.int64))
     entries = torch.cat(parts, 1)
@@ -33,39 +40,44 @@ def hash_rows(columns: list[Tensor]) -> Tensor:
 
 
 class PairCounts:
-    """Counts of stored transitions by (state, action): of all, in each event table, and in any of them.
+    """Counts the stored transitions of each (state, action): in total, in each event table, and in any event table.
 
     Args:
         size: number of slots.
-        tables: number of tables, the default one included.
-        device: where the tensors live.
+        tables: number of tables, including the default table.
+        device: device of the tensors.
     """
 
     def __init__(self, size: int, tables: int, *, device: torch.device):
         buckets = 1 << (4 * size - 1).bit_length()
         self._tables = tables
         self._bucket = torch.full((size,), -1, dtype=torch.int64, device=device)
-        # what is counted: each slot in each event table
+        # True where an event table holds a slot
         self._listed = torch.zeros((tables - 1, size), dtype=torch.bool, device=device)
         self._counts = torch.zeros((tables + 1, buckets), dtype=torch.int32, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state."""
+        """The tensors of the state."""
         return {"pair_bucket": self._bucket, "pair_listed": self._listed, "pair_counts": self._counts}
 
     def clear_(self) -> None:
-        """Nothing is stored."""
+        """Reset to an empty storage."""
         self._bucket.fill_(-1)
         self._listed.zero_()
         self._counts.zero_()
 
     def _add(self, first: int, buckets: Tensor, change: Tensor) -> None:
-        """Add ``change`` [rows, n] to the counts of ``buckets`` [n], in the rows from ``first`` on."""
+        """Add ``change`` [k, n] to the counts of ``buckets`` [n] in the rows ``first`` to ``first + k - 1``."""
         row = first + torch.arange(len(change), device=buckets.device).unsqueeze(1).expand_as(change)
         self._counts.index_put_((row, buckets.expand_as(change)), change.to(torch.int32), accumulate=True)
 
     def write(self, slots: Tensor, columns: list[Tensor]) -> None:
-        """``slots`` [n], all different, hold new transitions with these states and actions, [n, ...]; in no table."""
+        """Replace the transitions in some slots by new ones, which are in no event table yet.
+
+        Args:
+            slots: int64 [n], without duplicates.
+            columns: states and actions of the new transitions, tensors [n, ...].
+        """
         before = self._bucket[slots]
         known = slots[before >= 0]
         self.list(known, torch.zeros_like(self._listed[:, known]))
@@ -75,14 +87,19 @@ class PairCounts:
         self._add(0, buckets, torch.ones((1, len(slots)), device=slots.device))
 
     def drop(self, slots: Tensor) -> None:
-        """``slots`` [n], all different, hold nothing that counts."""
+        """Remove the transitions in ``slots``, int64 [n] without duplicates, from all counts."""
         slots = slots[self._bucket[slots] >= 0]
         self.list(slots, torch.zeros_like(self._listed[:, slots]))
         self._add(0, self._bucket[slots], -torch.ones((1, len(slots)), device=slots.device))
         self._bucket[slots] = -1
 
     def list(self, slots: Tensor, listed: Tensor) -> None:
-        """``slots`` [n], all different, are in these event tables now, bool [tables - 1, n]."""
+        """Set which event tables hold some slots.
+
+        Args:
+            slots: int64 [n], without duplicates.
+            listed: True where an event table holds a slot, bool [tables - 1, n].
+        """
         before = self._listed[:, slots]
         self._listed[:, slots] = listed
         change = listed.to(torch.int32) - before.to(torch.int32)
@@ -90,7 +107,7 @@ class PairCounts:
         self._add(1, self._bucket[slots], torch.cat([change, of_any]))
 
     def of(self, slots: Tensor) -> Tensor:
-        """Counts of the pairs of ``slots`` [n]: of all, in each event table, in any; int64 [tables + 1, n]."""
+        """Counts for the pairs in ``slots`` [n]: in total, in each event table, in any; int64 [tables + 1, n]."""
         buckets = gather_in_bounds(self._bucket, slots)
         rows = torch.arange(self._tables + 1, device=slots.device).unsqueeze(1) * self._counts.shape[1]
         flat = gather_in_bounds(self._counts.view(-1), (rows + buckets).view(-1))

@@ -1,4 +1,4 @@
-"""Rows of int64 leaves, and trees of their sums, minima or maxima: what eager code and graphs have in common."""
+"""Rows of int64 leaves, and trees of their sums, minima or maxima, for eager code and compiled graphs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, 
 from torchrl_replay_ext.functional.priorities import write_last
 
 _INT64_MAX = torch.iinfo(torch.int64).max
-# Trees for graphs: how many entries are reduced to one, and the largest number of entries of the last level.
+# Trees for compiled graphs: number of entries that are reduced to one, and largest number of entries of the last level.
 _COMPILED_FANOUT = 4
 _ROOT = 16
 
 
 class UpdateMask(NamedTuple):
-    """Masks for an update whose rows cannot be selected by their values, as inside graphs.
+    """Masks for an update whose rows cannot be selected by value, as in compiled graphs.
 
     Args:
-        valid: bool [n], False where the row changes nothing; rows of one leaf agree, and so do their values.
-        is_last: bool [n], True for one row of each leaf: of duplicates, the one that wins.
+        valid: bool [n], True where the row is applied. All rows of the same leaf have the same mask and value.
+        is_last: bool [n], True for one row of each leaf: of duplicates, this row wins.
     """
 
     valid: Tensor
@@ -30,35 +30,41 @@ class UpdateMask(NamedTuple):
 
 
 class LeafRows:
-    """int64 leaves in blocks of ``fanout``, one block per row; with a page table only some of the blocks are stored.
+    """int64 leaves in blocks of ``fanout``, one block per row. With a page table, only some of the blocks are stored.
 
-    ``page_table`` [blocks] names the row of each block; of its ``num_pages + 1`` rows the last one always holds zeros.
+    Args:
+        blocks: number of blocks.
+        fanout: number of leaves of a block, a power of two.
+        page_table: the row of each block, int64 [blocks]. None: block i is row i.
+        num_pages: number of stored blocks if there is a page table. The table has ``num_pages + 1`` rows, and the last
+            row always holds zeros.
+        device: device of the tensor.
     """
 
     def __init__(self, blocks: int, fanout: int, page_table: Tensor | None, num_pages: int | None, device: Any):
         self.blocks, self.fanout, self.shift = blocks, fanout, fanout.bit_length() - 1
         self.page_table = page_table
         self.stored = blocks if page_table is None or num_pages is None else num_pages + 1
-        # one-dimensional: a graph that writes to a view of a tensor copies the whole tensor
+        # one-dimensional, because a graph that writes to a view of a tensor copies the whole tensor
         self.flat = torch.zeros(self.stored * fanout, dtype=torch.int64, device=device)
 
     def row_of(self, block: Tensor) -> Tensor:
-        """The row that stores each block."""
+        """The rows that store the blocks ``block`` [n]."""
         return block if self.page_table is None else self.page_table[block]
 
     def address(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The block of each leaf, and its position in ``flat``."""
+        """The blocks of the leaves ``index`` [n], and the positions of the leaves in ``flat``."""
         block = index >> self.shift
         if self.page_table is None:
             return block, index
         return block, (self.page_table[block] << self.shift) + (index & (self.fanout - 1))
 
     def in_order(self, of_rows: Tensor) -> Tensor:
-        """Entries for the stored rows as entries for the blocks."""
+        """Reorder one entry per stored row to one entry per block."""
         return of_rows if self.page_table is None else of_rows[self.page_table]
 
     def write(self, place: Tensor, values: Tensor, mask: UpdateMask | None) -> None:
-        """Write to the positions ``place`` [n] in ``flat``; without ``mask``, of duplicates the last one wins."""
+        """Write ``values`` [n] to positions ``place`` [n] of ``flat``; without ``mask``, the last duplicate wins."""
         if mask is None:
             write_last(self.flat, place, values)
         else:
@@ -67,18 +73,20 @@ class LeafRows:
 
 
 class ReductionTree:
-    """Sums, minima or maxima of leaves: of blocks, of rows of ``fanout`` blocks, and so on up to a dense top.
+    """Sums, minima or maxima of the leaves of each block, of each row of ``fanout`` blocks, and so on to a dense top.
 
-    Two layouts serve two kinds of code. Eager code pays per operation, so each level has an entry per row of the level
-    below, and the top is the last level. In compiled code only the arithmetic counts, so a tree for graphs
-    (:meth:`prepare`) has further levels in between and above the top, of one entry for 4 of the level below, up to a
-    root of at most 16 entries. Eager code can use both layouts. ``_eager_tree`` and ``_compiled_tree`` have the
-    algorithms. An update recomputes every ancestor from its children, so duplicates are safe.
+    There are two layouts. In eager code, the time depends on the number of operations. So each level has one entry per
+    row of the level below, and the top is the last level. In compiled code, the time depends on the arithmetic. So a
+    prepared tree (:meth:`prepare`) has further levels between these and above the top, with one entry for 4 entries of
+    the level below, up to a root of at most 16 entries. Eager code can use both layouts. ``_eager_tree`` and
+    ``_compiled_tree`` contain the algorithms. An update recomputes every ancestor from its children, so duplicates are
+    safe.
 
     Args:
         leaves: the leaves.
-        top: the largest number of entries in the dense top.
-        kind: ``"min"`` keeps the smallest positive leaf minus 1, and the largest int64 where no leaf is positive.
+        top: largest number of entries of the top level.
+        kind: ``"sum"``, ``"min"`` or ``"max"``. The entries of ``"min"`` are the smallest positive leaf minus 1, or the
+            largest int64 where no leaf is positive.
     """
 
     def __init__(self, leaves: LeafRows, *, top: int, kind: Literal["sum", "min", "max"]):
@@ -87,24 +95,29 @@ class ReductionTree:
         self._allocate()
 
     def prepare(self) -> None:
-        """Change to the layout for graphs; to be followed by :meth:`rebuild`."""
+        """Change to the layout for compiled graphs; call :meth:`rebuild` afterwards."""
         self.prepared = True
         self._allocate()
 
     def _allocate(self) -> None:
         sizes, row_levels = self._plan()
-        # numbers of the levels with one entry per row; the last one is the top
+        # the indices of the levels with one entry per row; the last of them is the top
         self.row_levels = tuple(row_levels)
         begins = [0, 0, *itertools.accumulate(length for length, _ in sizes[1:])]
         self._layout = tuple((begin, *size) for begin, size in zip(begins, sizes, strict=False))
-        # one tensor for all levels: each tensor costs a graph time
+        # one tensor for all levels, because each additional tensor makes a graph slower
         self.flat = torch.zeros(begins[-1], dtype=torch.int64, device=self.leaves.flat.device)
         if self.kind == "min":
             self.flat.fill_(_INT64_MAX)
         self._make_views()
 
     def _plan(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """For the leaves and each level, its length and how many entries make one of the next; the levels of rows."""
+        """Plan the levels.
+
+        Returns:
+            For the leaves and each level, its length and the number of entries that are reduced to one of the next
+            level; and the indices of the levels with one entry per row.
+        """
         fanout, group = self.leaves.fanout, _COMPILED_FANOUT if self.prepared else self.leaves.fanout
         rows, nodes = self.leaves.stored, self.leaves.blocks
         sizes, row_levels = [(rows * fanout, min(fanout, group))], []
@@ -125,16 +138,16 @@ class ReductionTree:
                 return sizes, row_levels
 
     def _make_views(self) -> None:
-        """What only eager code uses: views, and tables of which each process needs its own."""
+        """Make the views and buffers that only eager code uses; each process needs its own."""
         self.levels = [self.leaves.flat, *(self.flat[begin : begin + size] for begin, size, _ in self._layout[1:])]
         self.groups = [level.view(-1, n) for level, (*_, n) in zip(self.levels, self._layout, strict=True)]
-        # the leaves and the levels between them and the top
+        # the leaves and all levels of rows below the top
         self.rows = [self.levels[number].view(-1, self.leaves.fanout) for number in (0, *self.row_levels[:-1])]
         self.top = self.levels[self.row_levels[-1]]
         if self.kind == "sum":
-            # 0 and the running sums of the top, recomputed by each draw
+            # 0, followed by the running sums of the top; each draw recomputes them
             self.running = self.top.new_zeros(self.top.shape[0] + 1)
-            # row k selects the first k entries of a row
+            # row k is a bit mask of the first k entries of a row
             self.first = -self.top.new_ones((self.leaves.fanout, self.leaves.fanout)).tril(-1)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,23 +160,23 @@ class ReductionTree:
 
     @torch._dynamo.assume_constant_result
     def layout(self) -> tuple[tuple[int, int, int], ...]:
-        """For the leaves and each level of ``flat``: where it begins, its length, how many entries are reduced to one.
+        """For the leaves and each level of ``flat``: its first position, its length, and its reduction factor.
 
-        A constant in graphs. Otherwise a graph would check at each call that every number is still the same.
+        The result is a constant in compiled graphs. Otherwise a graph would check each number at each call.
         """
         if not self.prepared:
             raise RuntimeError("SumTree, MaxTree: call prepare() before the tree becomes part of a graph.")
         return self._layout
 
     def of_leaves(self, leaves: Tensor) -> Tensor:
-        """The numbers to reduce in place of ``leaves``; of minima, the largest int64 where a leaf is 0."""
+        """The values to reduce for ``leaves``: for ``"min"``, the leaf minus 1, or the largest int64 if it is 0."""
         return (leaves - 1) & _INT64_MAX if self.kind == "min" else leaves
 
     def reduced(self, groups: Tensor) -> Tensor:
-        """Sum, minimum or maximum over the last dimension."""
+        """Reduce the last dimension of ``groups`` to its sum, minimum or maximum."""
         if self.kind == "sum":
             return groups.sum(-1)
-        # several times faster than amin for int64
+        # aminmax is several times faster than amin for int64
         return torch.aminmax(groups, dim=-1).min if self.kind == "min" else groups.amax(-1)
 
     def recompute(self, number: int) -> None:

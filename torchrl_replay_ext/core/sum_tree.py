@@ -1,4 +1,4 @@
-"""The sum tree behind every prioritized draw: exact int64 sums in plain torch."""
+"""Sum tree with exact int64 sums, for draws in proportion to priorities; and a tree of maxima."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, Upda
 
 
 def _backend():
-    """The algorithms for the code that is running: two modules with the same functions."""
+    """The module with the tree algorithms for the running code; both modules have the same functions."""
     return _compiled_tree if is_traced() else _eager_tree
 
 
 class SumTree:
-    """Masses of ``capacity`` leaves, their sums, and draws in proportion to them.
+    """Stores a mass for each of ``capacity`` leaves and draws leaves in proportion to their masses.
 
-    Masses are int64 in fixed point, ``SumTree.UNIT`` = 2^23 per unit of priority. So sums are exact, they do not depend
-    on the order of updates, rounding errors do not accumulate, and a leaf of mass 0 is never drawn. ``max_priority`` is
-    the largest priority that a leaf may hold.
+    Masses are int64 in fixed point, ``SumTree.UNIT`` = 2^23 per unit of priority. Sums are therefore exact and do not
+    depend on the order of updates, rounding errors do not accumulate, and a leaf of mass 0 is never drawn.
+    ``max_priority`` is the largest priority that a leaf can hold.
 
-    Leaves lie in rows of ``fanout``, and so do the sums of the rows, up to a dense top. All shapes are static. Eager
-    code and graphs use the same tensors with different algorithms: ``_eager_tree`` walks a row at a time,
-    ``_compiled_tree`` 4 entries at a time. Call :meth:`prepare` before the tree becomes part of a graph.
+    The leaves are divided into rows of ``fanout``. The sums of these rows are again divided into rows, and so on up to
+    a dense top level. All shapes are static. Eager code and compiled graphs use the same tensors with different
+    algorithms: ``_eager_tree`` processes a row at a time, ``_compiled_tree`` 4 entries at a time. Call :meth:`prepare`
+    before the tree becomes part of a compiled graph.
 
     Args:
         capacity: number of leaves, >= 1.
-        fanout: width of a row, a power of two.
-        top: the largest number of nodes in the dense top.
-        track_min: also keep the smallest positive mass, for :meth:`min`.
+        fanout: number of entries of a row, a power of two, >= 2. Default: 64.
+        top: largest number of entries of the top level, >= 1. Default: 16384.
+        track_min: also track the smallest positive mass, for :meth:`min`. Default: False.
         page_table: int64 [capacity // fanout + 1], the row of ``leaves`` that stores each block of ``fanout``
-            leaves; for trees over a sparsely used range. The tree reads it, its owner writes it. Row ``num_pages``
-            always holds zeros and stands for a block that is not stored.
-        num_pages: number of stored rows; needed with ``page_table``.
-        device: where the tensors live.
+            leaves; for trees over a sparsely used range. The tree reads the page table, its owner writes it. Row
+            ``num_pages`` always holds zeros and represents all blocks that are not stored. Default: None, all blocks
+            are stored.
+        num_pages: number of stored rows; required with ``page_table``. Default: None.
+        device: device of the tensors; that of ``page_table`` if given. Default: None, torch's default device.
+
+    Raises:
+        ValueError: if an argument is out of range, or ``page_table`` has a wrong shape or comes without ``num_pages``.
 
     Examples:
         >>> tree = SumTree(4)
@@ -70,32 +75,32 @@ class SumTree:
             raise ValueError(f"SumTree(top={top}): top must be >= 1.")
         if page_table is not None:
             if num_pages is None or page_table.shape != (blocks,):
-                raise ValueError(f"SumTree: page_table must have shape ({blocks},) and come with num_pages.")
+                raise ValueError(f"SumTree: page_table must have shape ({blocks},) and needs num_pages.")
             device = page_table.device
         leaves = LeafRows(blocks, fanout, page_table, num_pages, device)
         self.capacity, self.fanout, self.page_table, self.prepared = capacity, fanout, page_table, False
-        # the masses by stored row, int64 [rows · fanout]; to be followed by rebuild_() if they are written directly
+        # the masses by stored row, int64 [rows · fanout]; call rebuild_() after writing to them directly
         self.leaves, self._leaves = leaves.flat, leaves
         self._sums = ReductionTree(leaves, top=top, kind="sum")
         self._minima = ReductionTree(leaves, top=top, kind="min") if track_min else None
         self._trees = [self._sums] if self._minima is None else [self._sums, self._minima]
         self._smallest = None if self._minima is None else SmallestMass(self._minima)
-        # the sum of all stored leaves must stay below 2^62
+        # the sum of all stored leaves must be below 2^62
         self.max_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._smallest is not None:
-            # a copy in another process must not hold the same late minima
+            # a copy in another process must not have the same stale minima
             self._smallest.catch_up()
         return vars(self).copy()
 
     @property
     def rows(self) -> Tensor:
-        """The leaves by stored row, int64 [rows, fanout]: a view for code outside graphs."""
+        """The masses by stored row, int64 [rows, fanout]; a view, only for eager code."""
         return self.leaves.view(-1, self.fanout)
 
     def prepare(self) -> None:
-        """Make the tree fit to become part of a graph."""
+        """Change to a layout that compiled graphs can use."""
         if not self.prepared:
             self.prepared = True
             for tree in self._trees:
@@ -103,21 +108,21 @@ class SumTree:
             self.rebuild_()
 
     def graph_tensors(self) -> list[Tensor]:
-        """The tensors that graphs read and change, once the tree is prepared."""
+        """The tensors of a prepared tree that compiled graphs read and change."""
         paged = [] if self.page_table is None else [self.page_table]
         return [self.leaves, *(tree.flat for tree in self._trees), *paged]
 
     def nbytes(self) -> int:
-        """Memory of the leaves and their sums and minima in bytes."""
+        """Memory of the leaves, sums and minima in bytes."""
         return self.leaves.nbytes + sum(tree.flat.nbytes for tree in self._trees)
 
     @classmethod
     def to_mass(cls, priority: Tensor) -> Tensor:
-        """Fixed-point masses of floating-point priorities >= 0, rounded up to a unit of 2^-23: only 0 has mass 0."""
+        """Convert floating-point priorities >= 0 to int64 masses, rounded up to units of 2^-23; only 0 has mass 0."""
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
     def get(self, index: Tensor) -> Tensor:
-        """Masses at ``index`` [n], int64 [n]."""
+        """Masses of the leaves ``index`` [n], int64 [n]."""
         place = index if self.page_table is None else self._leaves.address(index)[1]
         return gather_in_bounds(self.leaves, place)
 
@@ -126,21 +131,25 @@ class SumTree:
         return _backend().root(self._sums).sum()
 
     def min(self) -> int | Tensor:
-        """Smallest positive mass; needs ``track_min`` and a positive total. In graphs int64 [], otherwise an int."""
+        """Smallest positive mass, an int; in compiled graphs int64 []. Requires ``track_min`` and a positive total."""
         assert self._minima is not None and self._smallest is not None
         if self.prepared:
             return scalar(_backend().root(self._minima).amin() + 1)
         return self._smallest.value()
 
     def update(self, index: Tensor, priority: Tensor) -> None:
-        """Set the priorities of the leaves ``index`` [n] to ``priority`` [n]; of duplicates the last one wins.
+        """Set the priorities of some leaves.
+
+        Args:
+            index: the leaves, integers [n] in [0, capacity). Of duplicates the last one wins.
+            priority: float [n] in [0, ``max_priority``].
 
         Raises:
-            ValueError: if shapes differ, or an index or a priority is out of range; nothing is changed then.
+            ValueError: if shapes differ, or an index or a priority is out of range. The tree is then unchanged.
         """
         if index.ndim != 1 or priority.shape != index.shape:
             raise ValueError(
-                f"SumTree.update: index and priority must share one shape [n]; got {tuple(index.shape)} and "
+                f"SumTree.update: index and priority must have the same shape [n]; got {tuple(index.shape)} and "
                 f"{tuple(priority.shape)}."
             )
         if not bool(((index >= 0) & (index < self.capacity)).all()):
@@ -150,13 +159,14 @@ class SumTree:
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
     def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, mask: UpdateMask | None = None) -> None:
-        """Set int64 masses, unchecked.
+        """Set int64 masses without checking arguments.
 
         Args:
-            index: int64 [n] in [0, capacity).
-            mass: int64 [n], >= 0; of duplicates the last one wins if there is no ``mask``.
-            lazy: the minima may be brought up to date later. Outside graphs, frequent small writes get faster.
-            mask: which rows are applied. Default: all.
+            index: the leaves, int64 [n] in [0, capacity).
+            mass: int64 [n], >= 0. Without ``mask``, the last one of duplicates wins.
+            lazy: allow the tree to update the minima later. This makes frequent small writes faster in eager code.
+                Default: False.
+            mask: selects the rows to apply. Default: None, all rows.
         """
         smallest = self._smallest
         late = lazy and mask is None and smallest is not None and not self.prepared and smallest.may_be_late(index)
@@ -171,7 +181,7 @@ class SumTree:
                 smallest.written()
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The leaves in which ``target`` falls: the i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j.
+        """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
 
         Args:
             target: int64 [n] in [0, total).
@@ -188,28 +198,29 @@ class SumTree:
 
         Args:
             num: number of draws.
-            stratified: one draw in each of ``num`` strata of equal mass, instead of independent ones.
-            generator: source of randomness, on the tree's device.
+            stratified: make one draw in each of ``num`` strata of equal mass instead of independent draws. Default:
+                False.
+            generator: random number generator on the tree's device. Default: None, torch's global generator.
 
         Returns:
-            The leaves and their masses, int64 [num] each; stratified draws come in the order of their strata.
+            The leaves and their masses, int64 [num] each. Stratified draws are in the order of their strata.
 
         Raises:
-            RuntimeError: if the total is 0. In graphs, the draws are then leaf 0 with mass 0.
+            RuntimeError: if the total is 0. A compiled graph returns leaf 0 with mass 0 instead.
         """
         u = uniform(num, device=self.leaves.device, generator=generator)
         return self.draw(stratify(u) if stratified else u)
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`sample` with given uniform numbers ``u``, float64 [n] in [0, 1), which may be overwritten."""
+        """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1). It may overwrite ``u``."""
         return _backend().draw(self._sums, u)
 
     def prefix(self, index: Tensor) -> Tensor:
-        """Sum of the masses of the leaves [0, i) for each i of ``index`` [n], 0 <= i <= capacity. int64 [n]."""
+        """Sum of the masses of the leaves 0..i−1 for each i of ``index`` [n] in [0, capacity]; int64 [n]."""
         return _backend().prefix(self._sums, index)
 
     def probability(self, index: Tensor) -> Tensor:
-        """Probability of each leaf of ``index`` in one draw, float64; 0 everywhere if the tree is empty."""
+        """Probability of the leaves ``index`` [n] in one draw, float64 [n]; 0 if all masses are 0."""
         return self.get(index).double() / self.total().clamp_min(1)
 
     def clear_(self) -> None:
@@ -226,7 +237,7 @@ class SumTree:
             self._smallest.written()
 
     def check_valid(self) -> None:
-        """Raise AssertionError if a sum or a minimum is not that of its children."""
+        """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
         if self._smallest is not None:
@@ -242,15 +253,15 @@ class SumTree:
 
 
 class MaxTree:
-    """Non-negative int64 values of ``capacity`` leaves and their maximum, kept current by :meth:`refresh`.
+    """Tracks the maximum of ``capacity`` leaves, int64 values >= 0.
 
-    The owner writes ``leaves`` and names the changed ones.
+    The owner writes to ``leaves`` and then calls :meth:`refresh` with the changed leaves.
 
     Args:
         capacity: number of leaves, >= 1.
-        fanout: width of a row, a power of two.
-        top: the largest number of nodes in the dense top.
-        device: where the tensors live.
+        fanout: number of entries of a row, a power of two. Default: 64.
+        top: largest number of entries of the top level. Default: 16384.
+        device: device of the tensors. Default: None, torch's default device.
     """
 
     def __init__(self, capacity: int, *, fanout: int = 64, top: int = 16384, device: torch.device | str | None = None):
@@ -259,21 +270,21 @@ class MaxTree:
         self._maxima = ReductionTree(leaves, top=top, kind="max")
 
     def prepare(self) -> None:
-        """Make the tree fit to become part of a graph."""
+        """Change to a layout that compiled graphs can use."""
         if not self._maxima.prepared:
             self._maxima.prepare()
             self.rebuild_()
 
     def graph_tensors(self) -> list[Tensor]:
-        """The tensors that graphs read and change, once the tree is prepared."""
+        """The tensors of a prepared tree that compiled graphs read and change."""
         return [self.leaves, self._maxima.flat]
 
     def refresh(self, index: Tensor) -> None:
-        """Recompute the ancestors of the leaves ``index`` [n]."""
+        """Recompute the maxima above the leaves ``index`` [n]."""
         _backend().refresh([self._maxima], index, index >> self._shift)
 
     def max(self) -> Tensor:
-        """The largest leaf, int64 []."""
+        """The largest value, int64 []."""
         return _backend().root(self._maxima).amax()
 
     def rebuild_(self) -> None:
@@ -281,7 +292,7 @@ class MaxTree:
         self._maxima.rebuild()
 
     def check_valid(self) -> None:
-        """Raise AssertionError if the maximum is not that of the leaves."""
+        """Raise AssertionError if the maximum does not agree with the leaves."""
         if int(self.max()) != int(self.leaves.max()):
             raise AssertionError("MaxTree: the maximum does not agree with the leaves")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.recoverable import Recoverable
 
 # In place of the step at which the last write ended.
 _UNKNOWN = -1
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
         return steps.unsqueeze(1) * self.slots_per_step + torch.arange(self.slots_per_step, device=self.device)
 
 
-class WriteLog:
+class WriteLog(Recoverable):
     """Owns what a sampler knows about writes: the ring position, the generations of slots, and the dirty flag.
 
     Each write has a number, counted from 1. The generation of a slot is the number of the write that filled it; 0 means
@@ -73,15 +73,15 @@ class WriteLog:
     """
 
     def __init__(self, layout: Layout):
+        super().__init__()
         self.layout = layout
         device = layout.device
         self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
         self.num_writes = torch.zeros((), dtype=torch.int64, device=device)
         # the step of the ring at which the last announced write ended
         self.last_seen_step = torch.full((), _UNKNOWN, dtype=torch.int64, device=device)
-        # always on the CPU, where reading is cheap: the number of writes at the last clear(), and the dirty flag
+        # the number of writes at the last clear(); always on the CPU, where reading is cheap
         self._cleared_at = torch.zeros((), dtype=torch.int64)
-        self._dirty = torch.zeros((), dtype=torch.bool)
         # the slots of the last write, and the memory of the index that announced them
         self.last_written_slots: Tensor | None = None
         self._announced: int | None = None
@@ -202,32 +202,6 @@ class WriteLog:
         expected = self.next_step()
         return expected is not None and first != expected and (last + 1) % self.layout.steps == expected
 
-    # --- interrupted changes
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Mark the log dirty while state that depends on it is modified.
-
-        If the block is interrupted, the flag stays set, and the state must be rebuilt before its next use.
-        """
-        was_dirty = bool(self._dirty)
-        self._dirty.fill_(True)
-        yield
-        self._dirty.fill_(was_dirty)
-
-    @property
-    def needs_recovery(self) -> bool:
-        """Whether a change of the state was interrupted, by an exception or because its process was killed."""
-        return bool(self._dirty)
-
-    def mark_dirty(self) -> None:
-        """The state that depends on the log must be rebuilt before its next use."""
-        self._dirty.fill_(True)
-
-    def mark_clean(self) -> None:
-        """The state that depends on the log was rebuilt, or the change that was begun did not change anything."""
-        self._dirty.fill_(False)
-
     def known_runs(self, storage_step: int | None, being_written: Tensor | None = None) -> list[Tensor]:
         """Contiguous runs of slots whose content is known, oldest first, int64 [n] each.
 
@@ -256,7 +230,7 @@ class WriteLog:
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
         self.last_seen_step.fill_(_UNKNOWN)
-        self._dirty.fill_(False)
+        self.mark_clean()
         self.last_written_slots = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -270,7 +244,7 @@ class WriteLog:
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced: where the ring of the storage stands is not known."""
         self.last_seen_step.fill_(_UNKNOWN)
-        self._dirty.fill_(False)
+        self.mark_clean()
         self.last_written_slots = None
 
     def check_valid(self) -> None:

@@ -15,12 +15,13 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.distributions.rejection import Rejection, Rows, propose
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.distributions.table_rejection import TableRejection, propose
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
@@ -74,7 +75,7 @@ class EventTableMixture(Distribution):
     ):
         self._log, self._priorities, self._tables = log, priorities, tables
         self._allocation, self._correction, self._kind = allocation, correction, kind
-        self._alpha, self._beta, self._stale_fraction = alpha, beta, stale_fraction
+        self._alpha, self._beta = alpha, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
         self._shares = shares
@@ -95,13 +96,9 @@ class EventTableMixture(Distribution):
         self._reliability = None if make_reliability is None else make_reliability(log)
         self._rejection = None
         if self._reliability is not None:
-            self._rejection = TableRejection(
-                self._tree, self._begins, tables, self._reliability, for_graphs=layout.for_graphs
-            )
-        # rank-based: of each table behind one another, what the entries were sorted by, and how many there are
-        keys = self._nowhere if kind == "rank" else 0
-        self._keys = torch.full((keys,), torch.iinfo(torch.int64).max, device=device)
-        self._changes = torch.zeros((), dtype=torch.int64, device=device)
+            self._rejection = Rejection(self._tree, self._reliability, for_graphs=layout.for_graphs, tables=tables)
+        entries = self._nowhere if kind == "rank" else 0
+        self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
         # whether the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
         # of the last batch outside graphs: what a table needs by default, where none is being drawn
@@ -125,7 +122,7 @@ class EventTableMixture(Distribution):
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
         if self._kind == "rank":
-            return self._rank_masses(positions, priority)
+            return self._of_rank(self._order.rank(priority, self._table_of(positions)))
         if self._kind is None:
             return torch.full_like(positions, SumTree.UNIT)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
@@ -148,7 +145,7 @@ class EventTableMixture(Distribution):
 
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
         if self._correction == "priority":
             self._set(slots, slots)
             return
@@ -157,7 +154,7 @@ class EventTableMixture(Distribution):
 
     def on_remove(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
         if self._correction == "priority":
             self._set(slots, slots)
             return
@@ -169,17 +166,12 @@ class EventTableMixture(Distribution):
         """Called by the tables: all entries may be at other positions now."""
         self._log.mark_dirty()
 
-    def sync(self) -> None:
-        self._tables.recover()
+    def sync(self, next_slot: int | None) -> None:
+        self._tables.recover(next_slot)
 
     def before_ingest(self, count: int, last_slot: int | None) -> None:
         self._tables.adopt(count, last_slot)
         self._weights.before_ingest()
-
-    def before_recovery(self, next_slot: int | None) -> None:
-        if self.slots_in_ring_order and next_slot is not None and self._tables.num_slots:
-            # rows may have been written without removing the entries that they wrote over
-            self._tables.overwrite(self._tables.skipped(next_slot))
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         if is_traced():
@@ -190,7 +182,7 @@ class EventTableMixture(Distribution):
         self._weights.insert(slots, rows)
         positions, repeated = self._everywhere(slots)
         self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots)
@@ -199,7 +191,7 @@ class EventTableMixture(Distribution):
             self._reliability.remove(slots)
         if self.slots_in_ring_order:
             self._tree.write(slots, torch.zeros_like(slots))
-        self._changes.add_(len(slots))
+        self._order.changes.add_(len(slots))
         self._weights.remove(slots)
 
     def before_full_overwrite(self) -> None:
@@ -214,7 +206,7 @@ class EventTableMixture(Distribution):
             count = positions.shape[0] // slots.shape[0]
             mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
         self._set(positions, repeated, mask)
-        self._changes.add_(slots.shape[0])
+        self._order.changes.add_(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
         if self._kind == "rank" and slots is None:
@@ -233,26 +225,13 @@ class EventTableMixture(Distribution):
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
 
-    def _sort_keys(self, positions: Tensor, priority: Tensor) -> Tensor:
-        """What entries are sorted by: the table, then the priority, largest first, new ones ahead of all."""
-        bits = torch.where(priority < 0, math.inf, priority).view(torch.int32).to(torch.int64)
-        return (self._table_of(positions) << 32) - bits
-
-    def _rank_masses(self, positions: Tensor, priority: Tensor) -> Tensor:
-        table = self._table_of(positions)
-        ahead = torch.searchsorted(self._keys, self._sort_keys(positions, priority))
-        first = torch.searchsorted(self._keys, (table << 32) - 2**31)
-        return self._of_rank(ahead - first)
-
     def _of_rank(self, rank: Tensor) -> Tensor:
         alpha = self._alpha.value
         return ((rank + 1).to(torch.float64) ** -alpha * _RANK_UNIT).ceil().to(torch.int64)
 
     def _sort_if_due(self) -> None:
-        if self._kind == "rank":
-            changes = self._changes.item()
-            if changes and changes >= self._stale_fraction * self._tables.counts.sum().item():
-                self.sort()
+        if self._kind == "rank" and self._order.is_due(self._tables.counts.sum()):
+            self.sort()
 
     @torch.no_grad()
     def sort(self) -> None:
@@ -266,17 +245,15 @@ class EventTableMixture(Distribution):
         positions, slots = self._everywhere(everything[self._log.generation > 0])
         listed = positions != self._nowhere
         positions, slots = positions[listed], slots[listed]
-        keys, order = self._sort_keys(positions, self._priorities.of_slot[slots]).sort(stable=True)
-        self._keys.fill_(torch.iinfo(torch.int64).max)
-        self._keys[: len(keys)] = keys
-        table = self._table_of(positions[order])
+        table = self._table_of(positions)
+        order = self._order.sort(self._priorities.of_slot[slots], table)
+        positions, table = positions[order], table[order]
         begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
-        rank = torch.arange(len(keys), device=self._device) - begins[table]
+        rank = torch.arange(len(order), device=self._device) - begins[table]
         leaves = self._tree.leaves
         leaves.zero_()
-        leaves[positions[order]] = self._of_rank(rank)
+        leaves[positions] = self._of_rank(rank)
         self._tree.rebuild_()
-        self._changes.zero_()
 
     # --- draws
 
@@ -320,9 +297,8 @@ class EventTableMixture(Distribution):
             row_tables = [number for number, count in enumerate(counts) for _ in range(count)]
             table = torch.tensor(row_tables, device=self._device)
         else:
-            table = self._tables_of_rows(
-                torch.tensor(eta, dtype=torch.float64, device=self._device), batch_size, u, generator
-            )
+            portions = torch.tensor(eta, dtype=torch.float64, device=self._device)
+            _, table = self._tables_of_rows(portions, batch_size, u, generator)
         # in the order of positions, as in the tree: first those that have wrapped around, then a gap
         starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
         wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
@@ -336,12 +312,17 @@ class EventTableMixture(Distribution):
         share = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
         return slots, table, self._tables.share(slots, share), share
 
-    def _tables_of_rows(self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The table of each row, in order, [B]; by the first of ``u``, or by numbers of its own."""
+    def _tables_of_rows(
+        self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """The row behind the last one of each table, [tables], and the table of each row, in order, [B].
+
+        They are chosen by the first of ``u``, or by random numbers of their own.
+        """
         if self._allocation == "multinomial":
             u = uniform(batch_size, device=self._device, generator=generator)
         ends = table_ends(eta, batch_size, self._allocation, u)
-        return torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
+        return ends, torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         if not is_traced():
@@ -358,14 +339,14 @@ class EventTableMixture(Distribution):
         if not is_traced() and total[0].item() == 0:
             raise RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0.")
         u = uniform(batch_size + 1, device=self._device, generator=generator)
-        table = self._tables_of_rows(eta, batch_size, u, generator)
-        low_of_row, total_of_row = gather_in_bounds(low, table), gather_in_bounds(total, table)
+        ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:
-            position, mass = self._rejection.draw(table, low, total, generator)
-            total = total * self._rejection.accepted_share()
+            position, mass = self._rejection.draw(batch_size, generator, Rows(ends, table, low, total))
+            total = total * self._rejection.acceptance()
             total_of_row = gather_in_bounds(total, table)
         else:
-            position, mass = propose(self._tree, u[1:], low_of_row, total_of_row)
+            total_of_row = gather_in_bounds(total, table)
+            position, mass = propose(self._tree, u[1:], gather_in_bounds(low, table), total_of_row)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
@@ -390,8 +371,8 @@ class EventTableMixture(Distribution):
         """p(i) of ``slots`` [n], float64 [n]."""
         positions, _ = self._everywhere(slots)
         mass = self._tree.get(positions).view(-1, slots.shape[0])
-        if self._rejection is not None:
-            mass = mass * self._rejection.factor(slots)
+        if self._reliability is not None:
+            mass = mass * self._reliability.factor(slots)
         share = eta / torch.where(total > 0, total, 1.0)
         return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
 
@@ -406,11 +387,11 @@ class EventTableMixture(Distribution):
             return torch.zeros(0, dtype=torch.float64, device=self._device)
         self._sort_if_due()
         eta, _, total = self._proportions(self._batch_size)
-        if self._rejection is not None:
+        if self._reliability is not None:
             stored = self.stored_slots()
             positions = self._tables.positions(stored)
             mass = self._tree.get(positions.reshape(-1)).view(positions.shape)
-            total = (mass * self._rejection.factor(stored)).sum(1)
+            total = (mass * self._reliability.factor(stored)).sum(1)
         return self._mixture(slots, eta, total)
 
     def stored_slots(self) -> Tensor:
@@ -425,16 +406,15 @@ class EventTableMixture(Distribution):
     def clear(self) -> None:
         self._holes.fill_(True)
         self._tree.clear_()
-        self._keys.fill_(torch.iinfo(torch.int64).max)
-        self._changes.zero_()
+        self._order.clear()
         self._weights.clear()
         if self._reliability is not None and self._rejection is not None:
             self._reliability.clear()
             self._rejection.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        state = {"masses": self._tree.rows, "keys": self._keys, "changes": self._changes, "eta": self._shares.state}
-        state |= self._weights.tensors()
+        state = {"masses": self._tree.rows, "eta": self._shares.state}
+        state |= self._order.tensors() | self._weights.tensors()
         if self._reliability is not None and self._rejection is not None:
             state |= self._rejection.tensors() | self._reliability.tensors()
         return state
@@ -463,5 +443,6 @@ class EventTableMixture(Distribution):
         sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
         stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
         if self._rejection is not None:
-            stats |= self._rejection.stats(eta)
+            acceptance = (self._rejection.acceptance() * eta).sum()
+            stats |= {"acceptance_rate": acceptance, "repeated_draws": self._rejection.repeated}
         return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}

@@ -95,9 +95,6 @@ class WriteObserver(ABC):
     def before_ingest(self, count: int, last_slot: int | None) -> None:  # noqa: B027 (an empty hook)
         """Called before rows are inserted that a storage held before; None if the slot written last is unknown."""
 
-    def before_recovery(self, next_slot: int | None) -> None:  # noqa: B027 (an empty hook)
-        """Called before the state is rebuilt after an interruption; None if the slot to be written next is unknown."""
-
     @abstractmethod
     def clear(self) -> None:
         """No slot holds anything."""
@@ -170,5 +167,9 @@ class Distribution(WriteObserver):
         """Numbers worth logging, scalars."""
         return {}
 
-    def sync(self) -> None:
-        """Bring state that others write to up to date; called before each use outside graphs."""
+    def sync(self, next_slot: int | None) -> None:
+        """Bring state that others write to up to date. Called before each use outside graphs, except by a writer.
+
+        Args:
+            next_slot: the slot that is written next; None if unknown.
+        """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -20,14 +19,12 @@ from torchrl_replay_ext.compilation import (
     where_int64,
 )
 from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
 
-# Above this number of transitions the sort looks at 7 bits of the mantissa only, which is several times faster.
-_EXACT_SORT = 50_000
-_DROPPED_BITS = 16
 # Gaps that are tried, from where a transition belongs; and what spreads slots evenly (Knuth's multiplicative hash).
 _PROBES = (0, 1, -1, 2)
 _HASH = 2654435761
@@ -35,11 +32,6 @@ _HASH = 2654435761
 _STAYED = 10
 
 Segments = Literal["exact", "piecewise"]
-
-
-def _rounded(number: Tensor) -> Tensor:
-    """Without the bits that a coarse sort does not look at."""
-    return ((number.view(torch.int32) >> _DROPPED_BITS) << _DROPPED_BITS).view(torch.float32)
 
 
 class RankBased(Distribution):
@@ -73,8 +65,7 @@ class RankBased(Distribution):
         weight_norm: WeightNorm,
     ):
         self._log, self._priorities, self._alpha = log, priorities, alpha
-        self._stratified, self._segments, self._stale_fraction = stratified, segments, stale_fraction
-        self._weight_norm = weight_norm
+        self._stratified, self._segments, self._weight_norm = stratified, segments, weight_norm
         self._size, self._device = size, device = log.layout.size, log.layout.device
         self._margin = size // 8 + 64
         self._num_gaps = size + 2 * self._margin
@@ -83,15 +74,13 @@ class RankBased(Distribution):
         self._slot_at = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         # the last one takes writes that are masked out
         self._place = torch.full((size + 1,), self._nowhere, dtype=torch.int64, device=device)
-        # -d of the last sort in its order, then inf; and how many they are
-        self._keys = torch.full((size,), math.inf, device=device)
+        self._order = RankOrder(size, tables=1, stale_fraction=stale_fraction, device=device)
+        # of the last sort: how many transitions there were, and the largest and the smallest d
         self._num_sorted = torch.zeros((), dtype=torch.int64, device=device)
-        # below, d is rounded in the keys
-        self._exact_above = torch.zeros(1, device=device)
+        self._extremes = torch.ones(2, device=device)
         self._probes = torch.tensor(_PROBES, device=device).unsqueeze(1)
-        # since the last sort: slots written; slots written or updated
+        # slots written since the last sort
         self._written = torch.zeros((), dtype=torch.int64, device=device)
-        self._changes = torch.zeros((), dtype=torch.int64, device=device)
         # Σ_{r≤k} r^-alpha, and its alpha
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
@@ -110,23 +99,21 @@ class RankBased(Distribution):
         self._tree.clear_()
         self._slot_at.zero_()
         self._place.fill_(self._nowhere)
-        self._keys.fill_(math.inf)
+        self._order.clear()
         self._num_sorted.zero_()
-        self._exact_above.zero_()
+        self._extremes.fill_(1.0)
         self._written.zero_()
-        self._changes.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
         return {
             "places_in_use": self._tree.rows,
             "slot_at": self._slot_at,
             "place": self._place,
-            "keys": self._keys,
             "num_sorted": self._num_sorted,
-            "exact_above": self._exact_above,
+            "extremes": self._extremes,
             "written": self._written,
-            "changes": self._changes,
             "table_alpha": self._table_alpha,
+            **self._order.tensors(),
         }
 
     def stored_slots(self) -> Tensor:
@@ -162,7 +149,7 @@ class RankBased(Distribution):
         place = self._size - 1 - (self._written + number) % self._size
         self._move(slots, place, is_last_occurrence(slots))
         self._written.add_(count)
-        self._changes.add_(count)
+        self._order.changes.add_(count)
 
     def remove(self, slots: Tensor) -> None:
         left = self._place[slots]
@@ -173,9 +160,7 @@ class RankBased(Distribution):
         """Move what is updated into the gap where it belongs; if that and the next ones are taken, it stays."""
         count = slots.shape[0]
         moves = is_last_occurrence(slots) if mask is None else mask.valid & mask.is_last
-        key = -torch.where(priority >= self._exact_above, priority, _rounded(priority))
-        low = torch.searchsorted(self._keys, key)
-        high = torch.searchsorted(self._keys, key, right=True)
+        low, high = self._order.find(priority)
         # equal ones are spread over the gaps between them
         gap = self._margin + low + slots * _HASH % (high - low + 1)
         ahead, behind = self._outside(priority, slots)
@@ -188,7 +173,7 @@ class RankBased(Distribution):
         # one of those that would take the same gap
         wanted, moves = moves, moves & free.any(0)
         moves = moves & (last_occurrence(place, moves) == torch.arange(count, device=self._device))
-        self._changes.add_(count + (_STAYED - 1) * (wanted & ~moves).sum())
+        self._order.changes.add_(count + (_STAYED - 1) * (wanted & ~moves).sum())
         self._move(slots, place, moves)
 
     def _move(self, slots: Tensor, place: Tensor, moves: Tensor) -> None:
@@ -204,8 +189,7 @@ class RankBased(Distribution):
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The gaps before all of the last sort, and behind all, for those that belong there."""
-        last = gather_in_bounds(self._keys, (self._num_sorted - 1).clamp_min(0).reshape(1))
-        largest, smallest = (torch.where(key.isfinite() & (key < 0), -key, 1.0) for key in (self._keys[:1], last))
+        largest, smallest = self._extremes.unbind()
         ahead = self._margin / (1 + priority / largest)
         behind = self._margin / 2 * (1 + 1 / (1 + priority / smallest))
         spread = slots * _HASH % (self._margin // 4)
@@ -216,8 +200,7 @@ class RankBased(Distribution):
             self._tabulate(self._alpha.value)
 
     def _sort_if_due(self) -> None:
-        changes = self._changes.item()
-        if changes and changes >= self._stale_fraction * self._tree.total().item():
+        if self._order.is_due(self._tree.total()):
             self.sort()
 
     @torch.no_grad()
@@ -229,31 +212,19 @@ class RankBased(Distribution):
     def _sort(self) -> None:
         in_use = self._tree.leaves > 0
         slots = self._slot_at[in_use.nonzero().squeeze(1)]
-        key = self._priorities.of_slot[slots]
-        key = torch.where(key < 0, math.inf, key)
+        slots = slots[self._order.sort(self._priorities.of_slot[slots])]
         count = len(slots)
-        if count > _EXACT_SORT and self._stale_fraction > 0:
-            order = (key.view(torch.int32) >> _DROPPED_BITS).to(torch.int16).sort(stable=True, descending=True).indices
-            # the first ranks differ most in probability
-            head = order[: count // 8]
-            order[: len(head)] = head[key[head].sort(stable=True, descending=True).indices]
-            self._exact_above.copy_(key[order[len(head) - 1]])
-            key = torch.where(key >= self._exact_above, key, _rounded(key))
-        else:
-            order = key.sort(stable=True, descending=True).indices
-            self._exact_above.zero_()
-        slots = slots[order]
+        if count:
+            ends = self._priorities.of_slot[slots[[0, -1]]]
+            self._extremes.copy_(torch.where(ends > 0, ends, 1.0))
         places = self._size + 1 + 2 * (self._margin + torch.arange(count, device=self._device))
         self._slot_at[places] = slots
         self._place[slots] = places
-        self._keys.fill_(math.inf)
-        self._keys[:count] = -key[order]
         self._num_sorted.fill_(count)
         self._tree.leaves.zero_()
         self._tree.leaves[places] = 1
         self._tree.rebuild_()
         self._written.zero_()
-        self._changes.zero_()
         alpha = self._alpha.value
         if alpha.item() != self._table_alpha.item():
             self._tabulate(alpha)
@@ -319,4 +290,4 @@ class RankBased(Distribution):
         return self._density(self._tree.prefix(place), bounds) * self._tree.get(place)
 
     def stats(self) -> dict[str, Tensor]:
-        return {"stale": self._changes / self._tree.total().clamp_min(1)}
+        return {"stale": self._order.changes / self._tree.total().clamp_min(1)}

@@ -1,4 +1,4 @@
-"""The functional core: tensors in, tensors out."""
+"""Pure functions of tensors: allocation, priorities, importance weights and off-policy returns."""
 
 from torchrl_replay_ext.functional.allocation import allocate
 from torchrl_replay_ext.functional.gaussian import gaussian_policy_kl, ornstein_uhlenbeck_scale

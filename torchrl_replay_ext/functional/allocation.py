@@ -1,4 +1,4 @@
-"""How many rows of a batch come from which table."""
+"""The number of rows of a batch that each event table contributes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ METHODS = get_args(Allocation)
 
 
 def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u: Tensor | None = None) -> Tensor:
-    r"""Divide a batch among tables in the proportions η (SSET, Kompella et al. 2022, Algorithm 1).
+    r"""Divide a batch among tables in proportions η (SSET, Kompella et al. 2022, Algorithm 1).
 
-    The source draws "fixed i.i.d. proportions", though B·η_k is seldom an integer. Three readings:
+    The paper collects "fixed i.i.d. proportions" from the tables, but B·η_k is rarely an integer. Three methods turn
+    the proportions into counts:
 
-    * ``"systematic"``: the points (j + u) / B, j = 0..B−1, looked up in the cumulated η. Each count is B·η_k rounded
-      down or up, and B·η_k in expectation.
-    * ``"multinomial"``: each row chooses its table by itself.
-    * ``"largest_remainder"``: no chance at all, and therefore biased: the same rounding for every batch.
+    * ``"systematic"``: looks up the points (j + u) / B, j = 0..B−1, in the cumulative η. Each count is B·η_k, rounded
+      down or up, and its expected value is B·η_k.
+    * ``"multinomial"``: draws the table of each row independently.
+    * ``"largest_remainder"``: deterministic rounding, the same for every batch. The counts are therefore biased.
 
     Args:
-        eta: proportions, float [K], >= 0; they are divided by their sum.
-        batch_size: B, >= 1.
-        method: see above.
-        u: uniform numbers in [0, 1): [] or [1] for ``"systematic"``, [B] for ``"multinomial"``; by default drawn.
+        eta: proportions η, float [K], >= 0. They are divided by their sum.
+        batch_size: number of rows B, >= 1.
+        method: ``"systematic"`` (default), ``"multinomial"`` or ``"largest_remainder"``.
+        u: uniform random numbers in [0, 1), of shape [] or [1] for ``"systematic"`` and [B] for ``"multinomial"``.
+            ``"largest_remainder"`` does not use them. Default: None, drawn from torch's global generator.
 
     Returns:
-        The counts, int64 [K]; they sum to B.
+        The counts, int64 [K]. Their sum is B.
 
     Raises:
         ValueError: if ``method`` is unknown or ``batch_size`` < 1.
@@ -48,12 +50,12 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
 
 
 def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = None) -> Tensor:
-    """The cumulated counts of :func:`allocate`, int64 [K]."""
+    """Cumulative counts of :func:`allocate`, int64 [K]; arguments are not checked."""
     eta = eta.to(torch.float64)
     if method == "largest_remainder":
         share = batch_size * eta / eta.sum()
         counts = share.floor()
-        # rank of each fraction among all, ties in order
+        # rank 0 is the largest fraction; of equal fractions the lower index comes first
         fraction = share - counts
         ahead = fraction.unsqueeze(0) > fraction.unsqueeze(1)
         number = torch.arange(len(eta), device=eta.device)

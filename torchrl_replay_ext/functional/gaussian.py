@@ -1,4 +1,4 @@
-"""How far stored actions are from what the current policy would do, as a divergence of Gaussians."""
+"""KL divergence between Gaussians, to measure how far stored actions are from those of the current policy."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ Covariance = Literal["diag", "full"]
 
 
 def as_noise_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
-    """``noise_scale`` as a tensor; ValueError if it does not fit actions of the last dimension of ``reference``."""
+    """Convert ``noise_scale`` to a tensor of shape [], [A] or [A, A] for ``reference`` [..., A]; else ValueError."""
     scale = torch.as_tensor(noise_scale, dtype=reference.dtype, device=reference.device)
     size = reference.shape[-1]
     if scale.shape not in ((), (size,), (size, size)):
         raise ValueError(
-            f"noise_scale has shape {tuple(scale.shape)}; actions of {size} dimensions need one number, [{size}] or "
-            f"[{size}, {size}]."
+            f"noise_scale has shape {tuple(scale.shape)}; actions of {size} dimensions need a number or a tensor of "
+            f"shape [{size}] or [{size}, {size}]."
         )
     return scale
 
 
 def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
-    """ValueError or TypeError, on behalf of ``owner``, if this is neither standard deviations nor a covariance."""
+    """Raise ValueError or TypeError if ``noise_scale`` is neither standard deviations nor a covariance matrix.
+
+    Args:
+        owner: the class or function that error messages name.
+        noise_scale: the value to check.
+    """
     try:
         scale = torch.as_tensor(noise_scale)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -35,9 +40,10 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         raise TypeError(f"{owner}(noise_scale={noise_scale}): noise_scale must be real numbers, not {scale.dtype}.")
     if scale.ndim > 2 or (scale.ndim == 2 and scale.shape[0] != scale.shape[1]):
         raise ValueError(
-            f"{owner}: noise_scale has shape {tuple(scale.shape)}; it must be one number, [A] or a covariance [A, A]."
+            f"{owner}: noise_scale has shape {tuple(scale.shape)}; it must be a number, standard deviations [A] or a "
+            "covariance matrix [A, A]."
         )
-    # in float32, in which a positive number may be 0
+    # checked in float32, where a tiny positive number becomes 0
     scale = scale.to(torch.float64 if scale.dtype == torch.float64 and scale.ndim == 2 else torch.float32)
     if not bool(scale.isfinite().all()):
         raise ValueError(f"{owner}(noise_scale={noise_scale}): noise_scale must be finite.")
@@ -56,29 +62,33 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
 def gaussian_policy_kl(
     difference: Tensor, noise_scale: float | Tensor, *, covariance: Covariance = "diag", eps: float = 1e-6
 ) -> Tensor:
-    r"""D_KL(N(μ, Σ) ‖ N(0, S)) of actions minus the policy's against exploration noise (DPER, arXiv 2512.05320).
+    r"""D_KL(N(μ, Σ) ‖ N(0, S)) of action differences from exploration noise (DPER, arXiv 2512.05320).
 
-    μ and Σ are the mean and the covariance (divided by B, not B − 1) of the differences over a batch, S is the noise's
-    covariance. In one dimension of a diagonal, with v its variance and s the noise's, it is ::
+    A difference is a stored action minus the action of the current policy. μ and Σ are the mean and the covariance
+    (divided by B, not B − 1) of the differences over a batch, and S is the covariance of the noise. For a single
+    dimension, with variance v of the differences and s of the noise, and with MSE = v + μ², the divergence is ::
 
         ½ [(v + μ²) / s − 1 + ln(s / v)] = MSE / 2s − ½ (1 + ln(v / s))
 
-    so that it grows with the mean squared error, and penalises a batch whose differences hardly vary.
+    It grows with the mean squared error, and it penalises a batch whose differences hardly vary.
 
     Args:
-        difference: [..., B, A].
-        noise_scale: standard deviation of the noise: one number, or [A]; or [A, A], its covariance matrix.
-        covariance: ``"diag"`` uses the variances alone (those of whitened differences, if the noise has a covariance
-            matrix), ``"full"`` the whole matrix.
-        eps: added to the variances.
+        difference: stored actions minus actions of the policy, float [..., B, A].
+        noise_scale: the noise. A number or a tensor [A], > 0: standard deviations. A tensor [A, A], symmetric and
+            positive definite: the covariance matrix.
+        covariance: ``"diag"`` (default) uses only the variances of the differences, after whitening if the noise has a
+            covariance matrix. ``"full"`` uses the whole covariance matrix.
+        eps: added to the variances of the differences, >= 0. Default: 1e-6.
 
     Returns:
-        [...]. It is +inf, never NaN, where the covariance is singular: with ``eps`` = 0 if a difference does not vary;
-        with ``"full"``, whatever ``eps``, for B <= A rows. Gradients flow.
+        The divergence in nats, [...]. It is +inf, never NaN, where the covariance of the differences is singular. This
+        happens with ``eps`` = 0 if a difference does not vary, and with ``"full"`` for B <= A rows and any ``eps``.
+        Gradients flow.
 
     Raises:
-        ValueError: if an argument has a wrong value or shape. The values of ``noise_scale`` are not checked in a graph.
-        TypeError: if ``noise_scale`` is not real numbers.
+        ValueError: if an argument has a wrong value or shape. The values of ``noise_scale`` are not checked in a
+            compiled graph.
+        TypeError: if ``noise_scale`` does not hold real numbers.
 
     Examples:
         >>> noise = 0.1 * torch.tensor([[1.0], [-1.0]])
@@ -97,14 +107,14 @@ def gaussian_policy_kl(
 
 
 def divergence(difference: Tensor, noise_scale: float | Tensor, covariance: str, eps: float) -> Tensor:
-    """:func:`gaussian_policy_kl` of arguments whose values were checked before."""
+    """Compute :func:`gaussian_policy_kl` without checking the values of its arguments."""
     scale = as_noise_scale(noise_scale, difference)
     rows, size = difference.shape[-2:]
     noise_variance, unit = scale * scale, None
     if scale.ndim == 2:
         whitening = torch.linalg.cholesky(scale)
         difference = torch.linalg.solve_triangular(whitening, difference.mT, upper=False).mT
-        # eps in these coordinates
+        # eps times the identity, in the whitened coordinates
         unit = torch.linalg.solve_triangular(whitening, torch.eye(size).to(scale), upper=False)
         noise_variance = torch.ones_like(scale[0])
     mean = difference.mean(-2)
@@ -125,14 +135,17 @@ def divergence(difference: Tensor, noise_scale: float | Tensor, covariance: str,
 
 
 def ornstein_uhlenbeck_scale(sigma: float, theta: float, dt: float = 1.0) -> float:
-    r"""Standard deviation of an Ornstein-Uhlenbeck process in the long run, to be used as ``noise_scale``.
+    r"""Stationary standard deviation of an Ornstein-Uhlenbeck process, for use as ``noise_scale``.
 
-    x_{t+1} = x_t − θ x_t dt + σ √dt ε has the stationary variance σ² dt / (1 − (1 − θ dt)²).
+    The process x_{t+1} = x_t − θ x_t dt + σ √dt ε has the stationary variance σ² dt / (1 − (1 − θ dt)²).
 
     Args:
-        sigma: σ, > 0.
-        theta: θ, with 0 < θ dt < 2.
-        dt: the time step, > 0.
+        sigma: scale σ of the noise, > 0.
+        theta: rate θ of the return to the mean, with 0 < θ dt < 2.
+        dt: time step, > 0, in the unit of 1/θ. Default: 1.0.
+
+    Returns:
+        The standard deviation, > 0.
 
     Raises:
         ValueError: if the process has no stationary distribution.
@@ -143,7 +156,7 @@ def ornstein_uhlenbeck_scale(sigma: float, theta: float, dt: float = 1.0) -> flo
     """
     if not (sigma > 0 and dt > 0 and 0 < theta * dt < 2):
         raise ValueError(
-            f"ornstein_uhlenbeck_scale(sigma={sigma}, theta={theta}, dt={dt}): needs sigma > 0, dt > 0 and "
+            f"ornstein_uhlenbeck_scale(sigma={sigma}, theta={theta}, dt={dt}): sigma and dt must be > 0, and "
             "0 < theta * dt < 2."
         )
     return sigma * math.sqrt(dt / (1 - (1 - theta * dt) ** 2))

@@ -1,4 +1,4 @@
-"""Importance-sampling weights and the order of writes."""
+"""Importance-sampling weights, rank probabilities, and writes with duplicate indices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import is_traced
 
-# Up to here, numbers are looked at faster in Python than by tensor operations.
+# Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
-# Up to here, comparing all pairs is faster than sorting in a compiled graph.
+# Up to this many numbers, comparing all pairs is faster than sorting in a compiled graph.
 _PAIRWISE = 512
-# Integers below 2^24 are exact in float32, for which loops over pairs are vectorised best.
+# float32 represents integers below 2^24 exactly, and the compiler vectorises loops over pairs best for float32.
 _EXACT_BITS = 24
 
 
@@ -22,16 +22,16 @@ def importance_weights(
 ) -> Tensor:
     r"""Importance-sampling weights of prioritized draws.
 
-    w = (1 / (N · P))^β, divided by the largest of them if ``normalize`` (Schaul et al. 2016, Sec. 3.4; ReaPER, Eq. 18).
+    w = (1 / (N · P))^β, divided by the largest w if ``normalize`` (Schaul et al. 2016, Sec. 3.4; ReaPER, Eq. 18).
 
     Args:
-        probability: probabilities of the drawn items, any shape, > 0.
-        num_items: N, the number of items in the buffer.
-        beta: correction exponent in [0, 1]; 0 is no correction, 1 the full one.
-        normalize: divide by the largest weight given, so that weights only scale updates down.
+        probability: probabilities P of the drawn items, float, any shape, > 0.
+        num_items: N, the number of items in the buffer, >= 1.
+        beta: correction exponent β in [0, 1]; 0 is no correction, 1 is full correction.
+        normalize: divide by the largest of the weights, so that weights only scale updates down. Default: True.
 
     Returns:
-        The weights, in the shape and dtype of ``probability``.
+        The weights, in the shape and dtype of ``probability``. Gradients flow.
 
     Examples:
         >>> importance_weights(torch.tensor([0.5, 0.25]), 2, 1.0)
@@ -46,10 +46,10 @@ def rank_probabilities(num_items: int, alpha: float) -> Tensor:
 
     Args:
         num_items: N, the number of items, >= 1.
-        alpha: exponent, >= 0; 0 is uniform.
+        alpha: exponent α, >= 0 and finite; 0 is uniform.
 
     Returns:
-        The probability of each rank from 1 on, which is that of the largest TD error; float64 [N].
+        The probabilities of ranks 1 to N, float64 [N]. Rank 1 is the largest TD error.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -67,9 +67,9 @@ def rank_probabilities(num_items: int, alpha: float) -> Tensor:
 
 
 def _along_rows_and_columns(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """``numbers`` [n] as float32, repeated along the rows, and along the columns, of an [n, n] matrix.
+    """Two float32 matrices [n, n] with the entries ``numbers[i]`` and ``numbers[j]``.
 
-    As strided views of memory: so the compiler converts each number once, not for every pair.
+    Both are strided views of one tensor: the compiler converts each number once instead of once per pair.
     """
     size = (numbers.shape[0], numbers.shape[0])
     numbers = numbers.to(torch.float32)
@@ -77,14 +77,18 @@ def _along_rows_and_columns(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_occurrence(index: Tensor, preferred: Tensor | None = None) -> Tensor:
-    """For each entry of ``index`` [n], the position at which its value occurs last.
+    """For each entry of ``index``, find the last position that holds the same value.
 
-    ``values[last_occurrence(index)]`` gives all duplicates the value of the last one: a scatter of it no longer depends
-    on the order of the writes, and an entry is the last of its kind where the result equals ``arange(n)``.
+    ``values[last_occurrence(index)]`` gives all duplicates the value of the last one, so that a scatter of the result
+    does not depend on the order of the writes.
 
     Args:
-        index: integers, shape [n].
-        preferred: bool [n]; where a value has entries that are preferred, the last of those is meant.
+        index: integers, int64 [n].
+        preferred: bool [n]. If any entry with a value is preferred, the last preferred entry with this value is found.
+            Default: None, no entry is preferred.
+
+    Returns:
+        Positions, int64 [n]. An entry is the last with its value if its result is its own position.
 
     Examples:
         >>> last_occurrence(torch.tensor([7, 3, 7]))
@@ -99,7 +103,7 @@ def last_occurrence(index: Tensor, preferred: Tensor | None = None) -> Tensor:
             rank = rank + count * preferred
         halves = (index >> _EXACT_BITS, index & (2**_EXACT_BITS - 1))
         (high, high_t), (low, low_t), (_, rank) = map(_along_rows_and_columns, (*halves, rank))
-        # far below every rank where two entries differ
+        # entries that differ are moved far below every rank
         matching = rank - 4 * count * ((high - high_t).abs() + (low - low_t).abs())
         return matching.amax(1).to(torch.int64) % count
     key = index.contiguous() if preferred is None else 2 * index + preferred
@@ -109,7 +113,13 @@ def last_occurrence(index: Tensor, preferred: Tensor | None = None) -> Tensor:
 
 
 def is_last_occurrence(index: Tensor) -> Tensor:
-    """For each entry of ``index`` [n], whether it is the last of its value; bool [n].
+    """For each entry of ``index``, whether no later entry holds the same value.
+
+    Args:
+        index: integers, int64 [n].
+
+    Returns:
+        bool [n].
 
     Examples:
         >>> is_last_occurrence(torch.tensor([7, 3, 7]))
@@ -119,7 +129,14 @@ def is_last_occurrence(index: Tensor) -> Tensor:
 
 
 def extremes(values: Tensor) -> tuple[float, float]:
-    """The smallest and the largest of ``values`` [n], n >= 1; both NaN if one is."""
+    """The smallest and the largest of some values, as numbers.
+
+    Args:
+        values: real numbers, shape [n], n >= 1.
+
+    Returns:
+        Minimum and maximum. Both are NaN if any value is NaN.
+    """
     if values.shape[0] > FEW:
         low, high = torch.aminmax(values)
         return low.item(), high.item()
@@ -129,16 +146,30 @@ def extremes(values: Tensor) -> tuple[float, float]:
 
 
 def all_different(index: Tensor) -> bool:
-    """Whether ``index`` [n] is known to hold no value twice; long ones, and those being compiled, are not looked at."""
+    """Whether ``index`` is known to hold no duplicates.
+
+    Args:
+        index: integers, int64 [n].
+
+    Returns:
+        True if no value occurs twice. False if one does, if n > 1024, or in a compiled graph, where values cannot be
+        read.
+    """
     count = index.shape[0]
     return count <= FEW and not is_traced() and len(set(index.tolist())) == count
 
 
 def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
-    """``destination[index] = values`` in place for 1-D tensors; of duplicates in ``index`` the last one wins.
+    """``destination[index] = values`` in place; of duplicates in ``index`` the last one wins.
 
-    ``scatter_`` runs through a 1-D index in order on the CPU; elsewhere, and in compiled code, its order is undefined.
-    There, moreover, it would copy all of ``destination``.
+    On the CPU, ``scatter_`` writes in the order of a 1-D index. On other devices and in compiled code its order is
+    undefined, so duplicates get equal values before they are written. In compiled code it would also copy all of
+    ``destination``.
+
+    Args:
+        destination: tensor [N], changed in place.
+        index: positions, int64 [n] in [0, N).
+        values: new values, [n], in the dtype of ``destination``.
     """
     if index.device.type != "cpu" or is_traced():
         destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))

@@ -1,4 +1,4 @@
-"""ReaPER's reliability of a target, computed at once for a whole buffer."""
+"""The reliability of TD targets in ReaPER, computed for a whole buffer at once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from torch import Tensor
 def reliability(
     td_error: Tensor, episode: Tensor, finished: Tensor, *, max_episode_sum: float | Tensor | None = None
 ) -> Tensor:
-    r"""Reliability of the targets of all stored transitions.
+    r"""Reliability of the TD targets of all stored transitions (Pleiss et al., arXiv 2506.18482, Eqs. 16-17).
 
-    With δ⁺ = |TD error|, t = 1..n the stored transitions of an episode in time order, and F the largest sum of δ⁺ over
-    an episode (Pleiss et al., arXiv 2506.18482, Eqs. 16-17)::
+    δ⁺ is the absolute TD error, t = 1..n are the stored transitions of an episode in time order, and F is the largest
+    sum of δ⁺ over an episode::
 
         R_t = 1 − Σ_{i>t} δ⁺_i / Σ_i δ⁺_i    finished episodes (Eq. 4)
         R_t = Σ_{i≤t} δ⁺_i / F               ongoing episodes
 
-    A finished episode whose δ⁺ are all 0 has nothing unlearned ahead of any of its transitions: its reliability is 1.
+    R is 1 where the denominator is 0: in finished episodes whose δ⁺ are all 0, and in ongoing episodes if F = 0.
 
     Args:
-        td_error: absolute TD errors δ⁺, shape [N], >= 0.
-        episode: integer ids, shape [N]; transitions of one episode stand in time order, others may stand between them.
-        finished: bool, shape [N]: whether the episode of each transition is finished.
-        max_episode_sum: F; by default the largest sum among the episodes given.
+        td_error: absolute TD errors δ⁺, float [N], >= 0 and finite.
+        episode: episode ids, integers [N]. The transitions of an episode must be in time order; transitions of other
+            episodes may lie between them.
+        finished: bool [N], True if the episode of the transition is finished.
+        max_episode_sum: F, a number or a tensor []. Default: None, the largest sum among the given episodes.
 
     Returns:
-        R in [0, 1], shape [N], dtype of ``td_error`` (sums are taken in float64); no gradient flows.
+        R in [0, 1], shape [N], in the dtype of ``td_error``; sums are computed in float64. No gradient flows.
 
     Raises:
         ValueError: if the shapes differ or a TD error is negative or not finite.
@@ -38,7 +39,7 @@ def reliability(
     """
     if td_error.ndim != 1 or episode.shape != td_error.shape or finished.shape != td_error.shape:
         raise ValueError(
-            "reliability: td_error, episode and finished must share one shape [N]; got "
+            "reliability: td_error, episode and finished must have the same shape [N]; got "
             f"{tuple(td_error.shape)}, {tuple(episode.shape)} and {tuple(finished.shape)}."
         )
     if not bool(((td_error >= 0) & td_error.isfinite()).all()):

@@ -1,4 +1,4 @@
-"""Returns from off-policy trajectories: Retrace, Q(λ) with off-policy corrections, and what ACER makes of them."""
+"""Returns of off-policy trajectories, and the value target and the trust region of ACER."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-# Ratios of probabilities are cut off here: e^40 is 2·10^17, and its square is still a float32.
+# The largest log-ratio of probabilities: e^40 is 2·10^17, and float32 can represent its square.
 MAX_LOG_RATIO = 40.0
 
 
@@ -16,12 +16,13 @@ def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
     for key, tensor in tensors.items():
         if tensor.shape != expected:
             raise ValueError(
-                f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected)}: all are of one shape."
+                f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected)}; all tensors must have the "
+                "same shape."
             )
 
 
 def _later(x: Tensor, steps: int) -> Tensor:
-    """``x`` [..., T] ``steps`` later, 0 behind the end."""
+    """``x`` [..., T] at time t + ``steps`` for each t; 0 after the last step."""
     return torch.cat([x[..., steps:], torch.zeros_like(x[..., :steps])], -1)
 
 
@@ -36,33 +37,32 @@ def off_policy_trace_return(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""Return of a trajectory with any trace coefficients c: what Retrace, Q(λ), tree backup and others share.
+    r"""Off-policy return with given trace coefficients; Retrace, Q(λ) and tree backup are special cases.
 
-    With Q_t = Q(x_t, a_t), V_{t+1} = V(x_{t+1}) and c_t the coefficient of the correction at step t (Munos et al. 2016,
-    Eq. 3; Wang et al. 2017, Eq. 5, with c in place of ρ̄)::
+    With Q_t = Q(x_t, a_t), V_{t+1} = V(x_{t+1}) and trace coefficients c_t (Munos et al. 2016, Eq. 3; Wang et al. 2017,
+    Eq. 5, with c in place of ρ̄)::
 
         R_t = r_t + γ V_{t+1} + γ c_{t+1} (R_{t+1} − Q_{t+1})
 
-    Where ``terminated``, V_{t+1} counts as 0, whatever is given for it; where ``done``, and behind the last step, there
-    is no correction from later steps. So a truncated step bootstraps, and a row may hold several episodes.
+    In a ``terminated`` step, V_{t+1} is replaced by 0, even if it is NaN. In a ``done`` step and in the last step, the
+    correction γ c_{t+1} (R_{t+1} − Q_{t+1}) is 0. So a truncated step bootstraps from V_{t+1}, and a row may hold
+    several episodes.
 
-    The recurrence is solved in O(log T) steps by doubling, without a loop over time. What lies behind an end may be
-    NaN: it reaches neither the values nor the gradients of what lies before.
+    The recurrence is solved by doubling in O(log T) tensor operations. NaNs after the end of an episode affect neither
+    values nor gradients before the end.
 
     Args:
-        gamma: discount factor; a number, or a tensor that broadcasts against the others.
-        trace: c_t, >= 0. The first of a trajectory is not used.
-        action_value: Q_t.
-        next_state_value: V_{t+1}, of the state that step t led to, also where an episode ends there.
-        reward: r_t.
-        done: bool, the episode ends with step t.
-        terminated: bool, it ends for good; by default wherever it is done.
-        time_dim: the dimension of time.
-
-    All are of one shape, [*B, T, F].
+        gamma: discount factor γ, a number in [0, 1], or a tensor that broadcasts to [\*B, T, F].
+        trace: c_t, [\*B, T, F], >= 0. The coefficient of the first step is not used.
+        action_value: Q_t, float [\*B, T, F].
+        next_state_value: V_{t+1}, float [\*B, T, F]. x_{t+1} is the state that step t led to, also if the episode ends.
+        reward: r_t, float [\*B, T, F].
+        done: bool [\*B, T, F], True if the episode ends with step t, terminated or truncated.
+        terminated: bool [\*B, T, F], True if the episode terminates with step t. Default: None, equal to ``done``.
+        time_dim: the dimension of time. Default: -2.
 
     Returns:
-        R_t, [*B, T, F], in the dtype of ``action_value``. Gradients flow to all arguments.
+        R_t, [\*B, T, F], in the dtype of ``action_value``. Gradients flow to all arguments.
 
     Raises:
         ValueError: if shapes differ.
@@ -86,17 +86,17 @@ def off_policy_trace_return(
     )
     done, terminated = done.to(torch.bool), terminated.to(torch.bool)
     one_step = reward + gamma * next_state_value.masked_fill(terminated, 0.0) - action_value
-    # y_t = R_t − Q_t = b_t + a_t y_{t+1}, where y_{t+1} counts
+    # y_t = R_t − Q_t follows y_t = b_t + a_t y_{t+1}, with a_t = 0 where an episode ends
     b = one_step.movedim(time_dim, -1)
     ended = done.movedim(time_dim, -1)
     a = (gamma * _later(trace.movedim(time_dim, -1), 1).movedim(-1, time_dim)).movedim(time_dim, -1)
-    # masked, not multiplied by 0: what lies behind an end may be NaN
+    # masked, not multiplied by 0, because entries after an end may be NaN
     a = a.masked_fill(ended, 0.0)
     largest = torch.finfo(a.dtype).max
     steps = 1
     while steps < b.shape[-1]:
         b = b + a * _later(b, steps).masked_fill(ended, 0.0)
-        # clamped: a product that overflows would make NaN of the 0 behind an end
+        # without the clamp, a product may overflow, and inf times the 0 after an end is NaN
         a = (a * _later(a, steps).masked_fill(ended, 0.0)).clamp_max(largest)
         ended = ended | _later(ended, steps)
         steps *= 2
@@ -104,7 +104,16 @@ def off_policy_trace_return(
 
 
 def importance_ratio(log_pi: Tensor, log_mu: Tensor, power: float = 1.0) -> Tensor:
-    """ρ = (π / μ)^power from log-probabilities, at most e^40: where μ underflows, ρ and its gradient stay finite."""
+    """Importance ratio ρ = (π / μ)^power, at most e^40, so that ρ and its gradient stay finite where μ underflows.
+
+    Args:
+        log_pi: log-probability under the target policy π, any shape.
+        log_mu: log-probability under the behaviour policy μ, in the same shape.
+        power: exponent, > 0. Default: 1.0.
+
+    Returns:
+        ρ, in the same shape. Gradients flow.
+    """
     return ((log_pi - log_mu) * power).clamp_max(MAX_LOG_RATIO).exp()
 
 
@@ -123,35 +132,37 @@ def retrace(
     rho_power: float = 1.0,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""Retrace(λ), an estimate of Q^π from trajectories of another policy (Munos et al. 2016).
+    r"""Retrace(λ), an estimate of Q^π from trajectories of a behaviour policy μ (Munos et al. 2016).
 
     With ρ = π(a_t|x_t) / μ(a_t|x_t) and ρ̄ = λ min(c, ρ^power) (Wang et al. 2017, Eq. 5)::
 
         Q^ret_t = r_t + γ ρ̄_{t+1} [Q^ret_{t+1} − Q_{t+1}] + γ V_{t+1}
 
-    The paper writes ρ̄ for two things. Here it is the coefficient of its Algorithms 2 and 3: c = 1 and, for actions of d
-    dimensions, power = 1/d (Algorithm 3 prints 1/δ), not the truncation with c = 10 of the policy's gradient.
+    Wang et al. use the symbol ρ̄ both for trace coefficients and for weights of the policy gradient. Here, ρ̄ is the
+    trace coefficient of their Algorithms 2 and 3, with c = 1. In Algorithm 3, power = 1/d for actions of d dimensions;
+    the paper prints 1/δ. The weights of the policy gradient have another threshold, c = 10.
+
+    All tensors have the same shape [\*B, T, 1].
 
     Args:
-        gamma: discount factor.
+        gamma: discount factor γ, a number in [0, 1], or a tensor that broadcasts to [\*B, T, 1].
         lmbda: λ in [0, 1]; 0 gives r_t + γ V_{t+1}.
-        log_pi: log-probability of a_t under the policy that is evaluated.
-        log_mu: under the one that acted, as it was then.
-        action_value: Q_t, of the actions taken.
-        next_state_value: V_{t+1} = E_{a~π} Q(x_{t+1}, a), of the state that step t led to.
+        log_pi: log-probability of a_t under the target policy π.
+        log_mu: log-probability of a_t under the behaviour policy μ, stored when it acted.
+        action_value: Q_t = Q(x_t, a_t) of the action taken.
+        next_state_value: V_{t+1} = E_{a~π} Q(x_{t+1}, a). x_{t+1} is the state that step t led to, also if the episode
+            ends.
         reward: r_t.
-        done: bool, the episode ends with step t: no correction from later steps.
-        terminated: bool, it ends for good: no V_{t+1} either, and what is given there is not looked at; by default
-            wherever it is done.
-        rho_thresh: c, >= 0; ``math.inf`` cuts nothing.
-        rho_power: exponent of ρ, > 0.
-        time_dim: the dimension of time.
-
-    All tensors are of one shape, [*B, T, 1].
+        done: bool, True if the episode ends with step t. Later steps then give no correction.
+        terminated: bool, True if the episode terminates with step t. V_{t+1} is then replaced by 0. Default: None,
+            equal to ``done``.
+        rho_thresh: truncation c of ρ, >= 0; ``math.inf``: no truncation. Default: 1.0.
+        rho_power: exponent of ρ, > 0 and finite. Default: 1.0.
+        time_dim: the dimension of time. Default: -2.
 
     Returns:
-        Q^ret_t, [*B, T, 1], in the dtype of ``action_value``; for a finite c, finite for any ρ. Gradients flow to all
-        arguments: detach the result to use it as a target.
+        Q^ret_t, [\*B, T, 1], in the dtype of ``action_value``. If c is finite, the result is finite for any ρ.
+        Gradients flow to all arguments: detach the result to use it as a target.
 
     Raises:
         ValueError: if shapes differ, or an argument is out of range.
@@ -168,9 +179,11 @@ def retrace(
     if not 0 <= lmbda <= 1:
         raise ValueError(f"retrace(lmbda={lmbda}): lmbda must be in [0, 1].")
     if not rho_thresh >= 0:
-        raise ValueError(f"retrace(rho_thresh={rho_thresh}): rho_thresh must be >= 0; use math.inf to cut nothing.")
+        raise ValueError(f"retrace(rho_thresh={rho_thresh}): rho_thresh must be >= 0; use math.inf for no truncation.")
     if not 0 < rho_power < math.inf:
-        raise ValueError(f"retrace(rho_power={rho_power}): rho_power must be > 0 and finite; use q_opc to cut nothing.")
+        raise ValueError(
+            f"retrace(rho_power={rho_power}): rho_power must be > 0 and finite; use q_opc for traces without ρ."
+        )
     _require_shape("retrace", action_value.shape, log_pi=log_pi, log_mu=log_mu)
     trace = lmbda * importance_ratio(log_pi, log_mu, rho_power).clamp_max(rho_thresh)
     return off_policy_trace_return(
@@ -191,8 +204,26 @@ def q_opc(
 ) -> Tensor:
     r"""Q(λ) with off-policy corrections (Harutyunyan et al. 2016; Wang et al. 2017, Eq. 21).
 
-    :func:`retrace` with λ in place of ρ̄: no trace is cut, so that returns reach further. It is a contraction only if
-    the two policies are near to each other; ACER uses it for the actor, not for the critic.
+    :func:`retrace` with λ in place of ρ̄. Traces are not truncated, so later rewards have more weight. The operator is a
+    contraction only if the two policies are close to each other. ACER uses it for the actor, not for the critic.
+
+    All tensors have the same shape [\*B, T, 1].
+
+    Args:
+        gamma: discount factor γ, a number in [0, 1], or a tensor that broadcasts to [\*B, T, 1].
+        lmbda: λ in [0, 1]; the paper has 1.
+        action_value: Q_t = Q(x_t, a_t) of the action taken.
+        next_state_value: V_{t+1} = E_{a~π} Q(x_{t+1}, a).
+        reward: r_t.
+        done: bool, True if the episode ends with step t.
+        terminated: bool, True if the episode terminates with step t. Default: None, equal to ``done``.
+        time_dim: the dimension of time. Default: -2.
+
+    Returns:
+        Q^opc_t, [\*B, T, 1], in the dtype of ``action_value``. Gradients flow to all arguments.
+
+    Raises:
+        ValueError: if shapes differ, or ``lmbda`` is out of range.
 
     Examples:
         >>> reward, value = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [8.0]])
@@ -220,11 +251,28 @@ def importance_sampling_return(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""Return by importance sampling, R_t = r_t + γ ρ_{t+1} R_{t+1}: what ACER's ablation has in place of Retrace.
+    r"""Return by importance sampling, R_t = r_t + γ ρ_{t+1} R_{t+1} (Wang et al. 2017, App. E.4, which prints no γ).
 
-    Wang et al. 2017, App. E.4, which prints no γ. Where an episode is truncated, and behind the last step, V_{t+1}
-    stands for ρ_{t+1} R_{t+1}. Arguments and result as those of :func:`retrace`, in the dtype of ``next_state_value``.
-    Nothing bounds the product of the ρ: over many steps it may overflow.
+    It replaces Retrace in an ablation of ACER. In a truncated step and in the last step, V_{t+1} replaces
+    ρ_{t+1} R_{t+1}. The product of the ρ is not truncated: over many steps it may overflow.
+
+    All tensors have the same shape [\*B, T, 1].
+
+    Args:
+        gamma: discount factor γ, a number in [0, 1], or a tensor that broadcasts to [\*B, T, 1].
+        log_pi: log-probability of a_t under the target policy π.
+        log_mu: log-probability of a_t under the behaviour policy μ, stored when it acted.
+        next_state_value: V_{t+1}, used where a row or a truncated episode ends.
+        reward: r_t.
+        done: bool, True if the episode ends with step t.
+        terminated: bool, True if the episode terminates with step t. Default: None, equal to ``done``.
+        time_dim: the dimension of time. Default: -2.
+
+    Returns:
+        R_t, [\*B, T, 1], in the dtype of ``next_state_value``. Gradients flow to all arguments.
+
+    Raises:
+        ValueError: if shapes differ.
 
     Examples:
         >>> log_mu, log_pi = torch.tensor([[0.5], [0.2]]).log(), torch.tensor([[0.5], [0.6]]).log()
@@ -252,16 +300,14 @@ def acer_value_target(
     r"""Target of the state value, V^target = min(1, ρ) (Q^ret − Q) + V (Wang et al. 2017, Eq. 14).
 
     Args:
-        log_pi: log-probability of the action taken under the current policy.
-        log_mu: under the policy that took it.
-        q_ret: Q^ret of :func:`retrace`.
-        action_value: Q(x_t, a_t).
-        state_value: V(x_t).
-
-    All are of one shape.
+        log_pi: log-probability of the action taken under the target policy π, any shape.
+        log_mu: log-probability of the same action under the behaviour policy μ, in the same shape.
+        q_ret: Q^ret of :func:`retrace`, in the same shape.
+        action_value: Q(x_t, a_t), in the same shape.
+        state_value: V(x_t), in the same shape.
 
     Returns:
-        V^target, of that shape. Gradients flow to all arguments.
+        V^target, in the same shape. Gradients flow to all arguments.
 
     Raises:
         ValueError: if shapes differ.
@@ -290,19 +336,19 @@ def trust_region_projection(
 def trust_region_projection(
     g: Tensor | tuple[Tensor, ...], k: Tensor | tuple[Tensor, ...], delta: float
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
-    r"""The gradient nearest to g that increases a divergence at no more than rate δ (Wang et al. 2017, Eq. 11, 12).
+    r"""Project a policy gradient g so that a divergence grows at a rate of at most δ (Wang et al. 2017, Eqs. 11-12).
 
-    ``z = g − max(0, (kᵀg − δ) / |k|²) k``, which minimises ½ |g − z|² subject to kᵀz <= δ. Where k is 0, z is g.
+    ``z = g − max(0, (kᵀg − δ) / |k|²) k`` minimises ½ |g − z|² subject to kᵀz <= δ. Where k is 0, z is g. The result is
+    also correct where |k|² overflows or underflows its dtype.
 
     Args:
-        g: gradient of what is to be increased, with respect to a distribution's statistics; [..., n]; or a tuple of
-            gradients with respect to several, which are projected together.
-        k: gradient of the divergence, as ``g``.
-        delta: δ >= 0, in the divergence's unit (nats) per unit of step.
+        g: gradient of the objective with respect to the statistics of a distribution, [..., n]; or a tuple of gradients
+            with respect to several statistics, which are projected together.
+        k: gradient of the divergence, in the shapes of ``g``.
+        delta: δ >= 0, in nats per unit of step.
 
     Returns:
-        z, as ``g``, and whether the constraint was active, bool [...]. k of any finite size, be it that its square is
-        too large for its dtype. Gradients flow.
+        z, in the shapes of ``g``, and a bool tensor [...], True where the constraint was active. Gradients flow.
 
     Raises:
         ValueError: if shapes differ, or delta is negative.
@@ -316,10 +362,12 @@ def trust_region_projection(
     gs, ks = ((x,) if isinstance(x, Tensor) else tuple(x) for x in (g, k))
     if [x.shape for x in gs] != [x.shape for x in ks]:
         raise ValueError(
-            f"trust_region_projection: g has shape {[tuple(x.shape) for x in gs]}, k {[tuple(x.shape) for x in ks]}."
+            f"trust_region_projection: g has shape {[tuple(x.shape) for x in gs]}, k {[tuple(x.shape) for x in ks]}; "
+            "both must have the same shapes."
         )
     joint, direction = torch.cat(gs, -1), torch.cat(ks, -1)
-    # a direction of length about 1, whose square neither overflows nor vanishes; z does not depend on the size
+    # z depends on k / |k| and δ / |k| only, so k is scaled to a length of about 1: its square neither overflows nor
+    # underflows
     size = direction.detach().abs().amax(-1, keepdim=True)
     size = torch.where(size > 0, size, torch.ones_like(size))
     unit = direction / size

@@ -1,4 +1,4 @@
-"""Networks that the objectives need."""
+"""Critic networks of the ACER loss for continuous actions."""
 
 from torchrl_replay_ext.modules.dueling import SeparateValueNetworks, StochasticDuelingNetwork
 

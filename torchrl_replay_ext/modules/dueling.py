@@ -1,4 +1,4 @@
-"""Critics of continuous actions that estimate Q and V."""
+"""Critics for continuous actions that estimate both Q and V."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from torch import Tensor, nn
 
 
 def _beside(name: str, features: Tensor, **actions: Tensor) -> Tensor:
-    """``features`` [..., F] beside each of all actions, of which there are some [..., m, A]: [..., Σ m, F + A]."""
+    """Concatenate ``features`` [..., F] with each action of all tensors [..., m, A]; returns [..., Σ m, F + A]."""
     size = actions["actions"].shape[-1]
     for key, value in actions.items():
         if value.ndim != features.ndim + 1 or (*value.shape[:-2], value.shape[-1]) != (*features.shape[:-1], size):
             raise ValueError(
-                f"{name}: {key} of shape {tuple(value.shape)}, expected {(*features.shape[:-1], 'm', size)}: m actions "
-                "for each state."
+                f"{name}: {key} of shape {tuple(value.shape)}, expected {(*features.shape[:-1], 'm', size)}, with m "
+                "actions for each state."
             )
     joint = torch.cat(list(actions.values()), -2)
     return torch.cat([features.unsqueeze(-2).expand(*joint.shape[:-1], -1), joint], -1)
 
 
 class StochasticDuelingNetwork(nn.Module):
-    r"""Estimates of Q and V that agree, for continuous actions (Wang et al. 2017, Eq. 13).
+    r"""Consistent estimates of Q and V for continuous actions (Wang et al. 2017, Eq. 13).
 
-    ``Q̃(x, a) = V(x) + A(x, a) − 1/n Σ_i A(x, u_i)`` with u_i ~ π(·|x), so that Q̃ is random, and its mean over the
-    policy's actions is V. A target for Q̃ therefore also trains V.
+    ``Q̃(x, a) = V(x) + A(x, a) − 1/n Σ_i A(x, u_i)`` with u_i ~ π(·|x). Q̃ is random, and its expected value over actions
+    of the policy is V. A target for Q̃ therefore also trains V.
 
     Args:
-        value_net: V; maps features [..., F] to [..., 1].
-        advantage_net: A; maps features beside an action, [..., F + A], to [..., 1].
-        trunk: maps observations to features [..., F], for both; by default, observations are the features.
+        value_net: V, maps features [..., F] to [..., 1].
+        advantage_net: A, maps features and an action, concatenated to [..., F + A], to [..., 1].
+        trunk: maps observations to the features [..., F] of both networks. Default: None, the observations are the
+            features.
 
     Examples:
         >>> network = StochasticDuelingNetwork(torch.nn.Linear(3, 1), torch.nn.Linear(3 + 2, 1))
@@ -46,15 +47,15 @@ class StochasticDuelingNetwork(nn.Module):
         """Estimate Q of m actions and V, in one pass of each network.
 
         Args:
-            observation: what the trunk reads; without one, [..., F].
-            actions: [..., m, A].
-            policy_samples: u, [..., n, A], n >= 1, drawn from the policy; shared by all m actions.
+            observation: the input of the trunk; without a trunk, features [..., F].
+            actions: m actions for each state, [..., m, A].
+            policy_samples: samples u_i of the policy, [..., n, A] with n >= 1. All m actions use the same samples.
 
         Returns:
-            Q̃ [..., m, 1] and V [..., 1].
+            Q̃ [..., m, 1] and V [..., 1]. Gradients flow.
 
         Raises:
-            ValueError: if shapes do not fit, or there are no samples.
+            ValueError: if a shape is wrong, or n = 0.
         """
         num_actions, num_samples = actions.shape[-2], policy_samples.shape[-2]
         if not num_samples:
@@ -67,19 +68,20 @@ class StochasticDuelingNetwork(nn.Module):
         return value.unsqueeze(-2) + of_actions - of_samples.mean(-2, keepdim=True), value
 
     def state_value(self, observation: Tensor) -> Tensor:
-        """V [..., 1] alone."""
+        """Estimate V [..., 1] only."""
         return self.value_net(self.trunk(observation))
 
 
 class SeparateValueNetworks(nn.Module):
-    """Q and V by networks of their own: what ACER's ablation has in place of the dueling network (App. E.4).
+    """Separate networks for Q and V, which replace the dueling network in an ablation (Wang et al. 2017, App. E.4).
 
-    :class:`~torchrl_replay_ext.ACERContinuousLoss` then moves V towards Q^ret with the weight ρ.
+    With this critic, :class:`~torchrl_replay_ext.ACERContinuousLoss` moves V towards Q^ret with the weight ρ.
 
     Args:
-        value_net: V; maps features [..., F] to [..., 1].
-        action_value_net: Q; maps features beside an action, [..., F + A], to [..., 1].
-        trunk: maps observations to features, for both; by default, observations are the features.
+        value_net: V, maps features [..., F] to [..., 1].
+        action_value_net: Q, maps features and an action, concatenated to [..., F + A], to [..., 1].
+        trunk: maps observations to the features [..., F] of both networks. Default: None, the observations are the
+            features.
     """
 
     def __init__(self, value_net: nn.Module, action_value_net: nn.Module, trunk: nn.Module | None = None):
@@ -88,11 +90,11 @@ class SeparateValueNetworks(nn.Module):
         self.trunk = nn.Identity() if trunk is None else trunk
 
     def forward(self, observation: Tensor, actions: Tensor, policy_samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Q [..., m, 1] of m actions, and V [..., 1]; ``policy_samples`` are not used."""
+        """Estimate Q [..., m, 1] of m actions and V [..., 1]; ``policy_samples`` is not used."""
         features = self.trunk(observation)
         beside = _beside("SeparateValueNetworks", features, actions=actions)
         return self.action_value_net(beside), self.value_net(features)
 
     def state_value(self, observation: Tensor) -> Tensor:
-        """V [..., 1] alone."""
+        """Estimate V [..., 1] only."""
         return self.value_net(self.trunk(observation))

@@ -1,4 +1,4 @@
-"""Losses, as TorchRL's loss modules."""
+"""Loss modules and a value estimator for TorchRL."""
 
 from torchrl_replay_ext.objectives.acer import ACERLoss
 from torchrl_replay_ext.objectives.acer_continuous import ACERContinuousLoss

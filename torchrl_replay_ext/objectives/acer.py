@@ -25,81 +25,86 @@ from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_inval
 
 Statistics = Literal["probs", "logits", "log_probs"]
 STATISTICS = get_args(Statistics)
-# TorchRL's distributions of one-hot actions are of the first kind.
+# TorchRL's own categorical distributions are subclasses of these.
 _DISTRIBUTIONS = (Categorical, OneHotCategorical)
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The log of p/q, at most 40; p/q is 0 where p is, whatever q."""
+    """log(p / q), at most 40; -inf where p = 0, also if q = 0."""
     return (log_p - log_q).masked_fill(log_p.isinf(), -math.inf).clamp_max(MAX_LOG_RATIO)
 
 
 class ACERLoss(TrajectoryLoss):
     r"""Actor-critic with experience replay for discrete actions (Wang et al. 2017, Sec. 3, Algorithm 2).
 
-    On trajectories [\*B, T] whose behaviour μ is stored, on-policy or replayed, with ρ_t(a) = π(a|x_t) / μ(a|x_t)::
+    The batch holds trajectories [\*B, T], on-policy or replayed, with the stored behaviour policy μ. The importance
+    ratio is ρ_t(a) = π(a|x_t) / μ(a|x_t), with ρ_t = ρ_t(a_t); f(·|φ) is the distribution of the policy::
 
-        loss_actor:   −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is constant, and
+        loss_actor:   −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is detached, and
                       g_t = min(c, ρ_t) ∇_φ log f(a_t|φ) [Q^ret_t − V_t]
                             + Σ_a [1 − c / ρ_t(a)]_+ f(a|φ) ∇_φ log f(a|φ) [Q(x_t, a) − V_t]     (Eq. 10)
                       k_t = ∇_φ D_KL[f(·|φ_avg) ‖ f(·|φ)]
                       z_t = g_t − max(0, (k_tᵀg_t − δ) / |k_t|²) k_t                            (Eq. 12)
-        loss_qvalue:  critic_coeff (Q^ret_t − Q(x_t, a_t))², by default of the gradient of Eq. 6
+        loss_qvalue:  critic_coeff (Q^ret_t − Q(x_t, a_t))²; with critic_coeff = 0.5, its gradient is that of Eq. 6
         loss_entropy: −entropy_coeff · H(π(·|x_t))
 
-    V_t = Σ_a π(a|x_t) Q(x_t, a); Q^ret is :func:`~torchrl_replay_ext.functional.retrace`, with min(retrace_thresh, ρ).
-    Q^ret, V, ρ and z are constants to autograd. g and k are formed in closed form and projected for each step by
-    itself: there is no second backward pass.
+    V_t = Σ_a π(a|x_t) Q(x_t, a). Q^ret is :func:`~torchrl_replay_ext.functional.retrace` with traces
+    λ min(retrace_thresh, ρ). Q^ret, V, ρ and z are detached. g, k and z are computed in closed form for each step, so
+    there is no second backward pass.
 
-    Where the paper leaves room:
+    The paper leaves these points open:
 
     * The average policy is ``target_actor_network_params``; ``SoftUpdate(loss, eps=α)`` after each update gives
       θ_avg ← α θ_avg + (1 − α) θ.
-    * The entropy is outside of the trust region: Algorithm 2 has none in g.
+    * The trust region does not apply to the gradient of the entropy: in Algorithm 2, g has no entropy term.
     * A truncated episode bootstraps from its last observation.
-    * Log-ratios are cut off at 40, so that probabilities of 1e-17 and less give no overflow. There is no other eps.
+    * Log-ratios are at most 40, so probabilities of 1e-17 and less cause no overflow. There is no other eps.
 
-    Networks may share parameters, which then learn from both losses. A critic that reads what the actor wrote (a
-    hidden layer's output) is run behind it. A recurrent network that reads "is_init" starts each episode of a row anew,
-    among the states x_{t+1} too.
+    Networks may share parameters; shared parameters get the gradients of all losses. The critic runs after the actor
+    and may read the actor's outputs, such as a hidden layer. A recurrent network that reads "is_init" is reset at the
+    start of each episode in a row, also for the states x_{t+1}.
 
-    There is one distribution per step. Where several agents share a policy, the batch holds one row per agent and
+    Each step has one distribution. If several agents share a policy, the batch must have one row per agent and
     trajectory.
 
     Args:
-        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical distribution, from "logits" or
-            "probs" [\*B, T, A]. An entry of another name is mapped: ``in_keys={"logits": <entry>}``.
-        qvalue_network: writes "action_value" [\*B, T, A].
-        gamma: discount factor in [0, 1].
-        lmbda: λ of Retrace, in [0, 1].
-        c: truncation of the importance weights in the policy's gradient, >= 0. ``math.inf``: importance sampling
-            without correction; 0: Q estimates alone.
-        delta: δ of the trust region, >= 0.
-        trust_region: whether there is one.
-        statistics: φ, in whose space gradients are projected: "probs" as in the paper, "logits" or "log_probs".
-        entropy_coeff: weight of the entropy, >= 0.
-        critic_coeff: weight of the critic's loss, >= 0.
-        retrace_thresh: truncation of Retrace's traces, >= 0.
-        returns: "retrace", or "importance_sampling" as in the paper's ablation (App. E.4).
-        behaviour_key: where μ's statistics are stored: probabilities if the name ends with "probs", else logits. If
-            the actor's entry is not "logits", pass its name.
-        reduction: "mean", "sum" or "none"; over the steps that ("collector", "mask") allows.
+        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical distribution that reads
+            "logits" or "probs" [\*B, T, A]. To read an entry with another name, pass
+            ``in_keys={"logits": <entry>}`` to the actor.
+        qvalue_network: a TensorDictModule that writes "action_value" [\*B, T, A].
+        gamma: discount factor in [0, 1]. Default: 0.99.
+        lmbda: λ of Retrace, in [0, 1]. Default: 1.0.
+        c: truncation of the importance weights in the policy gradient, >= 0. ``math.inf``: plain importance sampling,
+            without the second term of g; 0: only the second term, with weight 1. Default: 10.0.
+        delta: δ of the trust region, in nats per unit of step, >= 0. Default: 1.0.
+        trust_region: True (default): z is the projection of g, Eq. 12; False: z = g.
+        statistics: φ, the statistics of the policy in which g is projected: "probs" (default), as in the paper,
+            "logits" or "log_probs".
+        entropy_coeff: weight of the entropy, >= 0. Default: 1e-3.
+        critic_coeff: weight of the critic's loss, >= 0. Default: 0.5.
+        retrace_thresh: truncation of ρ in the traces of Retrace, >= 0. Default: 1.0.
+        returns: "retrace" (default), or "importance_sampling" as in an ablation of the paper (App. E.4).
+        behaviour_key: the entry with the statistics of μ [\*B, T, A]: probabilities if the name ends with "probs", else
+            logits. If the actor's distribution reads an entry with another name, pass that name. Default: "logits".
+        reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask").
 
-    The batch is read at "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the
-    networks' keys, also under "next", and ("next", "reward" | "done" | "terminated") [\*B, T, 1]; names can be changed
-    by ``set_keys``. If it has a "priority_weight", losses are weighted averages, as in TorchRL. Steps that
-    ("collector", "mask") excludes may hold anything, NaN included.
+    The loss reads "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the inputs of
+    the networks, also under "next" for x_{t+1}, and ("next", "reward" | "done" | "terminated") [\*B, T, 1].
+    ``set_keys`` changes the names. If the batch has "priority_weight", losses are weighted averages, as in TorchRL.
+    Steps that are masked out by ("collector", "mask") may hold any values, including NaN.
 
     Returns:
-        A TensorDict of the losses and, detached: ``entropy``, ``kl`` (of the average policy to the current one, nats),
-        ``rho`` (mean of min(c, ρ)), ``bc_weight`` (mean of Σ_a π(a) [1 − c/ρ(a)]_+), ``tr_active`` (share of steps
-        that were projected; with "probs" it says little: there, all of the policy's changes in proportion to itself
-        count, which the softmax undoes). The squared TD errors [\*B, T] are written to the batch as "td_error".
+        A TensorDict of the losses and of detached diagnostics: ``entropy``, ``kl`` (D_KL(average ‖ current
+        policy) in nats), ``rho`` (mean of min(c, ρ)), ``bc_weight`` (mean of Σ_a π(a) [1 − c/ρ(a)]_+) and
+        ``tr_active`` (fraction of steps that were projected). With ``statistics="probs"``, ``tr_active`` says
+        little: the constraint then also counts a common scaling of all probabilities, which the softmax cancels. The
+        squared TD errors [\*B, T] are written to the batch as "td_error".
 
     Raises:
         KeyError: if an entry is missing.
-        TypeError: if networks are no TensorDictModules, or a mask is not bool.
-        ValueError: if an argument is out of range, a shape is wrong, or actions are none (not looked at in a graph).
+        TypeError: if a network is not a TensorDictModule, or a mask is not bool.
+        ValueError: if an argument is out of range, a shape is wrong, or an action is invalid. Actions are not checked
+            in a compiled graph.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -175,14 +180,14 @@ class ACERLoss(TrajectoryLoss):
         last = actor_network[-1]
         kind = getattr(last, "distribution_class", None)
         known = isinstance(kind, type) and issubclass(kind, _DISTRIBUTIONS)
-        # the distribution's own names of what it reads; without a mapping, the last parts of the keys
+        # the names of the distribution's arguments; without a mapping, these are the last parts of the keys
         names = [name if isinstance(name, str) else name[-1] for name in getattr(last, "dist_keys", last.in_keys)]
-        # what else a distribution reads, like a mask of actions, would change its probabilities
+        # any other argument, such as an action mask, would change the probabilities
         if not known or names not in (["logits"], ["probs"]):
             raise ValueError(
                 f"ACERLoss: the actor's distribution must be Categorical or OneHotCategorical and read 'logits' or "
-                f"'probs' alone, not {kind} that reads {names} from {list(last.in_keys)}. An entry of another name is "
-                "mapped with in_keys={'logits': <entry>}."
+                f"'probs' alone, not {kind} that reads {names} from {list(last.in_keys)}. To read an entry with "
+                "another name, pass in_keys={'logits': <entry>} to the actor."
             )
         self._parameter, self._parameter_name = last.in_keys[0], names[0]
         self.statistics = statistics
@@ -207,14 +212,14 @@ class ACERLoss(TrajectoryLoss):
         if log_pi.shape[:-1] != state.batch_size:
             raise ValueError(
                 f"ACERLoss: {self._parameter!r} of actor_network has shape {tuple(log_pi.shape)}, expected "
-                f"{(*state.batch_size, 'A')}: one categorical distribution per step. Several agents are not supported; "
-                "give the batch one row per agent and trajectory."
+                f"{(*state.batch_size, 'A')}: one categorical distribution per step. For several agents, give the "
+                "batch one row per agent and trajectory."
             )
-        value = self._get(state, key, "qvalue_network writes it; name its key with set_keys(action_value=)")
+        value = self._get(state, key, "qvalue_network writes it; set its name with set_keys(action_value=)")
         if value.shape != log_pi.shape:
             raise ValueError(
-                f"ACERLoss: {key!r} has shape {tuple(value.shape)}, expected {tuple(log_pi.shape)}, a value of each of "
-                "the actor's actions; qvalue_network writes it."
+                f"ACERLoss: {key!r} has shape {tuple(value.shape)}, expected {tuple(log_pi.shape)}: one value for each "
+                "action of the actor; qvalue_network writes it."
             )
         return log_pi, value
 
@@ -223,7 +228,7 @@ class ACERLoss(TrajectoryLoss):
         return log_probabilities(state.get(self._parameter), self._parameter_name)
 
     def _states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """What the networks read, of the states and of those that followed."""
+        """The inputs of the networks for x_t and for x_{t+1}, [*B, T] each."""
         states = []
         for prefix, keys in zip(((), ("next",)), self._read, strict=True):
             content = {}
@@ -250,7 +255,7 @@ class ACERLoss(TrajectoryLoss):
             log_mu = log_probabilities(behaviour, self.tensor_keys.behaviour)
         key = self.tensor_keys.action
         taken = action_index(
-            self._get(batch, key, "the collector stores what the policy chose"),
+            self._get(batch, key, "the policy writes it, and the collector stores it"),
             tensordict.batch_size,
             log_pi.shape[-1],
             name="ACERLoss",
@@ -264,7 +269,7 @@ class ACERLoss(TrajectoryLoss):
 
         probability = log_pi.exp()
         phi = {"probs": probability, "logits": log_pi, "log_probs": log_pi}[self.statistics]
-        # actions that are not allowed have no gradient
+        # an action of probability 0 gets no gradient
         finite = log_pi.masked_fill(log_pi.isinf(), 0.0)
         phi = phi if self.statistics == "probs" else finite
         entropy = -(probability * finite).sum(-1)
@@ -279,16 +284,16 @@ class ACERLoss(TrajectoryLoss):
     def _gradient(
         self, log_pi: Tensor, log_mu: Tensor, log_average: Tensor, taken: Tensor, q: Tensor, q_ret: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The z of Eq. 12, [*B, T, A], and diagnostics [*B, T]."""
+        """Compute z of Eq. 12, [*B, T, A], and diagnostics [*B, T]."""
         pi, average = log_pi.exp(), log_average.exp()
         value = (pi * q).sum(-1, keepdim=True)
         advantage = q - value
         ratio = _log_ratio(log_pi, log_mu)
         rho = ratio.gather(-1, taken).exp().clamp_max(self.c)
-        # [1 − c / ρ(a)]_+, where 1 / ρ is at least e^−40, so that there is no inf · 0
+        # [1 − c / ρ(a)]_+; 1 / ρ is at least e^−40, so inf · 0 cannot occur
         beyond = (1 - self.c * (-ratio).clamp_max(MAX_LOG_RATIO).exp()).clamp_min(0)
         if self.statistics == "probs":
-            # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), where π may have underflowed
+            # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), a form that is safe if π underflows to 0
             inverse_pi = (-log_pi.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()
             inverse_mu = (-log_mu.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()
             of_taken = torch.minimum(self.c * inverse_pi, inverse_mu) * (q_ret - value)

@@ -21,7 +21,7 @@ _HALF_LOG_2PI = math.log(2 * math.pi) / 2
 
 
 def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    """Of a diagonal Gaussian, [..., 1]."""
+    """Log-density of a diagonal Gaussian, [..., 1]."""
     whitened = (action - loc) / scale
     return -(whitened.square() / 2 + scale.log() + _HALF_LOG_2PI).sum(-1, keepdim=True)
 
@@ -29,10 +29,11 @@ def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
 class ACERContinuousLoss(TrajectoryLoss):
     r"""Actor-critic with experience replay for continuous actions (Wang et al. 2017, Sec. 5, Algorithm 3).
 
-    On trajectories [\*B, T] whose Gaussian behaviour μ is stored, with ρ_t = π(a_t|x_t) / μ(a_t|x_t), an action
-    a'_t ~ π(·|x_t) and d the number of an action's dimensions::
+    The batch holds trajectories [\*B, T] with the stored Gaussian behaviour policy μ. The importance ratio is
+    ρ_t(a) = π(a|x_t) / μ(a|x_t), with ρ_t = ρ_t(a_t); a'_t ~ π(·|x_t) is a sampled action, and d is the number of
+    action dimensions. f(·|φ) is the distribution of the policy::
 
-        loss_actor:  −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is constant, and
+        loss_actor:  −φ(x_t)ᵀ z_t, where φ are the policy's statistics, z_t is detached, and
                      g_t = min(c, ρ_t) ∇_φ log f(a_t|φ) [Q^opc_t − V(x_t)]
                            + [1 − c / ρ_t(a'_t)]_+ ∇_φ log f(a'_t|φ) [Q̃(x_t, a'_t) − V(x_t)]      (Eq. 16)
                      k_t = ∇_φ D_KL[f(·|φ_avg) ‖ f(·|φ)]
@@ -41,52 +42,56 @@ class ACERContinuousLoss(TrajectoryLoss):
         loss_value:  value_coeff (V^target_t − V(x_t))²                                         (Eq. 14)
         loss_entropy: −entropy_coeff · H(π(·|x_t))
 
-    Q^ret is :func:`~torchrl_replay_ext.functional.retrace` with min(1, ρ^{1/d}) (Algorithm 3 prints 1/δ), Q^opc
-    :func:`~torchrl_replay_ext.functional.q_opc`. Q^ret, Q^opc, ρ and z are constants to autograd.
+    Q^ret is :func:`~torchrl_replay_ext.functional.retrace` with traces λ min(retrace_thresh, ρ^{1/d}) (Algorithm 3
+    prints 1/δ), Q^opc is :func:`~torchrl_replay_ext.functional.q_opc`. Q^ret, Q^opc, V^target, ρ and z are detached.
 
-    Where the paper leaves room:
+    The paper leaves these points open:
 
-    * Q̃ of a_t and of a'_t share the samples u_i; the policy learns from neither.
-    * The paper's policies have a fixed diagonal covariance: ``statistics=("loc",)``, for which g_t and k_t have no part
-      for the scale. With ``("loc", "scale")`` a learned scale is trained too.
-    * With a TanhNormal, ratios, scores and divergences are those of the Gaussian: the tanh cancels out. Actions outside
-      of [-1, 1] are an error; in a graph, where values cannot be checked, they are clamped. The critic sees actions as
-      they are, not their arctanh. ``loss_entropy`` is the Gaussian's entropy.
-    * Average policy, truncated episodes, masks and weights are as in :class:`ACERLoss`.
+    * Q̃ of a_t and Q̃ of a'_t use the same samples u_i. No gradient flows to the policy through these samples.
+    * The policies of the paper have a fixed diagonal covariance. ``statistics=("loc",)`` is this case: g_t and k_t have
+      no component for the scale. ``("loc", "scale")`` also trains a learned scale.
+    * With a TanhNormal, ratios, scores and divergences are computed for the Gaussian before the tanh, because the tanh
+      cancels out. An action outside of [-1, 1] raises an error; in a compiled graph, where values cannot be checked, it
+      is clamped. The critic reads the actions themselves, not their arctanh. ``loss_entropy`` uses the entropy of the
+      Gaussian.
+    * The average policy, truncated episodes, masks and weights are handled as in :class:`ACERLoss`.
 
     Args:
-        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with Normal, IndependentNormal or TanhNormal,
-            that writes "loc" and "scale" [\*B, T, A].
-        sdn: a :class:`StochasticDuelingNetwork`; or :class:`SeparateValueNetworks`, with which V moves towards Q^ret
-            with the weight ρ (App. E.4); or a module that offers the same two methods.
-        gamma: discount factor in [0, 1].
-        lmbda: λ of Retrace and of Q^opc, in [0, 1].
-        c: truncation of the importance weights in the policy's gradient, >= 0. ``math.inf``: importance sampling
-            without correction.
-        delta: δ of the trust region, >= 0.
-        trust_region: whether there is one.
-        statistics: φ, ("loc",) or ("loc", "scale").
-        num_samples: n, of actions u_i per state, >= 1.
-        entropy_coeff: weight of the entropy, >= 0.
-        critic_coeff: weight of the loss of Q̃, >= 0.
-        value_coeff: weight of the loss of V, >= 0.
-        retrace_thresh: truncation of Retrace's traces, >= 0.
-        rho_power: exponent of ρ in the traces, > 0; None: 1/d.
-        use_q_opc: the actor learns from Q^opc; otherwise from Q^ret.
-        returns: "retrace", or "importance_sampling" in place of both, as in the paper's ablation (App. E.4).
-        behaviour_keys: where μ's mean and standard deviation are stored.
-        reduction: "mean", "sum" or "none"; over the steps that ("collector", "mask") allows.
+        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with the distribution Normal, IndependentNormal or
+            TanhNormal. It writes "loc" and "scale" [\*B, T, A].
+        sdn: the critic: a :class:`StochasticDuelingNetwork`; or :class:`SeparateValueNetworks`, for which V moves
+            towards Q^ret with the weight ρ (App. E.4); or another module with the same ``forward`` and
+            ``state_value``.
+        gamma: discount factor in [0, 1]. Default: 0.99.
+        lmbda: λ of Retrace and of Q^opc, in [0, 1]. Default: 1.0.
+        c: truncation of the importance weights in the policy gradient, >= 0. ``math.inf``: plain importance sampling,
+            without the second term of g. Default: 5.0.
+        delta: δ of the trust region, in nats per unit of step, >= 0. Default: 1.0.
+        trust_region: True (default): z is the projection of g, Eq. 12; False: z = g.
+        statistics: φ, ("loc",) or ("loc", "scale"). Default: ("loc",).
+        num_samples: number n of sampled actions u_i per state, >= 1. Default: 5.
+        entropy_coeff: weight of the entropy, >= 0. Default: 0.0.
+        critic_coeff: weight of the loss of Q̃, >= 0. Default: 0.5.
+        value_coeff: weight of the loss of V, >= 0. Default: 0.5.
+        retrace_thresh: truncation of ρ^rho_power in the traces of Retrace, >= 0. Default: 1.0.
+        rho_power: exponent of ρ in the traces of Retrace, > 0. Default: None, 1/d.
+        use_q_opc: True (default): g_t contains Q^opc, as in Eq. 16; False: Q^ret.
+        returns: "retrace" (default), or "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation
+            of the paper (App. E.4).
+        behaviour_keys: the entries with the mean and the standard deviation of μ. Default: ("loc", "scale").
+        reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask").
 
-    The batch is read at "action" [\*B, T, A], ``behaviour_keys`` [\*B, T, A], "observation" (for the critic), what the
-    actor reads, ("next", "observation") and ("next", "reward" | "done" | "terminated") [\*B, T, 1]; names can be
-    changed by ``set_keys``.
+    The loss reads "action" [\*B, T, A], ``behaviour_keys`` [\*B, T, A], the inputs of the actor, "observation" and
+    ("next", "observation") for the critic, and ("next", "reward" | "done" | "terminated") [\*B, T, 1]. ``set_keys``
+    changes the names.
 
     Returns:
-        As :class:`ACERLoss`, and ``loss_value``; ``bc_weight`` is the mean of [1 − c/ρ(a')]_+.
+        A TensorDict as that of :class:`ACERLoss`, with ``loss_value`` in addition. ``bc_weight`` is the mean of
+        [1 − c/ρ(a')]_+.
 
     Raises:
         KeyError: if an entry is missing.
-        TypeError: if a network is of the wrong kind, or a mask is not bool.
+        TypeError: if a network has an unsupported type, or a mask is not bool.
         ValueError: if an argument is out of range, a shape is wrong, or an action of a TanhNormal is outside of
             [-1, 1].
 
@@ -160,11 +165,12 @@ class ACERContinuousLoss(TrajectoryLoss):
             raise ValueError(f"ACERContinuousLoss(rho_power={rho_power}): rho_power must be > 0 and finite, or None.")
         if len(behaviour_keys) != 2:
             raise ValueError(
-                f"ACERContinuousLoss(behaviour_keys={behaviour_keys!r}): two are needed, of the mean and of the scale."
+                f"ACERContinuousLoss(behaviour_keys={behaviour_keys!r}): behaviour_keys must be two keys, one of the "
+                "mean and one of the scale."
             )
         if not (isinstance(sdn, nn.Module) and callable(getattr(sdn, "state_value", None))):
             raise TypeError(
-                f"ACERContinuousLoss: sdn must be a StochasticDuelingNetwork, or a module with its forward() and "
+                f"ACERContinuousLoss: sdn must be a StochasticDuelingNetwork, or a module with the same forward() and "
                 f"state_value(), not {type(sdn).__name__}."
             )
         super().__init__(
@@ -197,23 +203,23 @@ class ACERContinuousLoss(TrajectoryLoss):
         return list(dict.fromkeys([*self.actor_network.in_keys, observation])), [observation]
 
     def sample_actions(self, loc: Tensor, scale: Tensor, n: int) -> Tensor:
-        """Draw n actions of the Gaussian policy for each state, before any tanh.
+        """Draw n actions of the Gaussian policy for each state, before any tanh, from torch's global generator.
 
         Args:
             loc: means, [..., A].
             scale: standard deviations, [..., A].
-            n: how many.
+            n: number of actions per state, >= 1.
 
         Returns:
-            [..., n, A], from torch's global generator. The first is a', the others are u_1, u_2, ...
+            The actions, [..., n, A]. The loss uses the first one as a', the others as u_1, u_2, ...
         """
         noise = torch.randn(*loc.shape[:-1], n, loc.shape[-1], dtype=loc.dtype, device=loc.device)
         return loc.unsqueeze(-2) + scale.unsqueeze(-2) * noise
 
     def _policy(self, tensordict: TensorDictBase, *, average: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation, [*B, T, A]."""
+        """Mean and standard deviation of the policy, [*B, T, A] each."""
         result = self._distribution(tensordict.select(*self.actor_network.in_keys), average=average)
-        blame = "actor_network writes it; name its keys with set_keys(loc=, scale=)"
+        blame = "actor_network writes it; set the names with set_keys(loc=, scale=)"
         return self._get(result, self.tensor_keys.loc, blame), self._get(result, self.tensor_keys.scale, blame)
 
     @dispatch()
@@ -228,7 +234,7 @@ class ACERContinuousLoss(TrajectoryLoss):
         if action.shape != loc.shape or not action.is_floating_point():
             raise ValueError(
                 f"ACERContinuousLoss: {self.tensor_keys.action!r} has shape {tuple(action.shape)} and dtype "
-                f"{action.dtype}, expected real numbers of shape {tuple(loc.shape)}, that of the policy's mean."
+                f"{action.dtype}, expected real numbers of shape {tuple(loc.shape)}, the shape of the policy's mean."
             )
         with torch.no_grad():
             loc_avg, scale_avg = self._policy(batch, average=True)
@@ -238,7 +244,7 @@ class ACERContinuousLoss(TrajectoryLoss):
                 [inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action, drawn[..., 0, :]],
                 -2,
             )
-            # of a_t and of a'_t, [*B, T, 2, 1]
+            # for a_t and a'_t, [*B, T, 2, 1]
             log_pi = _log_prob(raw, loc.unsqueeze(-2), scale.unsqueeze(-2))
             log_mu = _log_prob(raw, loc_mu.unsqueeze(-2), scale_mu.unsqueeze(-2))
             seen = drawn.tanh() if self._squashed else drawn
@@ -251,8 +257,8 @@ class ACERContinuousLoss(TrajectoryLoss):
         shape = rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
             raise ValueError(
-                f"ACERContinuousLoss: sdn gave Q of shape {tuple(q_both.shape)} and V of shape {tuple(value.shape)}, "
-                f"expected {(*shape[:-1], 2, 1)} for two actions, and {tuple(shape)}."
+                f"ACERContinuousLoss: sdn returned Q of shape {tuple(q_both.shape)} and V of shape "
+                f"{tuple(value.shape)}, expected {(*shape[:-1], 2, 1)}, for two actions, and {tuple(shape)}."
             )
         q = q_both[..., 0, :]
         with torch.no_grad():
@@ -288,13 +294,13 @@ class ACERContinuousLoss(TrajectoryLoss):
         log_mu: Tensor,
         advantage: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The z of Eq. 12, [*B, T, A] or [*B, T, 2 A], and diagnostics [*B, T].
+        """Compute z of Eq. 12, [*B, T, A] or [*B, T, 2 A], and diagnostics [*B, T].
 
-        Actions [*B, T, 2, A] are a_t and a'_t; log-probabilities and advantages are [*B, T, 2, 1].
+        ``actions`` [*B, T, 2, A] holds a_t and a'_t; log-probabilities and advantages have shape [*B, T, 2, 1].
         """
         (loc, scale), (loc_avg, scale_avg) = policy, average
         rho = importance_ratio(log_pi[..., 0, :], log_mu[..., 0, :]).clamp_max(self.c)
-        # [1 − c / ρ(a')]_+; c may be inf, and a graph made for several c cannot ask
+        # [1 − c / ρ(a')]_+; 1 / ρ is positive, because c may be inf, and a compiled graph cannot branch on c
         inverse = importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :]).clamp_min(torch.finfo(rho.dtype).tiny)
         beyond = (1 - self.c * inverse).clamp_min(0)
         coefficient = torch.stack([rho, beyond], -2) * advantage

@@ -1,4 +1,4 @@
-"""Actions of which there is a finite number: their encodings, and the probabilities stored with them."""
+"""Discrete actions: index and one-hot encodings, and log-probabilities from stored logits or probabilities."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrl_replay_ext.compilation import is_traced
 
 
 def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
-    """Log-probabilities from logits, or from probabilities if the entry's name says so."""
+    """Log-probabilities [..., A] from probabilities if the name in ``key`` ends with "probs", else from logits."""
     name = str(key if isinstance(key, str) else key[-1])
     if name.endswith("probs") and not name.endswith("log_probs"):
         value = value / value.sum(-1, keepdim=True)
         possible = value > 0
-        # the derivative of log(0) is no number, also where nothing depends on it
+        # log(1) in place of log(0), whose derivative would make gradients NaN, even if the result is masked
         return torch.where(possible, value, torch.ones_like(value)).log().masked_fill(~possible, -math.inf)
     return value.log_softmax(-1)
 
@@ -31,12 +31,19 @@ def action_index(
     key: NestedKey,
     valid: Tensor | None = None,
 ) -> Tensor:
-    r"""The actions as indices, int64 [\*B, 1]; from indices [\*B] or [\*B, 1], or one-hot [\*B, A].
+    r"""Convert actions to indices, int64 [\*B, 1].
 
-    Where they are not ``valid`` [\*B], anything may be given, and 0 is returned.
+    Args:
+        action: indices [\*B] or [\*B, 1], or one-hot actions [\*B, A].
+        batch_size: the batch size B.
+        num_actions: the number of actions A.
+        name: the class that error messages name.
+        key: the entry that error messages name.
+        valid: bool [\*B]. Where it is False, ``action`` may hold any value and the result is 0. Default: None, all
+            True.
 
     Raises:
-        ValueError: if they are neither, by shape and dtype or (not in a graph) by value.
+        ValueError: if shape, dtype or values fit neither encoding. Values are not checked in a compiled graph.
     """
     is_index = not action.is_floating_point() and action.dtype != torch.bool
     if action.shape == (*batch_size, num_actions) and (num_actions > 1 or not is_index):
@@ -50,11 +57,11 @@ def action_index(
     else:
         raise ValueError(
             f"{name}: {key!r} has shape {tuple(action.shape)} and dtype {action.dtype}, expected indices "
-            f"{tuple(batch_size)} or one-hot {(*batch_size, num_actions)}, as the policy that acted wrote them."
+            f"{tuple(batch_size)} or one-hot {(*batch_size, num_actions)}; the policy that acted writes it."
         )
     if valid is not None:
         padding = ~valid.unsqueeze(-1)
         index, wrong = index.masked_fill(padding, 0), wrong.masked_fill(padding, False)
     if not is_traced() and bool(wrong.any()):
-        raise ValueError(f"{name}: {key!r} {problem}; the collector stores what the policy that acted chose.")
+        raise ValueError(f"{name}: {key!r} {problem}; the policy that acted writes it, and the collector stores it.")
     return index

@@ -1,4 +1,4 @@
-"""Retrace as one of TorchRL's value estimators."""
+"""Retrace as a value estimator of TorchRL."""
 
 from __future__ import annotations
 
@@ -27,57 +27,60 @@ NAME = "retrace"
 
 @register_value_estimator(NAME, default_kwargs={"gamma": 0.99, "lmbda": 1.0})
 class RetraceEstimator(ValueEstimatorBase):
-    r"""Retrace(λ) for discrete actions: targets for Q from trajectories of another policy (Munos et al. 2016).
+    r"""Retrace(λ) for discrete actions: targets for Q from off-policy trajectories (Munos et al. 2016).
 
     With ρ_t = π(a_t|x_t) / μ(a_t|x_t) and V(x) = Σ_a π(a|x) Q(x, a) (Wang et al. 2017, Eq. 5)::
 
         Q^ret_t = r_t + γ λ min(c, ρ_{t+1}^power) [Q^ret_{t+1} − Q(x_{t+1}, a_{t+1})] + γ V(x_{t+1})
 
-    :func:`~torchrl_replay_ext.functional.retrace` computes it. terminated cuts the bootstrap, done cuts the trace.
-    Batches are trajectories [\*B, T], replayed or not. The time dimension is the one named "time", else the last.
+    μ is the behaviour policy, π the target policy. :func:`~torchrl_replay_ext.functional.retrace` computes Q^ret. In a
+    terminated step, V(x_{t+1}) is replaced by 0; in a done step, the correction from later steps is 0. Batches are
+    trajectories [\*B, T], on-policy or replayed. The time dimension is the one named "time", else the last.
 
     ``value_estimate`` computes Q from one set of parameters: ``target_params`` if given, else the network's own.
-    ``forward`` does the same, except that V(x_t) in the advantage Q^ret_t − V(x_t) is computed from ``params``. π is
-    the current ``actor_network``, or the greedy policy of that Q. If ``next_value`` is given (a loss's double Q), it is
-    used as V(x_{t+1}), and π is used in the traces only.
+    ``forward`` does the same, but it computes V(x_t) in the advantage Q^ret_t − V(x_t) from ``params``. π is the
+    current ``actor_network``, or the greedy policy of the Q that is computed. If ``next_value`` is given, as by a
+    double DQN loss, it replaces V(x_{t+1}), and only the traces use π.
 
-    μ(a_t|x_t) is read from "action_log_prob", the log-probability that the policy wrote when it acted; if there is no
-    such entry, from the policy's logits in "logits".
+    μ(a_t|x_t) is read from "action_log_prob", the log-probability that the policy wrote when it acted. If the batch has
+    no such entry, μ is computed from the logits of the policy in "logits".
 
-    The estimator supports :class:`~torchrl.objectives.DQNLoss`, which passes it the parameters of the network that it
-    trains. Other losses of TorchRL ask an estimator for V(x_{t+1}) of their own networks, or pass the parameters of
-    another network; ``make_value_estimator`` and :meth:`for_loss` reject them. Pass an instance to
-    ``DQNLoss.make_value_estimator``. The name "retrace" works with
-    :func:`~torchrl.objectives.utils.build_value_estimator`, and with ``make_value_estimator`` of a loss that lists the
-    name in its ``SUPPORTED_VALUE_ESTIMATORS``: a subclass of DQNLoss, or a loss of your own.
+    The estimator supports :class:`~torchrl.objectives.DQNLoss`, which passes the parameters of the network that it
+    trains. Other losses of TorchRL request V(x_{t+1}) of their own networks, or pass the parameters of another network;
+    ``make_value_estimator`` and :meth:`for_loss` reject them. Pass an instance to ``DQNLoss.make_value_estimator``. The
+    name "retrace" works with :func:`~torchrl.objectives.utils.build_value_estimator`, and with ``make_value_estimator``
+    of a loss whose ``SUPPORTED_VALUE_ESTIMATORS`` contains the name: a subclass of DQNLoss, or a loss of your own.
 
     A recurrent network that reads "is_init" is reset at the start of each episode in a row, also for the states
     x_{t+1}.
 
     Args:
         gamma: discount factor in [0, 1].
-        lmbda: λ in [0, 1].
-        value_network: writes "action_value" [\*B, T, A]; a :class:`~torchrl.modules.QValueActor`, or any module.
-        actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical distribution; not used if the
-            policy is greedy.
-        rho_thresh: c >= 0.
-        rho_power: exponent of ρ, > 0.
-        policy: π: "actor", or "greedy" in the value network.
-        differentiable: whether gradients flow through the estimate; never to parameters of the networks held here.
-        skip_existing: as in TorchRL's estimators: if True, an "action_value" in the batch is used as it is.
-        device: as in TorchRL's estimators.
-        time_dim: the dimension of time in the batch.
+        lmbda: λ in [0, 1]. Default: 1.0.
+        value_network: a TensorDictModule that writes "action_value" [\*B, T, A], such as a
+            :class:`~torchrl.modules.QValueActor`.
+        actor_network: π if ``policy="actor"``: a :class:`~torchrl.modules.ProbabilisticActor` with a categorical
+            distribution. Required in this case. Default: None.
+        rho_thresh: truncation c of ρ^power, >= 0; ``math.inf``: no truncation. Default: 1.0.
+        rho_power: exponent of ρ, > 0. Default: 1.0.
+        policy: π: "actor" (default), or "greedy" for the greedy policy of ``value_network``.
+        differentiable: whether gradients flow through the estimate. They never reach the networks' own parameters.
+            Default: False.
+        skip_existing: if True, an "action_value" in the batch is used and not computed again, as in TorchRL's
+            estimators. Default: None, the setting of tensordict's ``set_skip_existing``.
+        device: device of TorchRL's base class. Default: None, torch's default device.
+        time_dim: the dimension of time in the batch. Default: None, the dimension named "time", else the last.
 
-    The estimator reads the networks' keys, also under "next", "action" (index [\*B, T] or [\*B, T, 1], or one-hot
-    [\*B, T, A]), μ, ("next", "reward" | "done" | "terminated") [\*B, T, 1], and ("collector", "mask") if present. A
-    step before a masked step ends its trajectory; masked steps may hold NaN. It writes "value_target" (Q^ret) and
-    "advantage", [\*B, T, 1]. ``set_keys`` changes the names. In it, ``sample_log_prob`` is μ's log-probability, and
-    ``behaviour`` the logits of μ.
+    The estimator reads the inputs of the networks, also under "next" for x_{t+1}, "action" (index [\*B, T] or
+    [\*B, T, 1], or one-hot [\*B, T, A]), μ, ("next", "reward" | "done" | "terminated") [\*B, T, 1], and
+    ("collector", "mask") if present. A step before a masked step ends its trajectory; masked steps may hold NaN. The
+    estimator writes "value_target" (Q^ret) and "advantage", [\*B, T, 1]. ``set_keys`` changes the names: its
+    ``sample_log_prob`` is the log-probability of μ, its ``behaviour`` the logits of μ.
 
-    :class:`~torchrl.objectives.DQNLoss` runs its network on the batch before it asks for targets. A QValueActor then
-    replaces the stored actions by greedy ones, which raises an error here. Pass the QValueActor's first module,
-    ``actor[0]``, which writes values only, to both the loss and the estimator. For double DQN, store a copy of the
-    action instead and name it with ``set_keys(action=...)``.
+    :class:`~torchrl.objectives.DQNLoss` runs its network on the batch before it computes targets. A QValueActor then
+    replaces the stored actions by greedy actions, and the estimator raises an error. Pass the first module of the
+    QValueActor, ``actor[0]``, which writes values only, to both the loss and the estimator. For double DQN, store a
+    copy of the action instead and set its name with ``set_keys(action=...)``.
 
     Raises:
         KeyError: if an entry is missing.
@@ -108,7 +111,7 @@ class RetraceEstimator(ValueEstimatorBase):
 
     @dataclass
     class _AcceptedKeys(ValueEstimatorBase._AcceptedKeys):
-        # also the inherited ones: TorchRL accepts only keys of the class itself
+        # inherited keys are repeated, because TorchRL accepts only keys that the class itself declares
         advantage: NestedKey = "advantage"
         value_target: NestedKey = "value_target"
         reward: NestedKey = "reward"
@@ -145,7 +148,7 @@ class RetraceEstimator(ValueEstimatorBase):
         for key, value, valid, requirement in (
             ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
             ("lmbda", lmbda, 0 <= lmbda <= 1, "in [0, 1]"),
-            ("rho_thresh", rho_thresh, rho_thresh >= 0, ">= 0; use math.inf to cut nothing"),
+            ("rho_thresh", rho_thresh, rho_thresh >= 0, ">= 0; use math.inf for no truncation"),
             ("rho_power", rho_power, 0 < rho_power < math.inf, "> 0 and finite"),
             ("policy", policy, policy in POLICIES, f"one of {', '.join(POLICIES)}"),
         ):
@@ -153,12 +156,15 @@ class RetraceEstimator(ValueEstimatorBase):
                 raise ValueError(f"RetraceEstimator({key}={value!r}): {key} must be {requirement}.")
         if policy == "actor" and not hasattr(actor_network, "get_dist"):
             raise TypeError(
-                "RetraceEstimator: actor_network must be a ProbabilisticActor, or another ProbabilisticTensorDict"
-                f"Sequential, not {type(actor_network).__name__}; use policy='greedy' for one greedy in value_network."
+                "RetraceEstimator: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDict"
+                f"Sequential, not {type(actor_network).__name__}; use policy='greedy' for the greedy policy of "
+                "value_network."
             )
         space = getattr(value_network, "action_space", None)
         if space in ("mult_one_hot", "binary"):
-            raise ValueError(f"RetraceEstimator: value_network has actions {space!r}; there must be one of A actions.")
+            raise ValueError(
+                f"RetraceEstimator: value_network has action_space={space!r}; an action must be one of A choices."
+            )
         super().__init__(
             value_network=value_network, differentiable=differentiable, skip_existing=skip_existing, device=device
         )
@@ -169,7 +175,15 @@ class RetraceEstimator(ValueEstimatorBase):
 
     @classmethod
     def for_loss(cls, loss_module: LossModule, **hyperparams: Any) -> RetraceEstimator:
-        """Make an estimator from the networks of a supported loss; the actor's parameters are those of the loss."""
+        """Make an estimator from the networks of a supported loss, with the actor's parameters in the loss.
+
+        Args:
+            loss_module: a DQNLoss, or a loss whose ``SUPPORTED_VALUE_ESTIMATORS`` contains "retrace".
+            **hyperparams: arguments of :class:`RetraceEstimator`. Networks that are not given are those of the loss.
+
+        Raises:
+            TypeError: if the loss is not supported.
+        """
         _require_supported(loss_module, f"RetraceEstimator.for_loss({type(loss_module).__name__})")
         for key, names in (
             ("value_network", ("qvalue_network", "value_network")),
@@ -180,14 +194,14 @@ class RetraceEstimator(ValueEstimatorBase):
                 hyperparams[key] = next((network for network in found if network is not None), None)
         params: Any = getattr(loss_module, "actor_network_params", None)
         if params is not None and hyperparams["actor_network"] is getattr(loss_module, "actor_network", None):
-            # the loss keeps the parameters apart from the network
+            # the network of a loss holds no parameters; the loss keeps them separately
             hyperparams["actor_network"] = copy.deepcopy(hyperparams["actor_network"])
             params.to_module(hyperparams["actor_network"], preserve_module_state=False)
         return cls(**hyperparams)
 
     def set_keys(self, **kwargs: Any) -> None:
-        """Set the names of entries."""
-        # losses also pass the key of the state value, which this estimator does not write
+        """Set the names of entries; see ``RetraceEstimator.default_keys`` for the defaults."""
+        # losses also pass the key of the state value, which this estimator does not use
         kwargs.pop("value", None)
         super().set_keys(**kwargs)
 
@@ -202,7 +216,7 @@ class RetraceEstimator(ValueEstimatorBase):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """The entries that the estimator reads."""
+        """The entries that the estimator reads, except those that are optional."""
         keys = self.tensor_keys
         of_step = [("next", key) for key in (keys.reward, keys.done, keys.terminated, *self._observed)]
         return [unravel_key(key) for key in (*self._observed, keys.action, keys.sample_log_prob, *of_step)]
@@ -218,9 +232,12 @@ class RetraceEstimator(ValueEstimatorBase):
         r"""Write targets and advantages, [\*B, T, 1], to a batch [\*B, T].
 
         Args:
-            tensordict: the batch.
-            params: parameters of the value network for V(x_t); by default its own.
-            target_params: those for Q^ret; by default ``params``.
+            tensordict: the batch, changed in place.
+            params: parameters of the value network for V(x_t). Default: None, the network's own.
+            target_params: parameters of the value network for Q^ret. Default: None, ``params``.
+
+        Returns:
+            The batch.
         """
         if params is not None:
             params = params.detach()
@@ -243,29 +260,32 @@ class RetraceEstimator(ValueEstimatorBase):
         time_dim: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        r"""Q^ret [\*B, T, 1] of a batch [\*B, T].
+        r"""Compute Q^ret of a batch [\*B, T].
 
         Args:
             tensordict: the batch.
-            target_params: parameters of the value network; by default its own.
-            next_value: V(x_{t+1}) [\*B, T, 1]; by default of the value network.
-            time_dim: the dimension of time; by default that of the estimator.
-            **kwargs: not used.
+            target_params: parameters of the value network. Default: None, the network's own.
+            next_value: V(x_{t+1}) [\*B, T, 1]. Default: None, computed from the value network and π.
+            time_dim: the dimension of time. Default: None, that of the estimator.
+            **kwargs: ignored.
+
+        Returns:
+            Q^ret, [\*B, T, 1].
         """
         self._check_action(tensordict)
         with self._evaluation():
             return self._estimate(tensordict, target_params, next_value, time_dim)[0]
 
     def _check_action(self, tensordict: TensorDictBase) -> None:
-        """Raise an error if the network was run on the batch and wrote its own actions over those taken."""
+        """Raise ValueError if a loss ran the network on the batch and thereby replaced the actions taken."""
         keys, key = self.value_network.out_keys, self.tensor_keys.action
         written = [tensordict.get(k, None) for k in keys if k != key]
-        # entries of a buffer have no gradients
+        # entries read from a buffer do not require gradients; outputs of the network do
         if key in keys and written and all(x is not None and x.requires_grad for x in written):
             raise ValueError(
-                f"RetraceEstimator: value_network, run by the loss, replaced the actions taken, {key!r}, by greedy "
-                "ones. Give loss and estimator a network that writes values alone, as a QValueActor's first module "
-                "does, actor[0]; or store a copy of the action and name it with set_keys(action=)."
+                f"RetraceEstimator: the loss ran value_network, which replaced the actions taken, {key!r}, by greedy "
+                "actions. Give loss and estimator a network that writes values only, such as actor[0], the first "
+                "module of a QValueActor; or store a copy of the action and set its name with set_keys(action=)."
             )
 
     @contextmanager
@@ -281,15 +301,15 @@ class RetraceEstimator(ValueEstimatorBase):
         next_value: Tensor | None = None,
         time_dim: int | None = None,
     ) -> tuple[Tensor, TensorDictBase, Tensor, Tensor]:
-        """Q^ret [*B, T, 1]; the networks' inputs for x_t; Q and log π of all actions in x_t, [*B, T, A]."""
+        """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and Q and log π for x_t, [*B, T, A] each."""
         if not tensordict.batch_dims:
             raise RuntimeError("RetraceEstimator: the batch must have the shape [*B, T] of trajectories, not [].")
         given: Any = time_dim
         keys, dim = self.tensor_keys, int(self._get_time_dim(given, tensordict))
         if tensordict.get(keys.steps_to_next_obs, None) is not None:
             raise ValueError(
-                f"RetraceEstimator: the batch has {keys.steps_to_next_obs!r}, of transitions over several steps; "
-                "store single steps, the estimator computes the returns."
+                f"RetraceEstimator: the batch has {keys.steps_to_next_obs!r}, so its transitions span several steps; "
+                "store single steps, without a multi-step transform."
             )
         existing: Any = keys.action_value if self.skip_existing else None
         read = [*self.in_keys, keys.behaviour]
@@ -329,7 +349,7 @@ class RetraceEstimator(ValueEstimatorBase):
         network, key = self.value_network, self.tensor_keys.action_value
         with _constant(network) if params is None else _filled(network, params):
             written = network(state.copy())
-        value = require_entry(written, key, "value_network writes it; name its key with set_keys(action_value=)")
+        value = require_entry(written, key, "value_network writes it; set its name with set_keys(action_value=)")
         if value.shape[:-1] != state.batch_size:
             raise ValueError(
                 f"RetraceEstimator: {key!r} of value_network has shape {tuple(value.shape)}, expected one value for "
@@ -347,21 +367,22 @@ class RetraceEstimator(ValueEstimatorBase):
         if logits is None or logits.shape != q.shape:
             found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
             raise ValueError(
-                f"RetraceEstimator: actor_network's distribution has {found}, expected a categorical one over the "
-                f"actions of value_network, {tuple(q.shape)}; several agents are not supported."
+                f"RetraceEstimator: the distribution of actor_network has {found}, expected a categorical distribution "
+                f"over the actions of value_network, {tuple(q.shape)}; several agents are not supported."
             )
         return logits.log_softmax(-1)
 
 
 def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManager:
-    """A context in which the network has these parameters."""
+    """A context in which the network uses the parameters ``params``."""
     try:
         filled: Any = params.to_module(network, preserve_module_state=False)
         return filled
     except KeyError as error:
         raise ValueError(
-            f"RetraceEstimator: the loss's network has no parameter {error.args[0]!r}, which value_network has; both "
-            "must be the same network: one that writes values alone, as a QValueActor's first module does, actor[0]."
+            f"RetraceEstimator: the network of the loss has no parameter {error.args[0]!r}, but value_network has. "
+            "Loss and estimator need the same network, one that writes values only, such as actor[0], the first module "
+            "of a QValueActor."
         ) from error
 
 
@@ -374,34 +395,35 @@ def _constant(network: nn.Module) -> AbstractContextManager:
 
 
 def _expectation(log_pi: Tensor, q: Tensor) -> Tensor:
-    """V [*B, T, 1]. The value of an action with probability 0 may be infinite."""
+    """V = Σ_a π(a) Q(a), [*B, T, 1]; the value of an action with probability 0 may be infinite."""
     return (log_pi.exp() * q.masked_fill(log_pi == -math.inf, 0.0)).sum(-1, keepdim=True)
 
 
 def _require_supported(loss_module: nn.Module, call: str) -> None:
-    """TypeError if the loss would not use Retrace's targets, or would compute them from a network it does not train."""
+    """Raise TypeError unless a loss trains the network whose parameters it passes for the targets, as DQNLoss does."""
     if isinstance(loss_module, DQNLoss) or NAME in getattr(loss_module, "SUPPORTED_VALUE_ESTIMATORS", ()):
         return
     raise TypeError(
-        f"{call}: RetraceEstimator serves DQNLoss. {type(loss_module).__name__} does not hand over target_params of a "
-        "network of Q(x, .), so its targets would not depend on what it trains. Use ACERLoss or ACERContinuousLoss for "
-        "an actor and a critic on trajectories, or functional.retrace of this package in a loss of your own. A loss "
-        f"that hands over target_params as DQNLoss does can list {NAME!r} in its SUPPORTED_VALUE_ESTIMATORS."
+        f"{call}: RetraceEstimator supports DQNLoss. {type(loss_module).__name__} does not pass target_params of a "
+        "network of Q(x, .), so its targets would not depend on the network that it trains. Use ACERLoss or "
+        "ACERContinuousLoss for an actor and a critic on trajectories, or functional.retrace of this package in a loss "
+        f"of your own. A loss that passes target_params as DQNLoss does can list {NAME!r} in its "
+        "SUPPORTED_VALUE_ESTIMATORS."
     )
 
 
 def _refuse_other_losses(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Called whenever a module becomes part of another: reject a RetraceEstimator in a loss that is not supported.
+    """Reject a RetraceEstimator in an unsupported loss; torch calls this hook whenever a submodule is registered.
 
     TorchRL's ``make_value_estimator`` stores the instance without calling it, and DistributionalDQNLoss never calls it.
-    Only this hook can reject every such loss before training.
+    So only this hook can reject every unsupported loss before training.
     """
     if isinstance(submodule, RetraceEstimator) and isinstance(module, LossModule) and name == "_value_estimator":
         try:
             _require_supported(module, f"{type(module).__name__}.make_value_estimator(RetraceEstimator)")
         except TypeError:
             if not hasattr(module, name):
-                # torch has removed the attribute, which was None
+                # torch has removed the attribute; restore its value, None
                 object.__setattr__(module, name, None)
             raise
 

@@ -1,4 +1,4 @@
-"""What Retrace reads from a batch of trajectories."""
+"""Reads the entries that Retrace needs from a batch of trajectories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENVIRONMENT = "the environment writes it"
 
 
 def require_entry(tensordict: TensorDictBase, key: NestedKey, written_by: str) -> Tensor:
-    """The entry ``key``; KeyError, with the component that should have written it, if it is missing."""
+    """Return the entry ``key``; if it is missing, the KeyError names the component that writes it, ``written_by``."""
     value = tensordict.get(key, None)
     if value is None:
         raise KeyError(f"{_OWNER}: the batch has no entry {unravel_key(key)!r}; {written_by}.")
@@ -39,10 +39,10 @@ class TrajectoryBatch:
     def __init__(self, tensordict: TensorDictBase, keys: Any, time_dim: int, read: Iterable[NestedKey]):
         mask = tensordict.get(keys.mask, None)
         self._keys, self._time_dim = keys, time_dim
-        # the steps that are not masked, bool [*B, T]; None if there is no mask
+        # True for steps that are not masked, bool [*B, T]; None if the batch has no mask
         self.valid = None if mask is None else mask.reshape(tensordict.batch_size)
         self._data = blank_invalid(tensordict, read, self.valid)
-        # [*B, T, 1]; a step before a masked one is done
+        # [*B, T, 1] each; a step before a masked step is done
         self.reward, done, terminated = (self._next_of_step(key) for key in (keys.reward, keys.done, keys.terminated))
         self.done, self.terminated = done.to(torch.bool), terminated.to(torch.bool)
         if self.valid is not None:
@@ -62,12 +62,12 @@ class TrajectoryBatch:
     def states(
         self, observed: Iterable[NestedKey], networks: list[Any], existing: NestedKey | None
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """The inputs of the networks for x_t and for x_{t+1}.
+        r"""The inputs of the networks for x_t and for x_{t+1}, [\*B, T] each.
 
         Args:
             observed: the entries that the networks read.
             networks: the networks.
-            existing: an entry to pass on if it is in the batch.
+            existing: a further entry, copied if the batch has it. None: no further entry.
         """
         written = [unravel_key(key) for network in networks for key in network.out_keys]
         last = torch.zeros_like(self.done.movedim(self._time_dim, 0))
@@ -81,11 +81,11 @@ class TrajectoryBatch:
             value = require_entry(self._data, key, written_by)
             after = require_entry(self._data, next_key, written_by)
             if after.shape == value.shape and next_key in written:
-                # A hidden state. If the loss ran the network over the rows, zeros replaced those under "next", except
-                # at the ends of trajectories.
+                # A hidden state. If the loss ran the network over the rows, those under "next" are 0 except where a
+                # trajectory ends. So the hidden state stored for the next step is used, except there.
                 after = torch.where(expand_as_right(ended, value), after, value.roll(-1, self._time_dim))
             if after.shape == value.shape:
-                # the state after a terminal one has no effect, but may be NaN, which distributions reject
+                # the state after termination has no effect, but it may be NaN, which distributions reject
                 after = torch.where(expand_as_right(self.terminated.squeeze(-1), value), value, after)
             state.set(key, value)
             following.set(key, after)
@@ -97,13 +97,13 @@ class TrajectoryBatch:
         return state, following
 
     def action_taken(self, num_actions: int) -> Tensor:
-        """The index of the action that was taken, int64 [*B, T, 1]."""
+        """The indices of the actions taken, int64 [*B, T, 1]."""
         key = self._keys.action
-        action = require_entry(self._data, key, "the collector stores what the policy chose")
+        action = require_entry(self._data, key, "the policy writes it, and the collector stores it")
         return action_index(action, self._data.batch_size, num_actions, name=_OWNER, key=key, valid=self.valid)
 
     def log_mu(self, taken: Tensor, num_actions: int) -> Tensor:
-        """Log-probability of the actions under the policy that took them, [*B, T, 1]."""
+        """Log-probabilities of the actions taken under the behaviour policy, [*B, T, 1]."""
         shape = self._data.batch_size
         log_prob, behaviour = self._keys.sample_log_prob, self._keys.behaviour
         for key, expected in ((log_prob, (shape, taken.shape)), (behaviour, ((*shape, num_actions),))):
@@ -113,13 +113,13 @@ class TrajectoryBatch:
             if value.shape not in expected:
                 raise ValueError(
                     f"{_OWNER}: {key!r} has shape {tuple(value.shape)}, expected {tuple(expected[0])}; the policy that "
-                    "acted wrote it."
+                    "acted writes it."
                 )
             if key == log_prob:
                 return value.reshape(taken.shape)
             return log_probabilities(value, key).gather(-1, taken)
         raise KeyError(
-            f"{_OWNER}: the batch has neither {log_prob!r} nor {behaviour!r}, the log-probability of the action or the "
-            "logits of the policy that took it; the collector stores what the policy writes, and "
-            "ProbabilisticActor(return_log_prob=True) writes both."
+            f"{_OWNER}: the batch has neither {log_prob!r}, the log-probability of the action, nor {behaviour!r}, the "
+            "logits of the policy that took it. A ProbabilisticActor(return_log_prob=True) writes both, and the "
+            "collector stores them."
         )

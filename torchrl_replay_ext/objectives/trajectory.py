@@ -1,4 +1,4 @@
-"""What the losses on trajectories have in common."""
+"""The base class of the ACER losses, and helpers for batches of trajectories."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from torchrl.objectives import LossModule
 from torchrl_replay_ext.functional import importance_sampling_return, retrace
 
 RETURNS = ("retrace", "importance_sampling")
-# Who is to blame if an entry is missing.
-_COLLECTOR = "the collector stores what the policy wrote"
+# The component that should have written an entry, for error messages.
+_COLLECTOR = "the policy writes it, and the collector stores it"
 _ENVIRONMENT = "the environment writes it"
 _SAMPLER = "the sampler writes it"
 
 
 def blank_invalid(tensordict: TensorDictBase, keys: Iterable[NestedKey], valid: Tensor | None) -> TensorDictBase:
-    r"""The entries ``keys`` of a batch [\*B, T], with 0 for real numbers in steps that are not ``valid`` [\*B, T].
+    r"""Copy the entries ``keys`` of a batch [\*B, T], with floating-point values set to 0 in invalid steps.
 
-    A network must not see a NaN in these steps: the loss masks its output, but the gradient of its weights is 0 · NaN.
-    Entries that are missing stay missing.
+    A network must not read a NaN there: the loss masks the output, but the gradient of the weights is 0 · NaN = NaN.
+    Missing entries are skipped.
+
+    Args:
+        tensordict: the batch.
+        keys: the entries to copy.
+        valid: bool [\*B, T]. None: all steps are valid, and the batch itself is returned.
     """
     if valid is None:
         return tensordict
@@ -44,11 +49,16 @@ def blank_invalid(tensordict: TensorDictBase, keys: Iterable[NestedKey], valid: 
 
 
 def separate_episodes(state: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]) -> None:
-    """Mark, for recurrent networks, where the episodes of a row begin among the states that follow.
+    """Set "is_init" of the next states where an episode begins, so that recurrent networks are reset there.
 
-    In the row of next states, x_{t+1} of a new episode directly follows x_{t+1} of the previous one. A network that
+    In a row of next states, x_{t+1} of a new episode directly follows x_{t+1} of the previous episode. A network that
     runs over the row must reset its hidden state there, as TorchRL's estimators do. A network that is called step by
     step reads the stored hidden state, so it must not be reset.
+
+    Args:
+        state: the inputs of the networks for x_t, [*B, T].
+        following: their inputs for x_{t+1}, [*B, T]; "is_init" is changed in place.
+        networks: the networks that read them.
     """
     modules = [module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")]
     if modules and not any(module.recurrent_mode for module in modules):
@@ -60,7 +70,14 @@ def separate_episodes(state: TensorDictBase, following: TensorDictBase, networks
 
 @dataclass(kw_only=True)
 class Trajectories:
-    """The rows of a batch of trajectories; all [*B, T, 1], ``valid`` [*B, T]."""
+    """Rewards and ends of the trajectories of a batch.
+
+    Args:
+        reward: [*B, T, 1].
+        done: bool [*B, T, 1], True also before an invalid step.
+        terminated: bool [*B, T, 1].
+        valid: bool [*B, T]; None if all steps are valid.
+    """
 
     reward: Tensor
     done: Tensor
@@ -68,11 +85,11 @@ class Trajectories:
     valid: Tensor | None
 
     def fill(self, x: Tensor) -> Tensor:
-        """``x`` [*B, T, n] with 0 where a step is not valid."""
+        """Replace ``x`` [*B, T, n] by 0 in invalid steps."""
         return x if self.valid is None else x.masked_fill(~self.valid.unsqueeze(-1), 0.0)
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of ``x`` [*B, T] over valid steps; detached."""
+        """Mean of ``x`` [*B, T] over the valid steps, detached."""
         x = x.detach()
         if self.valid is None:
             return x.mean()
@@ -80,9 +97,9 @@ class Trajectories:
 
 
 class TrajectoryLoss(LossModule):
-    """Abstract loss on trajectories of stored behaviour: TensorDicts of shape [*B, T], time last.
+    """Abstract loss on trajectories with a stored behaviour policy: TensorDicts of shape [*B, T], time last.
 
-    Its average policy is ``target_actor_network_params``, which a :class:`~torchrl.objectives.SoftUpdate` moves.
+    The average policy is ``target_actor_network_params``; a :class:`~torchrl.objectives.SoftUpdate` updates it.
     """
 
     @dataclass
@@ -120,14 +137,14 @@ class TrajectoryLoss(LossModule):
         super().__init__()
         if not isinstance(actor_network, ProbabilisticTensorDictSequential):
             raise TypeError(
-                f"{name}: actor_network must be a ProbabilisticActor, or another ProbabilisticTensorDictSequential, "
+                f"{name}: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDictSequential, "
                 f"not {type(actor_network).__name__}."
             )
         for key, value, valid, requirement in (
             ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
             ("lmbda", lmbda, 0 <= lmbda <= 1, "in [0, 1]"),
             ("c", c, c >= 0, ">= 0; use math.inf for importance sampling without truncation"),
-            ("delta", delta, delta >= 0, ">= 0; use trust_region=False for none"),
+            ("delta", delta, delta >= 0, ">= 0; use trust_region=False for no trust region"),
             ("retrace_thresh", retrace_thresh, retrace_thresh >= 0, ">= 0"),
             ("returns", returns, returns in RETURNS, f"one of {', '.join(RETURNS)}"),
             ("reduction", reduction, reduction in ("mean", "sum", "none"), "one of mean, sum, none"),
@@ -143,7 +160,7 @@ class TrajectoryLoss(LossModule):
             reduction,
         )
         self.convert_to_functional(actor_network, "actor_network", create_target_params=True)
-        # parameters that the two share learn from both
+        # without ``compare_against``: parameters that the two networks share get the gradients of both losses
         self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]: any module will do
         self._network_names = ("actor_network", critic[0])
         self.out_keys = [*self._LOSSES, *self._DIAGNOSTICS]
@@ -155,24 +172,25 @@ class TrajectoryLoss(LossModule):
         pass
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> None:
-        """Not used: the returns are part of the loss."""
+        """Raise NotImplementedError: the loss computes its own returns."""
         raise NotImplementedError(
-            f"{type(self).__name__} computes its returns by itself: pass gamma=, lmbda=, returns=."
+            f"{type(self).__name__}.make_value_estimator: the loss computes its own returns; pass gamma=, "
+            "lmbda=, returns= to its constructor."
         )
 
     @property
     @abstractmethod
     def _behaviour(self) -> tuple[NestedKey, ...]:
-        """Where the statistics of the policy that acted are stored."""
+        """The entries with the statistics of the behaviour policy."""
 
     @property
     @abstractmethod
     def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """What the networks read of a state, and of the one that followed."""
+        """The entries that the networks read for x_t, and those that they read for x_{t+1}."""
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """All entries that are read."""
+        """All entries that the loss reads, except those that are optional."""
         keys, (of_state, of_following) = self.tensor_keys, self._read
         of_step = [("next", key) for key in (keys.reward, keys.done, keys.terminated, *of_following)]
         return list(dict.fromkeys(unravel_key(k) for k in (*of_state, keys.action, *self._behaviour, *of_step)))
@@ -183,11 +201,11 @@ class TrajectoryLoss(LossModule):
 
     def _params(self, network: str, *, average: bool = False) -> AbstractContextManager:
         params: TensorDictParams = getattr(self, f"target_{network}_params" if average else f"{network}_params")
-        # otherwise it would leave parameters that require gradients in the place of the average policy's buffers
+        # with preserve_module_state=True, parameters that require gradients would replace buffers of the average policy
         return params.to_module(getattr(self, network), preserve_module_state=False)
 
     def _distribution(self, state: TensorDictBase, *, average: bool = False) -> TensorDictBase:
-        """``state`` and the parameters of the policy's distribution."""
+        """Add the parameters of the policy's distribution to ``state``."""
         with self._params("actor_network", average=average):
             return self.actor_network.get_dist_params(state)  # pyright: ignore[reportReturnType]: annotated as a tuple
 
@@ -198,7 +216,7 @@ class TrajectoryLoss(LossModule):
         return value
 
     def _of_steps(self, value: Tensor, key: NestedKey, shape: torch.Size) -> Tensor:
-        """What the sampler gave each step, [*B, T] or [*B, T, 1], as [*B, T]."""
+        """Reshape an entry of the sampler from [*B, T] or [*B, T, 1] to [*B, T]."""
         if value.shape not in (shape, (*shape, 1)):
             raise ValueError(
                 f"{type(self).__name__}: {key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}; {_SAMPLER}."
@@ -206,20 +224,20 @@ class TrajectoryLoss(LossModule):
         return value.reshape(shape)
 
     def _statistics(self, tensordict: TensorDictBase, shape: torch.Size) -> list[Tensor]:
-        """The behaviour's statistics, which were stored; each of ``shape``."""
+        """The stored statistics of the behaviour policy, each of shape ``shape``, detached."""
         result = []
         for key in self._behaviour:
-            value = self._get(tensordict, key, f"{_COLLECTOR}: keep the parameters of its distribution")
+            value = self._get(tensordict, key, f"{_COLLECTOR}; let it store the parameters of the distribution")
             if value.shape != shape:
                 raise ValueError(
-                    f"{type(self).__name__}: the behaviour's {key!r} has shape {tuple(value.shape)}, expected "
-                    f"{tuple(shape)}, that of the current policy's; {_COLLECTOR}."
+                    f"{type(self).__name__}: {key!r} of the behaviour policy has shape {tuple(value.shape)}, expected "
+                    f"{tuple(shape)}, as for the current policy; {_COLLECTOR}."
                 )
             result.append(value.detach())
         return result
 
     def _trajectories(self, tensordict: TensorDictBase) -> Trajectories:
-        """Rewards and ends; a step that is followed by one that is not valid ends the trajectory."""
+        """Read rewards, ends and mask of a batch; a step before an invalid step ends its trajectory."""
         keys, shape = self.tensor_keys, (*tensordict.batch_size, 1)
         if not tensordict.batch_dims:
             raise ValueError(f"{type(self).__name__}: the batch must have the shape [*B, T] of trajectories, not [].")
@@ -238,7 +256,7 @@ class TrajectoryLoss(LossModule):
             mask = tensordict.get(key, None)
             if mask is not None:
                 if mask.dtype != torch.bool:
-                    raise TypeError(f"{type(self).__name__}: {key!r} is {mask.dtype}, must be bool; {_SAMPLER}.")
+                    raise TypeError(f"{type(self).__name__}: {key!r} is {mask.dtype}, but must be bool; {_SAMPLER}.")
                 mask = self._of_steps(mask, key, tensordict.batch_size)
                 valid = mask if valid is None else valid & mask
         if valid is not None:
@@ -249,7 +267,7 @@ class TrajectoryLoss(LossModule):
     def _returns(
         self, rows: Trajectories, log_pi: Tensor, log_mu: Tensor, q: Tensor, next_value: Tensor, power: float = 1.0
     ) -> Tensor:
-        """The estimate of Q^π at the actions taken; all [*B, T, 1]."""
+        """Estimate Q^π of the actions taken; arguments and result have shape [*B, T, 1]."""
         ends = rows.reward, rows.done, rows.terminated
         if self.returns == "importance_sampling":
             return importance_sampling_return(self.gamma, log_pi, log_mu, next_value, *ends)
@@ -273,7 +291,7 @@ class TrajectoryLoss(LossModule):
         diagnostics: dict[str, Tensor],
         td_error: Tensor,
     ) -> TensorDict:
-        """Losses [*B, T] reduced, and the means of the rest; the squared TD errors are written to the batch."""
+        """Reduce losses [*B, T], average diagnostics [*B, T], and write the squared TD errors to the batch."""
         weights = self._maybe_get_priority_weight(tensordict)
         if weights is not None:
             weights = self._of_steps(weights, self.tensor_keys.priority_weight, tensordict.batch_size)

@@ -1,4 +1,4 @@
-"""Exponents of samplers: their attributes, their documentation, and their limits."""
+"""The exponents of samplers: attributes, documentation and limits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.samplers.slot_state import SlotState
 
-ALPHA = """Priority exponent. Assigning it applies it to everything stored, in O(capacity).
+ALPHA = """Priority exponent. An assignment applies the new value to all stored transitions, in O(capacity).
 
-While alpha is annealed (:class:`~torchrl_replay_ext.Anneal`), a transition has the exponent of the time when it was
-last written or updated; when the schedule ends, its end is applied to everything stored. In a
-:class:`~torchrl_replay_ext.CompilableReplayBuffer`, where that moment cannot be seen, each update applies the current
-alpha to the next 64 slots instead."""
+While alpha is annealed (:class:`~torchrl_replay_ext.Anneal`), the priority of a transition uses the alpha of its last
+write or update. When the schedule ends, its final value is applied to all stored transitions. A
+:class:`~torchrl_replay_ext.CompilableReplayBuffer` cannot branch on the end of the schedule; there, each update applies
+the current alpha to the next 64 slots instead."""
 BETA = "Exponent of the importance-sampling weights."
 
 
 def make_exponents(owner: str, **values: float | Anneal) -> dict[str, Hyperparameter]:
-    """Hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler, by name."""
+    """Make the hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler.
+
+    Args:
+        owner: the class that error messages name.
+        **values: the values by name.
+
+    Returns:
+        The hyperparameters by name.
+    """
     hints = {"alpha": "; use 0 for uniform sampling", "omega": "; use 0 for plain PER"}
     limits = {"beta": 1.0}
     return {
@@ -37,12 +45,18 @@ class HasHyperparameters(Protocol):
     state: SlotState
 
     def exclusive(self) -> ExitStack:
-        """Keeps other threads from drawing, writing and updating."""
+        """A context in which no other thread draws, writes or updates."""
         ...
 
 
 class exponent:
-    """A hyperparameter of a sampler as an attribute: reads its value, assigns a number or schedule."""
+    """Descriptor for a hyperparameter of a sampler: reads a float, accepts a number or a schedule.
+
+    Args:
+        name: the name of the hyperparameter.
+        doc: the docstring of the attribute.
+        only_with: the argument without which the sampler does not have the hyperparameter. Default: none.
+    """
 
     def __init__(self, name: str, doc: str, *, only_with: str = ""):
         self._name, self.__doc__, self._only_with = name, doc, only_with
@@ -60,4 +74,6 @@ class exponent:
 
     def _require(self, sampler: HasHyperparameters) -> None:
         if self._name not in sampler.hyperparameters:
-            raise AttributeError(f"{type(sampler).__name__}.{self._name}: only with {self._only_with}.")
+            raise AttributeError(
+                f"{type(sampler).__name__}.{self._name}: this sampler has no {self._name}; it needs {self._only_with}."
+            )

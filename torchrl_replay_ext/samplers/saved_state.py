@@ -1,4 +1,4 @@
-"""Checks of saved states."""
+"""Checks of the saved states of samplers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torchrl_replay_ext.core.write_log import Layout
 
 
 def require_keys(call: str, state: dict[str, Any], expected: set[str]) -> None:
-    """ValueError if the entries of a state are not the expected ones."""
+    """Raise ValueError if a state does not have exactly the expected entries; ``call`` names the method in errors."""
     if set(state) == expected:
         return
     if {"stamp", "clock"} <= set(state):
         raise ValueError(
-            f"{call}: this state was saved by torchrl_replay_ext before its write log was introduced, and cannot be "
-            "loaded. Load it with the version that saved it, or start with new priorities: leave the sampler's state "
-            "out, and the stored transitions get the priority of new ones."
+            f"{call}: an older version of torchrl_replay_ext, without a write log, saved this state; it cannot be "
+            "loaded. Load it with the version that saved it, or do not load the sampler's state: then the stored "
+            "transitions get the priority of new transitions."
         )
     raise ValueError(f"{call}: missing {sorted(expected - set(state))}, unexpected {sorted(set(state) - expected)}.")
 
 
 def require_shapes(call: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """ValueError if a tensor of a state has another shape than ours."""
+    """Raise ValueError if a tensor of a state has another shape than the one in ``tensors``."""
     for key, tensor in tensors.items():
         if tensor.shape != state[key].shape:
             raise ValueError(f"{call}: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}.")
@@ -32,17 +32,17 @@ def require_shapes(call: str, state: dict[str, Any], tensors: dict[str, Tensor])
 def layout_of(
     call: str, state: dict[str, Any], current: Layout, shape: tuple[int, ...] | None, capacity: int | None
 ) -> Layout | None:
-    """The layout that a state needs; None if it is that of a sampler that had no storage yet.
+    """The layout that a state needs; None if an empty sampler without a storage saved the state.
 
     Args:
-        call: for messages.
-        state: the state.
-        current: the sampler's layout.
-        shape: of the sampler's storage, if known.
-        capacity: of the sampler, if given.
+        call: the method that error messages name.
+        state: the saved state.
+        current: the current layout of the sampler.
+        shape: shape of the sampler's storage; None if unknown.
+        capacity: capacity of the sampler; None if not given.
 
     Raises:
-        ValueError: if the state is for another storage.
+        ValueError: if the state belongs to a storage of another shape, or has fewer slots than ``capacity``.
     """
     size = state["generation"].numel()
     saved = tuple(state["storage_shape"].tolist()) or None
@@ -50,8 +50,8 @@ def layout_of(
     if is_empty and (size < current.size or (saved is None and current.known)):
         return None
     if shape is not None and saved not in (None, shape):
-        raise ValueError(f"{call}: the state is for a storage of shape {saved}, not {shape}.")
+        raise ValueError(f"{call}: the state belongs to a storage of shape {saved}, not {shape}.")
     if capacity is not None and size < capacity:
-        raise ValueError(f"{call}: the state has {size} slots, the sampler {capacity}.")
+        raise ValueError(f"{call}: the state has {size} slots, but the sampler has {capacity}.")
     shape = saved or shape
     return current._replace(shape=shape or (size,), size=size, known=shape is not None)

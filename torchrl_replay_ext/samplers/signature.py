@@ -1,4 +1,4 @@
-"""Signatures of samplers."""
+"""The signature of sampler classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ShowsArguments:
-    """Base class that lets ``inspect.signature`` of a sampler show its arguments, which TorchRL's metaclass hides."""
+    """Base class that makes ``inspect.signature`` show the arguments of a sampler; TorchRL's metaclass hides them."""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -1,4 +1,4 @@
-"""The slots of a storage, and TorchRL's indices that name them."""
+"""Conversion between flat slots and TorchRL's indices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_replay_ext.core.write_log import Layout
 
 
 def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Flat slots, in row-major order, of an index [n, ndim] into a storage of this shape; [n]."""
+    """Convert an index [n, ndim] into a storage of shape ``shape`` to flat slots [n], in row-major order."""
     slots = index[:, 0]
     for dim, length in enumerate(shape[1:], start=1):
         slots = slots * length + index[:, dim]
@@ -24,7 +24,7 @@ def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...]:
-    """TorchRL's index of flat ``slots`` [n]: [n], or a tuple of [n] for a storage of more dimensions."""
+    """Convert flat ``slots`` [n] to TorchRL's index: [n], or a tuple of ndim tensors [n] if ndim > 1."""
     if len(shape) == 1:
         return slots
     index = []
@@ -35,7 +35,18 @@ def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...
 
 
 def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tensor:
-    """Flat slots of TorchRL's index: an int, [n], [n, ndim] or a tuple of ndim tensors; in range if ndim > 1."""
+    """Convert TorchRL's index to flat slots, int64 [n].
+
+    Args:
+        owner: the class that error messages name.
+        index: an int, a tensor [n] or [n, ndim], or a tuple of ndim tensors.
+        layout: the layout of the storage.
+
+    Raises:
+        TypeError: if the index does not hold integers.
+        ValueError: if the last dimension of the index is not ndim > 1.
+        IndexError: if ndim > 1 and an index is out of range. For ndim = 1 the caller must check the range.
+    """
     shape, device = layout.shape, layout.device
     if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
         return index if index.device == device else index.to(device)
@@ -58,7 +69,14 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
 
 
 def require_in_range(owner: str, index: Tensor, high: int | Tensor, shape: tuple[int, ...]) -> None:
-    """IndexError if an entry of ``index`` [n] or [n, ndim] is negative or not below ``high``."""
+    """Raise IndexError if an entry of ``index`` [n] or [n, ndim] is negative or >= ``high``.
+
+    Args:
+        owner: the class that error messages name.
+        index: integers, [n] or [n, ndim].
+        high: upper limit, a number or one for each dimension [ndim].
+        shape: the shape of the storage, for the error message.
+    """
     outside = (index < 0) | (index >= high)
     if bool(outside.any()):
         wrong = index[outside if index.ndim == 1 else outside.any(1)][0].tolist()
@@ -66,7 +84,12 @@ def require_in_range(owner: str, index: Tensor, high: int | Tensor, shape: tuple
 
 
 def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:
-    """The slots of a storage, at least ``capacity`` of them; None before its first write.
+    """The layout of a storage, with at least ``capacity`` slots; None before the first write to the storage.
+
+    Args:
+        owner: the class that error messages name.
+        storage: the storage.
+        capacity: capacity of the sampler. None: that of the storage.
 
     Raises:
         ValueError: if the storage holds several transitions per slot, or has more slots than ``capacity``.
@@ -78,8 +101,8 @@ def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | No
     data: Any = _torchrl.stored_data(storage)
     if is_tensor_collection(data) and data.ndim > len(shape):
         raise ValueError(
-            f"{owner}: the storage holds entries of shape {tuple(data.shape[len(shape) :])} in each slot, not single "
-            f"transitions. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data before it is written: "
+            f"{owner}: each slot of the storage holds entries of shape {tuple(data.shape[len(shape) :])} instead of a "
+            f"single transition. Use LazyTensorStorage(..., ndim={data.ndim}), or flatten the data before the write: "
             "rb.append_transform(lambda td: td.reshape(-1), invert=True)."
         )
     num_slots = math.prod(shape)
@@ -87,6 +110,6 @@ def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | No
     if capacity is not None and -(-capacity // math.prod(shape[1:])) < shape[0]:
         raise ValueError(
             f"{owner}(capacity={capacity}): capacity must not be smaller than the storage, which has {num_slots} "
-            "slots; leave it out to take that of the storage."
+            "slots; omit capacity to use that of the storage."
         )
     return Layout(shape, max(capacity or 1, num_slots), device, _torchrl.is_compilable(storage), known=True)

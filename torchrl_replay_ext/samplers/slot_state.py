@@ -153,17 +153,18 @@ class SlotState:
         What was stored is kept, with the last priority of each transition. Lost are the exponents that transitions got
         while alpha was annealed, and which of those that were never updated are newer.
         """
-        self.distribution.sync()
-        if storage is None or not self.log.needs_recovery:
+        if storage is None:
             return
         last = _torchrl.last_step(storage)
+        if being_written is None:
+            self.distribution.sync(None if last is None else (last + 1) * self.layout.slots_per_step)
+        if not self.log.needs_recovery:
+            return
         runs, priority = self.log.known_runs(last, being_written), self.priorities.of_slot.clone()
         unseen = self.log.unannounced(last)
         if unseen.numel():
             self.distribution.remove(unseen)
-        next_slot = None if last is None else (last + 1) * self.layout.slots_per_step
         for part in self._parts:
-            part.before_recovery(next_slot)
             part.clear()
         self.log.forget_contents()
         if not self.priorities.within_buffer:

@@ -1,4 +1,4 @@
-"""Checks of TD errors, and of updates that carry none."""
+"""Checks of TD errors, and detection of updates without TD errors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from torchrl_replay_ext.functional import extremes
 
 
 class DefaultPriority:
-    """The default that TorchRL's TensorDictReplayBuffer fills in for a sample without TD errors.
+    """Detects the default priority that TensorDictReplayBuffer uses for samples without TD errors.
 
-    The buffer reads ``sampler.default_priority`` and expands it to all rows. Constant TD errors of a user differ by
-    their memory: only an expanded tensor shares its memory between rows. After a reduction to the anchors of sequences
-    only the value is left to compare.
+    The buffer reads ``sampler.default_priority`` and expands it to all rows. All rows of an expanded tensor share their
+    memory; this distinguishes the default from constant TD errors of a user. A buffer that draws sequences reduces the
+    priorities to one per sequence, which makes a new tensor; then only the value can be compared.
     """
 
     def __init__(self):
         self._asked: float | None = None
 
     def ask(self, value: float) -> float:
-        """Note that the default was read."""
+        """Record that the default was read, and return it."""
         self._asked = value
         return value
 
     def is_filled_in(self, priority: Any, draws_sequences: Callable[[], bool]) -> bool:
-        """Whether ``priority`` is the default that was read since the last call, filled in by TorchRL."""
+        """Whether ``priority`` is the default that TorchRL read since the last call of this method.
+
+        Args:
+            priority: the argument of ``update_priority``.
+            draws_sequences: returns True if the buffer draws sequences. It is only called if needed.
+        """
         default, self._asked = self._asked, None
         if default is None or not isinstance(priority, Tensor) or priority.ndim != 1 or not priority.numel():
             return False
@@ -40,7 +45,7 @@ class DefaultPriority:
 
 
 def is_initialization(priority: Any, storage: Storage | None, priorities: Priorities) -> bool:
-    """Whether ``priority`` is what TorchRL hands over for all slots when a buffer is made of a filled storage."""
+    """Whether ``priority`` is the default for all slots, which TorchRL passes when a buffer gets a filled storage."""
     given = torch.as_tensor(priority, dtype=torch.float32)
     if storage is None or given.numel() != _torchrl.length(storage):
         return False
@@ -48,7 +53,20 @@ def is_initialization(priority: Any, storage: Storage | None, priorities: Priori
 
 
 def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tensor:
-    """``given`` as one TD error for each of ``count`` slots, float32 [count]; ValueError if the numbers differ."""
+    """Convert TD errors to one for each slot.
+
+    Args:
+        owner: the class that error messages name.
+        given: TD errors, one for each slot, or a scalar for all slots.
+        count: number of slots.
+        device: device of the result.
+
+    Returns:
+        float32 [count].
+
+    Raises:
+        ValueError: if ``given`` has another number of elements.
+    """
     error = torch.as_tensor(given, dtype=torch.float32, device=device)
     if error.ndim != 1:
         error = error.reshape(-1)
@@ -56,14 +74,25 @@ def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tenso
         return error
     if torch.as_tensor(given).ndim != 0:
         raise ValueError(
-            f"{owner}.update_priority: there are {error.shape[0]} TD errors for {count} indices; one TD error per "
-            "transition is needed."
+            f"{owner}.update_priority: there are {error.shape[0]} TD errors for {count} indices; pass one TD error per "
+            "transition."
         )
     return error.expand(count)
 
 
 def largest_td_error(owner: str, error: Tensor, slots: Tensor, priorities: Priorities, limit: float) -> float:
-    """The largest of ``error`` [n]; ValueError if one is negative, not finite, or its priority above ``limit``."""
+    """Return the largest TD error, after a check of all.
+
+    Args:
+        owner: the class that error messages name.
+        error: TD errors, float32 [n].
+        slots: the slots of the TD errors, int64 [n].
+        priorities: converts TD errors to priorities.
+        limit: the largest allowed priority.
+
+    Raises:
+        ValueError: if a TD error is negative or not finite, or its priority is above ``limit``.
+    """
     smallest, largest = extremes(error)
     from_td_error = priorities.from_td_error
     if smallest >= 0 and from_td_error(largest) <= limit:

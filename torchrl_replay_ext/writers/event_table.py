@@ -269,12 +269,13 @@ class EventTableWriter(CompilableWriter):
             timeline = self._tails.timeline(rows)
             entering = self._tails.plan(timeline, occurred)
         timeline.set_slots(slots.cpu().numpy())
-        tables.written(slots)
         if self._pinned:
             for table, (places, _) in entering.items():
                 self._insert(table, timeline, places)
         else:
             self._fill_ring(slots, timeline, entering)
+        # last: if the lists are not complete, recovery must find that these slots were written halfway
+        tables.written(slots)
         self._tails.update(rows, timeline)
         return index
 
@@ -289,7 +290,7 @@ class EventTableWriter(CompilableWriter):
         if not entering:
             tables.overwrite(slots)
             return
-        alive = timeline.number >= tables.oldest
+        alive = timeline.number >= tables.oldest + len(slots)
         dying = tables.holds(slots).any(1).tolist()
         row_by_row = False
         for table, (places, _) in entering.items():
@@ -314,32 +315,24 @@ class EventTableWriter(CompilableWriter):
         tables.overwrite(slots[done:])
 
     def _write_ring(self, data: TensorDictBase) -> Tensor:
-        tables = self._tables
+        tables, write_count = self._tables, int(self._write_count)
         first = int(self._cursor) * data.shape[1:].numel()
         if not tables.num_written and length(self._storage):
             self._allocate()
             tables.adopt(length(self._storage), first - 1)
-        skipped = tables.skipped(first)
-        if len(skipped) and int(self._write_count):
-            # a process was killed while it wrote them
-            self._discard(skipped)
+        if tables.skip_to(first):
+            self._tails.clear()
         try:
             index = super().extend(data)
         except BaseException:
-            # the rows may be in the storage although the sampler rejected them
-            if tables.num_slots:
-                slots = torch.arange(first, first + data.numel(), device=tables.device)
-                self._discard(slots % tables.num_slots)
+            # if the cursor has moved, the rows may be in the storage although the sampler rejected them
+            if tables.num_slots and int(self._write_count) != write_count:
+                tables.overwrite(torch.arange(first, first + data.numel(), device=tables.device) % tables.num_slots)
+                self._tails.clear()
             tables.mark_clean()
             raise
         self._allocate()
         return index
-
-    def _discard(self, slots: Tensor) -> None:
-        """Register ``slots`` [n] as overwritten, in order, by rows that are unknown."""
-        self._tables.overwrite(slots)
-        self._tables.written(slots)
-        self._tails.clear()
 
     def _write_pinned(self, data: TensorDictBase, timeline: Timeline, entering: Entering) -> Tensor:
         tables, storage = self._tables, self._storage
@@ -414,7 +407,7 @@ class EventTableWriter(CompilableWriter):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; ValueError if the tables differ, with nothing changed."""
+        """Restore what :meth:`state_dict` gave; ValueError if it does not fit, with nothing changed."""
         episodes, saved = state_dict["episodes"], state_dict["tables"]
         num_slots = int(episodes["num_slots"])
         tables = self._tables
@@ -422,6 +415,12 @@ class EventTableWriter(CompilableWriter):
             raise ValueError(
                 f"EventTableWriter.load_state_dict: the state is for the tables {state_dict['described']}, this writer "
                 f"has {self._described()} (retention first)."
+            )
+        if "next" in saved and not self._pinned:
+            raise ValueError(
+                "EventTableWriter.load_state_dict: this state was saved by an earlier version of torchrl_replay_ext, "
+                "which numbered the transitions of a ring in another way. Load it with the version that saved it, or "
+                "start with an empty buffer."
             )
         if num_slots:
             same = torch.equal(saved["begins"].cpu(), torch.tensor(tables.regions(num_slots)))

@@ -1,4 +1,4 @@
-"""A round-robin writer whose cursor is a tensor."""
+"""A round-robin writer for compiled graphs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 
 class CompilableWriter(TensorDictRoundRobinWriter):
-    """TorchRL's round-robin writer with a cursor that is a tensor, changed in place.
+    """TorchRL's round-robin writer with its cursor in a tensor that is changed in place.
 
     It is the default writer of :class:`CompilableReplayBuffer`.
+
+    Args:
+        track_generations: as in TorchRL's writer; not supported in compiled graphs. Default: False.
     """
 
     # True while the storage holds only rows of rejected writes; such rows do not fix the set of entries
@@ -47,25 +50,25 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         self._write_count_value.copy_(torch.as_tensor(value))
 
     def add(self, data: Any) -> Any:
-        """Write a single row over the oldest one, and tell the samplers."""
+        """Write a single row over the oldest row, and notify the samplers."""
         if is_tensor_collection(data):
             self._check(data, 0)
         return self._undone_if_refused(super().add, data)
 
     def _check(self, data: TensorDictBase, ndim: int) -> None:
-        """Refuse rows that cannot be stored beside what is stored, before anything is changed.
+        """Reject rows that do not fit the stored rows, before anything is changed.
 
-        The entries are settled by the first write that was accepted. An entry that comes later would be zero in all
-        earlier rows, and every row without it could no longer be written.
+        The first accepted write determines the entries. A later additional entry would be zero in all earlier rows, and
+        rows without it could no longer be written.
 
         Args:
             data: the rows.
-            ndim: number of its batch dimensions.
+            ndim: number of batch dimensions of ``data``.
 
         Raises:
-            KeyError: if an entry is missing, or is not among those that are stored.
-            TypeError: if an entry has another dtype.
-            ValueError: if an entry has another shape.
+            KeyError: if an entry is missing, or the storage does not have it.
+            TypeError: if an entry has another dtype than in the storage.
+            ValueError: if an entry has another shape than in the storage.
         """
         storage: Any = self._storage
         stored = stored_data(storage)
@@ -80,30 +83,31 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             column = columns.pop(key, None)
             if column is None:
                 raise KeyError(
-                    f"{name}: the data has no entry {key!r}, which is stored; the environment, policy or transform "
-                    "that wrote it before must write it into every row. For rows of other entries use a new storage."
+                    f"{name}: the data has no entry {key!r}, but the stored rows have it. The environment, policy or "
+                    "transform that wrote it must write it into every row. For rows with other entries use a new "
+                    "storage."
                 )
             if known.shape[stored.ndim :] != column.shape[ndim:]:
                 raise ValueError(
-                    f"{name}: the entry {key!r} has shape {tuple(column.shape)}; what is stored needs "
+                    f"{name}: the entry {key!r} has shape {tuple(column.shape)}; the storage needs "
                     f"{(*data.shape[:ndim], *known.shape[stored.ndim :])}."
                 )
             if known.dtype != column.dtype:
                 raise TypeError(
-                    f"{name}: the entry {key!r} has dtype {column.dtype}; what is stored has {known.dtype}. Convert it "
-                    f"where it is written: data[{key!r}] = data[{key!r}].to({known.dtype})."
+                    f"{name}: the entry {key!r} has dtype {column.dtype}; the storage needs {known.dtype}. Convert it "
+                    f"before the write: data[{key!r}] = data[{key!r}].to({known.dtype})."
                 )
         if columns and len(storage) and not self._only_refused:
             is_stacked = getattr(storage, "is_stacked", lambda key: False)
             surplus = [key for key in columns if not is_stacked(key)]
             if surplus:
                 raise KeyError(
-                    f"{name}: the data has the entries {surplus}, which the rows stored before do not have. Write them "
+                    f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them "
                     "from the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
                 )
 
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
-        """``write(data)``; where the storage has refused it before it wrote anything, the cursor stays where it was."""
+        """Call ``write(data)``; if the storage rejects the data before it writes anything, restore the cursor."""
         storage: Any = self._storage
         before = last_step(storage), int(self._cursor_value), int(self._write_count_value)
         try:
@@ -114,13 +118,19 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             raise
 
     def extend(self, data: TensorDictBase) -> Tensor:
-        """Write ``data`` [n, ...] over the oldest rows, and tell the samplers.
+        """Write ``data`` [n, ...] over the oldest rows, and notify the samplers. After an error nothing is written.
+
+        Args:
+            data: the rows.
+
+        Returns:
+            The indices of the rows, int64 [n], or [n, ndim] for a storage with several dimensions.
 
         Raises:
-            KeyError: if the entries are not those of the rows stored before. Nothing is written then, as in the next
-                cases.
-            TypeError: if an entry has another dtype than what is stored.
-            ValueError: if an entry has another shape than what is stored.
+            KeyError: if the entries are not those of the stored rows.
+            TypeError: if an entry has another dtype than in the storage, or if a compiled graph uses another storage
+                than :class:`~torchrl_replay_ext.CompilableTensorStorage`.
+            ValueError: if an entry has another shape than in the storage.
         """
         storage: Any = self._storage
         if is_tensor_collection(data) and 0 in data.shape:
@@ -136,13 +146,15 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                 mark_static(vars(self))
             return index
         if self._track_generations or not isinstance(storage, CompilableTensorStorage):
-            raise TypeError("CompilableWriter: a graph needs a CompilableTensorStorage, and no track_generations.")
+            raise TypeError(
+                "CompilableWriter: compiled graphs need a CompilableTensorStorage and track_generations=False."
+            )
         rows, count = rows_of_ring(storage, data), len(data)
         index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
         data.set("index", expand_as_right(index.to(data.device or index.device), data))
         self._cursor_value.add_(count).remainder_(rows)
         self._write_count_value.add_(count)
-        # rows that later ones would overwrite are not written at all: the order of writes is undefined in a graph
+        # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph
         kept = data[-rows:] if count > rows else data
         storage.set(index[-rows:], kept)
         index = self._replicate_index(index)
@@ -150,7 +162,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return index
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
-        """Write at given slots, and tell the samplers."""
+        """Write ``data`` to the slots ``index``, and notify the samplers."""
         if is_tensor_collection(data):
             self._check(data, data.ndim)
         return super().write_at(index, data)
@@ -159,7 +171,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         storage: Any = self._storage
         eager = not is_traced()
         if eager:
-            # remains set if a sampler rejects the rows
+            # the flag stays set if a sampler rejects the rows
             self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
         for buffer in attached_buffers(storage):
             buffer.mark_update(index)
@@ -167,17 +179,17 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             self._only_refused = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a state that ``state_dict`` returned."""
         super().load_state_dict(state_dict)
         self._only_refused = False
 
     def loads(self, path: Any) -> None:
-        """Restore what ``dumps`` saved."""
+        """Restore a state that ``dumps`` saved."""
         super().loads(path)
         self._only_refused = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # as tensors, which are shared with spawned processes
+        # keep the tensors of TorchRL's counters: spawned processes share them
         state = vars(self).copy()
         state["_rng"] = None
         return state

@@ -1,4 +1,4 @@
-"""Adds our choices to those of TorchRL's trainers; Hydra loads every module of the namespace ``hydra_plugins``."""
+"""Adds the choices of this package to TorchRL's trainers; Hydra loads all modules of ``hydra_plugins``."""
 
 import sys
 
@@ -10,9 +10,9 @@ class ReplaySearchPath(SearchPathPlugin):
     """Registers :mod:`torchrl_replay_ext.configs` and adds the configurations of :mod:`torchrl_replay_ext.conf`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra before a configuration is composed."""
-        # Hydra loads this for every application in the environment: those that do not use TorchRL's configurations
-        # get neither our names among theirs nor the time to import torch
+        """Register the configurations if the application uses TorchRL's; Hydra calls it before composing one."""
+        # Hydra loads this module in every application of the environment; others get no additional names and need not
+        # import torch
         if "torchrl.trainers.algorithms.configs" in sys.modules:
             import torchrl_replay_ext.configs  # noqa: F401
 

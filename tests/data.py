@@ -1,0 +1,132 @@
+"""Builders of transitions, event tables and buffers that many tests share."""
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+)
+
+# --- transitions
+
+
+def rows(count, envs=None, *, done=(), truncated=(), ids=None, first=0, episode=None, **entries) -> TensorDict:
+    """Numbered transitions [count], or of several environments side by side [envs, count], as TorchRL takes them.
+
+    Args:
+        count: number of transitions, or of time steps.
+        envs: number of environments; their transitions are numbered step by step.
+        done: positions of transitions that terminate an episode.
+        truncated: positions of transitions that truncate an episode.
+        ids: trajectory ids.
+        first: number of the first transition.
+        episode: length of episodes, instead of ``done``.
+        entries: further entries, or others instead of those made here.
+    """
+    shape = (count,) if envs is None else (count, envs)
+    number = torch.arange(first, first + math.prod(shape)).reshape(shape).movedim(-1, 0)
+    terminated, cut = torch.zeros(2, *number.shape, 1, dtype=torch.bool)
+    terminated[list(done)] = True
+    cut[list(truncated)] = True
+    if episode is not None:
+        terminated = (number // (envs or 1) % episode == episode - 1).unsqueeze(-1)
+    data = TensorDict(
+        {
+            "number": number,
+            "observation": number.float().unsqueeze(-1),
+            "next": {"done": terminated | cut, "terminated": terminated, "truncated": cut},
+            **entries,
+        },
+        number.shape,
+    )
+    if ids is not None:
+        data["collector", "traj_ids"] = torch.as_tensor(ids)
+    return data
+
+
+def random_rows(count, *, first=0, episode=10) -> TensorDict:
+    """Rows with all that any sampler reads: random observations [3], actions [2] and logits, ids, and an "event"."""
+    number = torch.arange(first, first + count)
+    data = rows(count, first=first, episode=episode, ids=number // episode, event=number % 4 == 0)
+    return data.update(
+        {"observation": torch.randn(count, 3), "action": torch.randn(count, 2), "logits": torch.randn(count, 2)}
+    )
+
+
+def learnable(count, *, observation=4, action=None, done=0.1) -> TensorDict:
+    """Random transitions for a loss.
+
+    Args:
+        count: number of transitions.
+        observation: size of an observation.
+        action: size of an action in [-1, 1]; without it, actions are 0 or 1.
+        done: probability that a transition terminates an episode.
+    """
+    ended = torch.rand(count, 1) < done
+    following = {
+        "observation": torch.randn(count, observation),
+        "reward": torch.randn(count, 1),
+        "done": ended,
+        "terminated": ended.clone(),
+    }
+    taken = torch.randint(0, 2, (count,)) if action is None else torch.rand(count, action) * 2 - 1
+    return TensorDict({"observation": torch.randn(count, observation), "action": taken, "next": following}, [count])
+
+
+# --- parts
+
+
+def linear_policy(observation=1, action=1) -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(observation, action), in_keys=["observation"], out_keys=["action"])
+
+
+def event_sampler(size, condition=("next", "done"), history=3, *, name="end", default=None, share=0.5, **sampler):
+    """A sampler with one event, and a table of the same name.
+
+    Args:
+        size: capacity of the table.
+        condition: when the event happens.
+        history: transitions that an event adds.
+        name: of the event and of its table.
+        default: capacity of the default table, with retention="pinned"; without it, the retention is "ring".
+        share: eta of the event's table.
+        sampler: arguments of the sampler.
+    """
+    sizes = {name: size} if default is None else {name: size, "default": default}
+    retention = "ring" if default is None else "pinned"
+    tables = EventTables([EventSpec(name, condition, history)], sizes, retention=retention)
+    return EventTableSampler(tables, **{"eta": {"default": 1 - share, name: share}, "min_size": 1, **sampler})
+
+
+# --- buffers
+
+
+def buffer_with(sampler, capacity, *, compilable=False, ndim=1, **arguments) -> Any:
+    """A buffer with this sampler and the usual storage; if the sampler draws from event tables, with their writer."""
+    drawn_by = getattr(sampler, "critic_sampler", sampler)
+    drawn_by = getattr(drawn_by, "anchors", drawn_by)
+    if isinstance(drawn_by, EventTableSampler):
+        arguments = {"writer": EventTableWriter(drawn_by.tables), **arguments}
+    make, storage = TensorDictReplayBuffer, LazyTensorStorage
+    if compilable:
+        make, storage = CompilableReplayBuffer, CompilableTensorStorage
+    return make(**{"storage": storage(capacity, ndim=ndim), "sampler": sampler, **arguments})
+
+
+def buffer_of(
+    sampler_class, capacity=10, *, compilable=False, ndim=1, batch_size=None, generator=None, prefetch=None, **sampler
+) -> Any:
+    """A buffer with a sampler of this class; ``sampler``: arguments of the sampler."""
+    arguments = {"batch_size": batch_size, "generator": generator, "prefetch": prefetch}
+    made = sampler_class(capacity, **sampler)
+    return buffer_with(made, capacity, compilable=compilable, ndim=ndim, **arguments)

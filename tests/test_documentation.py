@@ -1,0 +1,103 @@
+"""The docstrings of all public classes and functions describe every parameter and state its default."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+
+import pytest
+
+import torchrl_replay_ext
+
+# its parameters are those of TorchRL's buffer
+WITHOUT_ARGS = {"CompilableReplayBuffer"}
+# these docstrings do not state all defaults, or not as a literal
+WITHOUT_DEFAULTS = {"CompilableTensorStorage", "Draw", "EventTableWriter", "FrameStackStorage", "RecencySampler"}
+
+
+def public() -> dict[str, object]:
+    """The classes and functions in ``__all__`` of the package and of its modules, by name."""
+    modules = [torchrl_replay_ext.__name__]
+    modules += sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext."))
+    # an import of configs would register configurations with Hydra for all tests of the process
+    modules.remove("torchrl_replay_ext.configs")
+    found = {}
+    for module in map(importlib.import_module, modules):
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            # a protocol has no constructor of its own
+            if callable(value) and not getattr(value, "_is_protocol", False):
+                found[name] = value
+    return found
+
+
+PUBLIC = public()
+
+
+def documented(docstring: str | None) -> dict[str, str]:
+    """The text of each parameter in the section "Args" of a docstring."""
+    texts: dict[str, str] = {}
+    name = None
+    inside = False
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        if line and not line.startswith(" "):
+            inside = line == "Args:"
+        elif inside and (start := re.match(r" {4}\*{0,2}(\w+): ?(.*)", line)):
+            name = start[1]
+            texts[name] = start[2]
+        elif inside and name is not None:
+            texts[name] += f" {line.strip()}"
+    return texts
+
+
+def is_literal(text: str, value: object) -> bool:
+    """Whether ``text`` is a Python literal for ``value``."""
+    try:
+        literal = ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError):
+        return False
+    return literal == value and isinstance(literal, bool) == isinstance(value, bool)
+
+
+def states_default(text: str, value: object) -> bool:
+    """Whether a text has "Default: <value>" or "<value> (default)"; None may also be described in words."""
+    text = text.replace("``", "")
+    if value is None and re.search(r"[Dd]efault", text):
+        return True
+    after = [text[m.end() :] for m in re.finditer("Default:", text)]
+    before = [text[: m.start()] for m in re.finditer(r"\(default\)", text)]
+    return any(is_literal(x[:end], value) for x in after for end in range(len(x) + 1)) or any(
+        is_literal(x[start:], value) for x in before for start in range(len(x))
+    )
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT_ARGS))
+def test_every_parameter_is_documented_and_no_other(name):
+    assert set(documented(PUBLIC[name].__doc__)) == set(inspect.signature(PUBLIC[name]).parameters)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT_ARGS - WITHOUT_DEFAULTS))
+def test_every_default_is_stated(name):
+    texts = documented(PUBLIC[name].__doc__)
+    defaults = {key: p.default for key, p in inspect.signature(PUBLIC[name]).parameters.items() if key in texts}
+    wrong = {k: v for k, v in defaults.items() if v is not inspect.Parameter.empty and not states_default(texts[k], v)}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"),
+    [
+        ("discount factor in [0, 1]. Default: 0.99.", 0.99, True),
+        ("discount factor in [0, 1]. Default: 0.9.", 0.99, False),
+        ("discount factor in [0, 1].", 1, False),
+        ('``"ring"`` (default) or ``"pinned"``.', "ring", True),
+        ('``"ring"`` (default) or ``"pinned"``.', "pinned", False),
+        ('an entry. Default: ``("next", "done")``.', ("next", "done"), True),
+        ("a flag. Default: True.", 1, False),
+        ("a device. Default: None, that of the data.", None, True),
+        ("a device.", None, False),
+    ],
+)
+def test_the_check_finds_missing_and_wrong_defaults(text, value, expected):
+    assert states_default(text, value) == expected

@@ -1,0 +1,221 @@
+"""Exact draws from Ψ = R^ω m, with m the masses of a sum tree."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, scalar, uniform, where_int64
+from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.sum_tree import SumTree
+from torchrl_replay_ext.distributions.reliability import Reliability
+
+# A pass over all N leaves costs about as much as N / 32 proposals.
+_PASS = 32
+# Proposals per table beyond the multiple of its rows that is expected to be enough.
+_SPARE = 16
+# Above this omega the number of proposals no longer grows.
+_MAX_OMEGA = 4.0
+
+Count = TypeVar("Count", int, Tensor)
+
+
+class Rows(NamedTuple):
+    """The tables that the rows of a batch are drawn from; the rows are ordered by table.
+
+    Args:
+        ends: number of rows of tables 0 to k for each k, int64 [tables].
+        table: of each row, int64 [B].
+        low: sum of all masses ahead of each table, int64 [tables].
+        total: sum of the masses of each table, int64 [tables].
+    """
+
+    ends: Tensor
+    table: Tensor
+    low: Tensor
+    total: Tensor
+
+
+class Rejection:
+    """Draws leaves of a sum tree from Ψ: proposes them in proportion to m and accepts them with probability R^ω.
+
+    Args:
+        tree: the masses m. Leaf i is slot i, or an entry of ``tables``.
+        reliability: the model of R.
+        for_graphs: whether draws become part of graphs.
+        may_be_zero: whether all TD errors of an episode may be 0. If not, eager code uses a cheaper form of R.
+        tables: None: all rows are drawn from the whole tree.
+    """
+
+    def __init__(
+        self,
+        tree: SumTree,
+        reliability: Reliability,
+        *,
+        for_graphs: bool,
+        may_be_zero: bool = True,
+        tables: EventTables | None = None,
+    ):
+        self._tree, self._reliability, self._tables = tree, reliability, tables
+        self._device, self._num_tables = tree.leaves.device, 1 if tables is None else len(tables)
+        self._exact, self._for_graphs = may_be_zero or for_graphs, for_graphs
+        # with tables: running mean of R^ω of the proposals for each, and the sum of its weights
+        self._acceptance = torch.zeros(2, self._num_tables, dtype=torch.float64, device=self._device)
+        self.repeated = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._fallback: EagerFallback | None = None
+        self._make_fallback()
+
+    def _make_fallback(self) -> None:
+        if self._for_graphs:
+            state = [*self._tree.graph_tensors(), *self._reliability.graph_tensors()]
+            self._fallback = EagerFallback(
+                lambda drawn, rows: [*self.draw(len(drawn[0]), None, Rows(*rows) if rows else None)], state
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_fallback": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._make_fallback()
+
+    def draw(
+        self, batch_size: int, generator: torch.Generator | None, rows: Rows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw leaves from Ψ, each from the table of its row.
+
+        If too few proposals are accepted, eager code starts again with twice as many, until one pass over all Ψ is
+        cheaper. Each row follows Ψ: how many proposals are accepted does not depend on their values. A graph on the CPU
+        has eager code draw the batch again. On other devices a graph would have to read from the device for that.
+        There, accepted proposals are repeated; if none is accepted for a table, its rows are drawn from all of its
+        proposals in proportion to R^ω.
+
+        Args:
+            batch_size: number of rows, B.
+            generator: source of randomness.
+            rows: the tables of the rows; None if there are no tables.
+
+        Returns:
+            The leaves, int64 [B], and Ψ of each, [B].
+        """
+        traced, on_cpu = is_traced(), self._device.type == "cpu"
+        number = torch.arange(1, batch_size + 1, device=self._device)
+        made, scale, ends = 0, 1, None
+        while made <= self._tree.capacity // _PASS:
+            num = scale * self._num_proposals(batch_size, self._num_tables)
+            if rows is not None:
+                tables = torch.arange(1, self._num_tables + 1, device=self._device)
+                ends = scale * self._num_proposals(rows.ends, tables)
+            leaf, factor, density, accepted = self._propose(num, ends, generator, rows)
+            if rows is None or ends is None:
+                wanted, missing = number, batch_size - scalar(accepted[-1])
+            else:
+                # rows and accepted proposals ahead of each table
+                first, ahead = _with_zero(rows.ends), _with_zero(gather_in_bounds(accepted, ends - 1))
+                wanted = number + gather_in_bounds(ahead - first, rows.table)
+                missing = scalar((first.diff() - ahead.diff()).clamp_min(0).sum())
+            if traced or missing <= 0:
+                break
+            made, scale = made + num, 2 * scale
+        else:
+            return self._from_all(generator, rows or self._one_table(batch_size))
+        if traced and not on_cpu:
+            self.repeated.add_(missing.clamp_min(0))
+            ends = torch.full_like(number[:1], num) if ends is None else ends
+            place = self._repeat(factor, accepted, ends, rows or self._one_table(batch_size))
+        else:
+            place = torch.searchsorted(accepted, wanted)
+        drawn = [gather_in_bounds(leaf, place), gather_in_bounds(density, place)]
+        if traced and on_cpu:
+            assert self._fallback is not None
+            short = (missing > 0) & (self._tree.total() > 0)
+            drawn = self._fallback.replace(short, drawn, [] if rows is None else [*rows])
+        return drawn[0], drawn[1]
+
+    def _num_proposals(self, rows: Count, tables: Count) -> Count:
+        """Proposals for ``rows`` rows of ``tables`` tables: if R is uniform in (0, 1), one of 1 + ω is accepted."""
+        per_16 = math.ceil(20 * (1 + min(self._reliability.omega.bound, _MAX_OMEGA)))
+        return (rows * per_16 + 15) // 16 + _SPARE * tables
+
+    def _propose(
+        self, num: int, ends: Tensor | None, generator: torch.Generator | None, rows: Rows | None
+    ) -> tuple[Tensor, ...]:
+        """``num`` leaves in proportion to m, R^ω, Ψ, and the running number of accepted ones; [num] each.
+
+        ``ends``: number of proposals for tables 0 to k for each k, int64 [tables].
+        """
+        u, v = uniform(2, num, device=self._device, generator=generator)
+        if rows is None or ends is None:
+            leaf, mass = self._tree.draw(u)
+            factor = self._factor(leaf, exact=self._exact)
+        else:
+            table = torch.searchsorted(ends, torch.arange(num, device=self._device), right=True)
+            leaf, mass = propose(self._tree, u, gather_in_bounds(rows.low, table), gather_in_bounds(rows.total, table))
+            factor = self._factor(leaf, exact=self._exact)
+            sums = torch.zeros_like(self._acceptance[0]).index_add_(0, table, factor.to(torch.float64))
+            mean, is_drawn = sums / _with_zero(ends).diff(), (_with_zero(rows.ends).diff() > 0).to(torch.float64)
+            self._acceptance.lerp_(torch.stack([mean, torch.ones_like(mean)]), 0.1 * is_drawn)
+        return leaf, factor, factor * mass, (v < factor).cumsum(0)
+
+    def _factor(self, leaves: Tensor, *, exact: bool = True) -> Tensor:
+        slots = leaves if self._tables is None else gather_in_bounds(self._tables.slot_at, leaves).to(torch.int64)
+        return self._reliability.factor(slots, exact=exact)
+
+    def _one_table(self, batch_size: int) -> Rows:
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return Rows(zero + batch_size, zero.expand(batch_size), zero, self._tree.total().reshape(1))
+
+    def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: Rows) -> Tensor:
+        """The proposal of each row where too few may be accepted, see :meth:`draw`; int64 [B]."""
+        share = _with_zero(factor.cumsum(0))
+        edges = _with_zero(ends)
+        ahead, low = gather_in_bounds(_with_zero(accepted), edges), gather_in_bounds(share, edges)
+        found, width = gather_in_bounds(ahead.diff(), rows.table), gather_in_bounds(low.diff(), rows.table)
+        row = torch.arange(len(found), device=self._device) - gather_in_bounds(_with_zero(rows.ends), rows.table)
+        number = gather_in_bounds(ahead, rows.table) + row % found.clamp_min(1) + 1
+        target = gather_in_bounds(low, rows.table) + uniform(len(found), device=self._device) * width
+        by_factor = torch.searchsorted(share, target, right=True) - 1
+        return where_int64(found > 0, torch.searchsorted(accepted, number), by_factor)
+
+    def _from_all(self, generator: torch.Generator | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        """:meth:`draw` by one pass over all Ψ."""
+        leaves = self._tree.leaves.nonzero().squeeze(1)
+        mass = self._tree.leaves[leaves]
+        density = mass * self._factor(leaves)
+        share, running = _with_zero(density.cumsum(0)), mass.cumsum(0)
+        begin = torch.searchsorted(running, rows.low, right=True)[rows.table]
+        end = torch.searchsorted(running, rows.low + rows.total, right=True)[rows.table]
+        u = uniform(len(begin), device=self._device, generator=generator)
+        target = share[begin] + u * (share[end] - share[begin])
+        # the target may have been rounded up to the end
+        place = torch.minimum(torch.searchsorted(share, target, right=True), end) - 1
+        return leaves[place], density[place]
+
+    def acceptance(self) -> Tensor:
+        """The mean of R^ω over the latest proposals for each of the tables, float64 [tables]; 1 before the first."""
+        mean, weight = self._acceptance.unbind()
+        return torch.where(weight > 0, mean / torch.where(weight > 0, weight, 1.0), 1.0)
+
+    def clear(self) -> None:
+        """Forget all proposals."""
+        self._acceptance.zero_()
+        self.repeated.zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save."""
+        repeated = {"repeated": self.repeated}
+        return repeated if self._tables is None else {"acceptance": self._acceptance, **repeated}
+
+
+def propose(tree: SumTree, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Leaves drawn by ``u`` [n], and their masses, in ranges that begin at ``low`` [n] and are ``total`` [n] long."""
+    target = torch.minimum((u * total).to(torch.int64), total - 1)
+    return tree.find((low + target).clamp_min(0))
+
+
+def _with_zero(sums: Tensor) -> Tensor:
+    """A 0 and ``sums`` [n], [n + 1]."""
+    return torch.cat([torch.zeros_like(sums[:1]), sums])
