@@ -179,11 +179,12 @@ class Driven:
     Args:
         name: of the case.
         seed: of the setting and of all that follows.
+        device: of the storage. On another device than the CPU, half of the writes bring CPU data.
         buffer: further arguments of the buffer.
     """
 
-    def __init__(self, name: str, seed: int, **buffer: Any):
-        self.arguments = buffer
+    def __init__(self, name: str, seed: int, device: str = "cpu", **buffer: Any):
+        self.arguments, self.device = buffer, device
         self.case, rng = CASES[name], random.Random(seed)
         self.rng = rng
         num_envs, ndim = rng.choice([1, 1, 2, 3]), rng.choice(self.case.ndims)
@@ -230,9 +231,10 @@ class Driven:
         size = capacity if tables is None else sum(tables[name].capacity for name in tables)
         compilable = setting.compilable
         if self.case.frames:
-            storage: Any = FrameStackStorage(size, frame_capacity=4 * size + 8)
+            storage: Any = FrameStackStorage(size, frame_capacity=4 * size + 8, device=self.device)
         else:
-            storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(size, ndim=setting.ndim)
+            storage_class = CompilableTensorStorage if compilable else LazyTensorStorage
+            storage = storage_class(size, ndim=setting.ndim, device=self.device)
         make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
         # those that a reference shares
         self.choices = parts.pop("choices", {})
@@ -290,6 +292,10 @@ class Driven:
             self.stack(data, steps)
         if setting.ndim == 2:
             data = data.reshape(count, setting.num_envs).transpose(0, 1)
+        # after load_state_dict, TorchRL's storage no longer moves CPU data to its device
+        moves_data = not len(self.buffer) or self.buffer.storage[:].device is not None
+        if self.device != "cpu" and (self.rng.random() < 0.5 or not moves_data):
+            data = data.to(self.device)
         return steps, data
 
     def stack(self, data: TensorDict, steps: list[Any]) -> None:
@@ -484,7 +490,10 @@ class Driven:
         """Slots that hold something, duplicates among them; no batch is left that they could be taken for."""
         self.update_all()
         if self.case.pinned:
-            held = self.tables_of().holds(torch.arange(self.tables_of().num_slots)).any(0).nonzero().squeeze(1).tolist()
+            tables = self.tables_of()
+            held = (
+                tables.holds(torch.arange(tables.num_slots, device=tables.device)).any(0).nonzero().squeeze(1).tolist()
+            )
         else:
             held = sorted(self.content)
         slots = self.rng.choices(held, k=count)
@@ -623,7 +632,7 @@ class Driven:
             return
         stored = storage[:]["number"].reshape(-1).tolist()
         assert all(stored[slot] == number for slot, number in self.content.items())
-        probabilities = self.buffer.sampler.probabilities(storage)
+        probabilities = self.buffer.sampler.probabilities(storage).cpu()
         if self.reference is not None:
             criterion = self.reference.criterion()
             expected = torch.tensor([criterion.get(slot, 0.0) for slot in range(self.length)], dtype=torch.float64)

@@ -83,9 +83,13 @@ class CompilableTensorStorage(LazyTensorStorage):
         self._settle()
 
     def _settle(self) -> None:
-        """Bring the counters to where the data is, and tell CUDA graphs that all of it stays there."""
+        """Bring data and counters to the storage's device, and tell CUDA graphs that all of it stays there."""
         if not self.initialized:
             return
+        data = stored_data(self)
+        if is_tensor_collection(data) and self.device != "auto":
+            # TorchRL leaves loaded data on the device of the checkpoint
+            self._storage = data.to(self.device)
         # TorchRL sets the length where it first needs the shape: in a graph, to the capacity
         _ = self._total_shape
         columns = stored_columns(self)

@@ -1,0 +1,90 @@
+"""Buffers on an accelerator, which is emulated: see ``emulated_device.py``."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.emulated_device import DeviceMismatchError, EmulatedDevice, EmulatedTensor
+from tests.operations import CASES, Driven
+from torchrl_replay_ext import CompilableTensorStorage
+
+
+@pytest.fixture
+def device():
+    with EmulatedDevice("torchrl_replay_ext", "tests") as device:
+        yield device
+
+
+def test_the_emulated_device_refuses_operands_of_two_devices(device):
+    ours, other = torch.arange(4, device="emulated"), torch.arange(4)
+    with pytest.raises(DeviceMismatchError, match=r"aten\.add"):
+        ours + other
+    with pytest.raises(DeviceMismatchError):
+        other[ours]
+    with pytest.raises(DeviceMismatchError):
+        torch.rand(4, device="emulated", generator=torch.Generator())
+    # CUDA takes these
+    assert (ours + other[1]).tolist() == [1, 2, 3, 4]
+    assert torch.rand(4, device="emulated", generator=torch.Generator("emulated")).shape == (4,)
+
+
+def test_the_emulated_device_counts_what_waits_for_it_and_where(device):
+    ours = torch.arange(4, device="emulated")
+    _ = ours + 1
+    _ = ours[torch.arange(2, device="emulated")]
+    assert not device.waits
+    for wait, kind in [
+        (lambda: ours.sum().item(), "item"),
+        (lambda: bool(ours.any()), "item"),
+        (ours.tolist, "tolist"),
+        (ours.cpu, "copy to the CPU"),
+        (ours.nonzero, "nonzero"),
+        (lambda: ours[ours > 1], "mask as index"),
+        (lambda: torch.arange(4).to("emulated"), "copy to the device"),
+        (lambda: torch.tensor(5, device="emulated"), "number to the device"),
+    ]:
+        device.reset()
+        wait()
+        ((found, place),) = device.waits
+        assert found == kind
+        assert place.startswith("tests/test_accelerators.py:")
+    device.reset()
+    _ = torch.arange(4).to("emulated", non_blocking=True)
+    assert not device.waits
+
+
+def test_the_emulated_device_computes_gradients(device):
+    weight = torch.nn.Linear(3, 2).to("emulated")
+    weight(torch.ones(5, 3, device="emulated")).square().sum().backward()
+    assert isinstance(weight.weight.grad, EmulatedTensor)
+    expected = torch.nn.Linear(3, 2)
+    expected.load_state_dict({key: value.cpu() for key, value in weight.state_dict().items()})
+    expected(torch.ones(5, 3)).square().sum().backward()
+    torch.testing.assert_close(weight.weight.grad.cpu(), expected.weight.grad)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_operations_never_mix_devices(name, device):
+    """Data comes from the device or from the CPU; see ``operations.py`` for what happens to the buffer."""
+    for seed in (0, 3):
+        used = Driven(name, seed, device="emulated")
+        for _ in range(30):
+            used.operate()
+        used.go_on_with_a_copy()
+        for _ in range(10):
+            used.operate()
+        used.check()
+        assert used.sampler.stats()["num_items" if "slices" not in name else "num_starts"].device.type == "emulated"
+
+
+def test_a_loaded_storage_lies_on_its_own_device(device):
+    def data(device):
+        return TensorDict({"observation": torch.arange(6.0, device=device)}, [6])
+
+    saved = CompilableTensorStorage(10)
+    saved.set(torch.arange(6), data("cpu"))
+    loaded = CompilableTensorStorage(10, device="emulated")
+    loaded.load_state_dict(saved.state_dict())
+    loaded.set(torch.arange(6, 9, device="emulated"), data("cpu")[:3])
+    assert loaded[:].device.type == "emulated"
+    assert loaded[:]["observation"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
