@@ -86,7 +86,7 @@ _ALLOCATES = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empt
 
 
 class DeviceMismatchError(Exception):
-    """The operands of an operation are on different devices. Not a RuntimeError, which some code expects and catches."""
+    """The operands of an operation are on different devices. No RuntimeError, since some code catches those."""
 
 
 class EmulatedTensor(torch.Tensor):

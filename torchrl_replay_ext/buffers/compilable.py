@@ -18,7 +18,7 @@ from torchrl_replay_ext._torchrl import stored_data
 from torchrl_replay_ext.compilation import is_traced, refuse_in_graph
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
-from torchrl_replay_ext.writers.round_robin import CompilableWriter
+from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
 _NO_SEQUENCES = (
     "CompilableReplayBuffer(sample_unit=Sequence(...)): TorchRL's Sequence cannot be part of a graph. Call sample() "
@@ -99,10 +99,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave; a graph may then be the first to write or sample."""
         super().load_state_dict(state_dict)
-        if self._storage.initialized:
-            # the sampler takes shape and device from the storage, as at a write
-            columns = (self._storage.ndim,) if self._storage.ndim > 1 else ()
-            self._sampler.mark_update(torch.empty(0, *columns, dtype=torch.int64), storage=self._storage)
+        bind_samplers(self._storage)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""

@@ -19,7 +19,7 @@ from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Rows, Timeline
-from torchrl_replay_ext.writers.round_robin import CompilableWriter
+from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
 _TRAJECTORY = ("collector", "traj_ids")
 
@@ -439,6 +439,9 @@ class EventTableWriter(CompilableWriter):
         super().load_state_dict(state_dict)
         self._tails.load(episodes)
         self._resets = tables.num_resets
+        if self._storage is not None:
+            # the next write notifies them of removed entries before it notifies them of itself
+            bind_samplers(self._storage)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``."""

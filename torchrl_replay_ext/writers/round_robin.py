@@ -25,6 +25,13 @@ def _counter(name: str) -> Any:
     return property(lambda self: scalar(getattr(self, name)), set_)
 
 
+def bind_samplers(storage: Any) -> None:
+    """Let samplers take shape and device from a storage that holds data, as they do at a write."""
+    columns = (storage.ndim,) if storage.ndim > 1 else ()
+    for buffer in attached_buffers(storage) if storage.initialized else ():
+        buffer.mark_update(torch.empty(0, *columns, dtype=torch.int64))
+
+
 class CompilableWriter(TensorDictRoundRobinWriter):
     """TorchRL's round-robin writer with its cursor in a tensor that is changed in place.
 
