@@ -718,7 +718,7 @@ def test_priorities_of_its_own_are_needed_for_updates_to_matter():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"eta": {"default": 0.5, "a": 0.5}}, r"eta names \['a', 'default'\], the tables are"),
+        ({"eta": {"default": 0.5, "a": 0.5}}, r"eta names \['a', 'default'\], but the tables are"),
         ({"eta": {**ETA, "c": 0.0}}, "eta names"),
         ({"eta": {"default": 0.5, "a": 0.2, "b": 0.2}}, "must sum to 1, not 0.9"),
         ({"eta": {"default": 1.5, "a": -0.5, "b": 0.0}}, r"every eta must be in \[0, 1\]"),
@@ -733,10 +733,10 @@ def test_priorities_of_its_own_are_needed_for_updates_to_matter():
         ({"allocation": "fair"}, "allocation must be one of"),
         ({"correction": "some"}, "correction must be None"),
         ({"priority": {"kind": "magic"}}, "kind must be one of proportional, rank, reaper"),
-        ({"priority": {"kind": "rank", "eps": 1.0}}, "knows alpha, beta, td_error, stale_fraction, not eps"),
+        ({"priority": {"kind": "rank", "eps": 1.0}}, "has the entries alpha, beta, td_error, stale_fraction, not eps"),
         ({"priority": {"kind": "proportional", "alpha": -1.0}}, "alpha must be >= 0"),
         ({"priority": {"kind": "reaper", "truncated": "maybe"}}, "truncated must be"),
-        ({"correction": "lemma2", "priority": {"kind": "rank"}}, "knows no priorities inside tables"),
+        ({"correction": "lemma2", "priority": {"kind": "rank"}}, "does not support priorities inside"),
         ({"correction": "mixture", "priority": {"kind": "rank", "beta": 0.5}}, "its exponent is beta="),
         ({"beta": 1.5, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
         ({"beta": 1.5}, r"beta must be in \[0, 1\]"),

@@ -877,7 +877,7 @@ def test_only_writers_in_turn():
 
 
 def test_storages():
-    with pytest.raises(TypeError, match="TensorDicts in a tensor storage"):
+    with pytest.raises(TypeError, match="must hold a TensorDict"):
         ReplayBuffer(
             storage=ListStorage(6), sampler=TrajectoryRetraceSampler(6, slice_len=2), batch_size=2, collate_fn=list
         ).extend(list("abc"))
