@@ -21,7 +21,7 @@ from torchrl_replay_ext import (
 
 
 def rows(count, envs=None, *, done=(), truncated=(), ids=None, first=0, episode=None, **entries) -> TensorDict:
-    """Numbered transitions [count], or of several environments side by side [envs, count], as TorchRL takes them.
+    """Numbered transitions [count], or of several environments [envs, count], the layout that TorchRL writes.
 
     Args:
         count: number of transitions, or of time steps.
@@ -30,8 +30,8 @@ def rows(count, envs=None, *, done=(), truncated=(), ids=None, first=0, episode=
         truncated: positions of transitions that truncate an episode.
         ids: trajectory ids.
         first: number of the first transition.
-        episode: length of episodes, instead of ``done``.
-        entries: further entries, or others instead of those made here.
+        episode: length of all episodes; replaces ``done``.
+        entries: further entries, which can replace the ones above.
     """
     shape = (count,) if envs is None else (count, envs)
     number = torch.arange(first, first + math.prod(shape)).reshape(shape).movedim(-1, 0)
@@ -55,7 +55,7 @@ def rows(count, envs=None, *, done=(), truncated=(), ids=None, first=0, episode=
 
 
 def random_rows(count, *, first=0, episode=10) -> TensorDict:
-    """Rows with all that any sampler reads: random observations [3], actions [2] and logits, ids, and an "event"."""
+    """Rows with the entries of all samplers: random observations [3], actions [2], logits [2], ids, an "event"."""
     number = torch.arange(first, first + count)
     data = rows(count, first=first, episode=episode, ids=number // episode, event=number % 4 == 0)
     return data.update(
@@ -69,7 +69,7 @@ def learnable(count, *, observation=4, action=None, done=0.1) -> TensorDict:
     Args:
         count: number of transitions.
         observation: size of an observation.
-        action: size of an action in [-1, 1]; without it, actions are 0 or 1.
+        action: size of an action in [-1, 1]; None for actions 0 or 1.
         done: probability that a transition terminates an episode.
     """
     ended = torch.rand(count, 1) < done
@@ -95,10 +95,10 @@ def event_sampler(size, condition=("next", "done"), history=3, *, name="end", de
 
     Args:
         size: capacity of the table.
-        condition: when the event happens.
-        history: transitions that an event adds.
-        name: of the event and of its table.
-        default: capacity of the default table, with retention="pinned"; without it, the retention is "ring".
+        condition: condition of the event.
+        history: number of transitions that an event adds.
+        name: name of the event and of its table.
+        default: capacity of the default table, for retention="pinned"; None for retention="ring".
         share: eta of the event's table.
         sampler: arguments of the sampler.
     """
@@ -112,7 +112,7 @@ def event_sampler(size, condition=("next", "done"), history=3, *, name="end", de
 
 
 def buffer_with(sampler, capacity, *, compilable=False, ndim=1, **arguments) -> Any:
-    """A buffer with this sampler and the usual storage; if the sampler draws from event tables, with their writer."""
+    """A buffer with this sampler, a matching storage, and for event tables an EventTableWriter."""
     drawn_by = getattr(sampler, "critic_sampler", sampler)
     drawn_by = getattr(drawn_by, "anchors", drawn_by)
     if isinstance(drawn_by, EventTableSampler):
@@ -126,7 +126,7 @@ def buffer_with(sampler, capacity, *, compilable=False, ndim=1, **arguments) -> 
 def buffer_of(
     sampler_class, capacity=10, *, compilable=False, ndim=1, batch_size=None, generator=None, prefetch=None, **sampler
 ) -> Any:
-    """A buffer with a sampler of this class; ``sampler``: arguments of the sampler."""
+    """A buffer with a sampler of this class and the arguments ``sampler``."""
     arguments = {"batch_size": batch_size, "generator": generator, "prefetch": prefetch}
     made = sampler_class(capacity, **sampler)
     return buffer_with(made, capacity, compilable=compilable, ndim=ndim, **arguments)

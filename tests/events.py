@@ -1,4 +1,4 @@
-"""Event tables as the source describes them, row after row in plain Python, and scripted experience."""
+"""Event tables as described in the paper, row by row in plain Python, and scripted experience."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tensordict import TensorDict
 
 
 class NaiveTables:
-    """What should be in each table, by the numbers of the transitions as they are written.
+    """The expected content of each table. Transitions are numbered in the order of writing.
 
     Args:
-        specs: (column of the event, τ, table) of each event.
-        capacity: κ of each table; of "default" if pinned.
-        size: N, for a ring; None if pinned.
+        specs: (column of the event, τ, table) for each event.
+        capacity: κ of each table; includes "default" if pinned.
+        size: N for a ring; None if pinned.
     """
 
     def __init__(self, specs, capacity, size=None):
@@ -24,7 +24,7 @@ class NaiveTables:
         self.default = deque(maxlen=self.reach)
         self.episodes: dict = {}
         self.count = 0
-        # which tables a transition has entered, and the newest one that each table has dropped
+        # tables that each transition has entered, and the newest transition that each table has removed
         self.entered: dict[int, set] = {}
         self.dropped = dict.fromkeys(capacity, -1)
 
@@ -63,7 +63,7 @@ class NaiveTables:
 
 
 def scripted(count, *, streams=1, events=("a", "b"), seed=0, p_event=0.1, p_done=0.05):
-    """Transitions of interleaved streams: number, stream (a trajectory id per episode), env, events, done."""
+    """Random transitions of interleaved streams, with trajectory ids, the number of the environment and events."""
     generator = torch.Generator().manual_seed(seed)
     env = torch.randint(streams, (count,), generator=generator)
     terminated = torch.rand(count, generator=generator) < p_done / 2

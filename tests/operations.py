@@ -1,4 +1,4 @@
-"""Random operations on a replay buffer, wrong ones and checkpoints among them, beside lists of what it should hold."""
+"""Random operations on a replay buffer, including invalid calls and checkpoints, compared to a plain-Python model."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ DEPTH = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What is drawn once for a buffer.
+    """The random configuration of a buffer.
 
     Args:
-        capacity: of the buffer; of the default table if pinned.
-        num_envs: environments, told apart by trajectory ids if there are several.
-        ndim: of the storage.
-        compilable: the class of buffer and storage.
-        seed: of everything that is drawn later.
+        capacity: capacity of the buffer; with pinned tables, capacity of the default table.
+        num_envs: number of environments; if there are several in flat storage, the data has trajectory ids.
+        ndim: number of dimensions of the storage.
+        compilable: True for the compilable classes of buffer and storage.
+        seed: seed of the arguments and of the buffer.
     """
 
     capacity: int
@@ -67,13 +67,13 @@ class Case:
     """A kind of buffer.
 
     Args:
-        parts: makes sampler and writer for a capacity, the number of streams and a source of choices.
-        reference: class of the naive sampler that it is compared to, if there is one.
-        ndims: dimensions of storages that serve it.
-        pinned: there are event tables with retention="pinned".
-        frames: the storage keeps each frame once.
-        ranked: draws are by rank, so that any TD error will do.
-        reliable: priorities have an exponent omega.
+        parts: creates sampler and writer from a capacity, a number of streams and a random generator.
+        reference: class of the naive sampler for comparison, if there is one.
+        ndims: supported numbers of dimensions of the storage.
+        pinned: True for event tables with retention="pinned".
+        frames: True if the storage stores each frame once.
+        ranked: True if draws are by rank, so a TD error cannot be too large.
+        reliable: True if the sampler has an exponent omega.
     """
 
     parts: Callable[[int, int, random.Random], dict[str, Any]]
@@ -148,7 +148,7 @@ def slices(anchors: Callable[..., Any] | None, capacity: int, streams: int, rng:
     }
 
 
-# a new sampler needs one more line here
+# add one line for each new sampler
 CASES = {
     "proportional": Case(proportional, NaivePER),
     "rank": Case(rank, ranked=True),
@@ -170,16 +170,16 @@ CASES = {
 
 
 class Refused(Exception):
-    """What should have been refused was not."""
+    """An invalid operation raised no error."""
 
 
 class Driven:
-    """A buffer and plain lists of what it should hold, under operations drawn from a seed.
+    """A buffer and a model of its expected content, on which random operations are performed.
 
     Args:
-        name: of the case.
-        seed: of the setting and of all that follows.
-        device: of the storage. On another device than the CPU, half of the writes bring CPU data.
+        name: name of the case.
+        seed: seed of the setting and of all operations.
+        device: device of the storage. On another device than the CPU, half of the writes bring CPU data.
         buffer: further arguments of the buffer.
     """
 
@@ -202,14 +202,14 @@ class Driven:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is stored."""
+        """Reset the model to an empty buffer."""
         self.cursor = 0
-        # the number of the transition in each slot, and what was observed in it
+        # number of the transition in each slot, and observation of each transition
         self.content: dict[int, int] = {}
         self.observed: dict[int, torch.Tensor] = {}
         self.length = 0
         self.late: list[tuple[TensorDict, list[int]]] = []
-        # whether no write came since it was loaded
+        # True if nothing was written since a checkpoint was loaded
         self.restored = False
         self.tables = None
         if self.sampler_has_tables:
@@ -223,7 +223,7 @@ class Driven:
     # --- parts
 
     def make(self) -> Any:
-        """The buffer of this setting."""
+        """Create the buffer of this setting."""
         setting = self.setting
         rng, capacity = random.Random(setting.seed), setting.capacity
         parts = self.case.parts(capacity, setting.num_envs if setting.ndim == 1 else 1, rng)
@@ -236,27 +236,27 @@ class Driven:
             storage_class = CompilableTensorStorage if compilable else LazyTensorStorage
             storage = storage_class(size, ndim=setting.ndim, device=self.device)
         make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
-        # those that a reference shares
+        # the arguments that the reference needs too
         self.choices = parts.pop("choices", {})
         buffer = make(storage=storage, **parts, **self.arguments)
         buffer.set_rng(torch.Generator().manual_seed(setting.seed))
         return buffer
 
     def make_reference(self) -> Any:
-        """The naive sampler of this setting."""
+        """Create the naive sampler of this setting."""
         if self.case.reference is None:
             return None
         return self.case.reference(**self.choices)
 
     @property
     def sampler(self) -> Any:
-        """What keeps the priorities."""
+        """The sampler that has the priorities."""
         sampler = self.buffer.sampler
         return getattr(sampler, "critic_sampler", sampler)
 
     @property
     def priorities(self) -> Any:
-        """What has the exponents; "uniform" for slices without."""
+        """The object that has the exponents; "uniform" for slices without priorities."""
         return getattr(self.sampler, "anchors", self.sampler)
 
     @property
@@ -269,7 +269,7 @@ class Driven:
     # --- writing
 
     def chunk(self, count: int) -> tuple[list[Any], TensorDict]:
-        """``count`` steps, of each environment if the storage has columns, as the collector's batch [T, E] or [n]."""
+        """Collect ``count`` steps, of each environment if the storage has columns; data of shape [E, T] or [n]."""
         envs, setting = range(self.setting.num_envs), self.setting
         step = self.environments.step
         if setting.ndim == 2:
@@ -299,7 +299,7 @@ class Driven:
         return steps, data
 
     def stack(self, data: TensorDict, steps: list[Any]) -> None:
-        """Frames of one byte, of which an observation has the last ones of its episode."""
+        """Replace observations by stacks of the last frames of the episode; a frame is one byte."""
         before, after = [], []
         for taken in steps:
             frames = self.frames.setdefault(taken.episode, [self.rng.randrange(256)] * DEPTH)
@@ -316,7 +316,7 @@ class Driven:
         )
 
     def tell(self, steps: list[Any], data: TensorDict) -> None:
-        """Note what was written."""
+        """Update the model after a write."""
         width = self.setting.num_envs if self.setting.ndim == 2 else 1
         flat = data.transpose(0, 1).reshape(-1) if self.setting.ndim == 2 else data
         rows = zip(steps, flat["number"].tolist(), flat["observation"], strict=True)
@@ -363,7 +363,7 @@ class Driven:
         self.tell(steps, data)
 
     def set_item(self) -> None:
-        """Another action for a stored transition; the sampler is not told, and need not be."""
+        """Assign another action to a stored transition. The sampler is not notified and does not need to be."""
         if self.case.pinned or self.setting.ndim == 2 or self.case.frames or not self.content:
             return
         slot = self.rng.choice(sorted(self.content))
@@ -373,7 +373,7 @@ class Driven:
         assert torch.equal(self.buffer[slot]["action"], row["action"])
 
     def restart_collector(self) -> None:
-        """New trajectories, with ids from 0."""
+        """Start new trajectories with ids from 0."""
         one_lane = self.setting.ndim == 2
         if self.sampler_has_tables or self.setting.num_envs == 1 or one_lane:
             return
@@ -382,7 +382,7 @@ class Driven:
             self.extend(1)
 
     def write_wrongly(self) -> None:
-        """Entries of another shape, or missing ones: refused before anything is written, or not drawn from then on."""
+        """Write invalid rows: they must be rejected before anything is written, or never be drawn."""
         environments, frames = copy.deepcopy(self.environments), copy.deepcopy(self.frames)
         steps, data = self.chunk(2)
         self.environments, self.frames = environments, frames
@@ -392,12 +392,12 @@ class Driven:
             wrong = data.exclude(("next", "done")) if self.rng.random() < 0.5 else data.set("action", action)
             return self.refused(lambda: self.buffer.extend(wrong))
         if len(steps) >= len(self.content) or self.restored:
-            # nothing would be left to draw, or the last write was before a checkpoint, and nobody can know
+            # no rows would remain to draw, or the failed write cannot be detected since a checkpoint was loaded
             return None
         with contextlib.suppress(RuntimeError):
             self.buffer.extend(data.set("action", action))
             raise Refused("another shape")
-        # TorchRL's writer has moved on
+        # the cursor of TorchRL's writer has moved
         for slot in range(self.cursor, self.cursor + len(steps)):
             self.content.pop(slot % self.setting.capacity, None)
             if self.reference is not None:
@@ -405,7 +405,7 @@ class Driven:
         self.length = min(self.length + len(steps), self.setting.capacity)
         self.cursor = (self.cursor + len(steps)) % self.setting.capacity
         if self.setting.num_envs == 1 or self.setting.ndim == 2:
-            # nobody knows whether they go on
+            # it is unknown whether the unfinished episodes continue
             self.environments.open.clear()
         if self.content:
             self.sample()
@@ -413,7 +413,7 @@ class Driven:
     # --- drawing
 
     def batch_size(self) -> int:
-        """Of 6 transitions or slices."""
+        """The batch size for 6 transitions or slices."""
         return 6 * (SLICE if isinstance(self.sampler, TrajectoryRetraceSampler) else 1)
 
     def can_draw(self) -> bool:
@@ -451,21 +451,21 @@ class Driven:
         alike = any(self.slots(other["index"]) == slots for other, _ in self.late)
         self.late.append((batch, stamps))
         if alike:
-            # in a stock buffer nothing but the order tells them apart
+            # in a TorchRL buffer, batches with equal slots can only be distinguished by their order
             self.update(-1)
         if len(self.late) > 4:
             self.update(0)
         return batch
 
     def td_errors(self, count: int) -> torch.Tensor:
-        """From 1e-3 to 10, now and then 0."""
+        """Random TD errors from 1e-3 to 10, sometimes 0."""
         if self.reference is not None:
             # the reference does not round
             return torch.tensor([10 ** self.rng.uniform(-1, 1) for _ in range(count)])
         return torch.tensor([0.0 if self.rng.random() < 0.05 else 10 ** self.rng.uniform(-3, 1) for _ in range(count)])
 
     def update(self, position: int | None = None) -> None:
-        """TD errors of a batch, maybe of one drawn a while ago; in a stock buffer, the first that was drawn."""
+        """Update the priorities of a drawn batch, which may be late; in a TorchRL buffer, of the oldest batch."""
         if not self.late:
             self.sample()
         if not self.late:
@@ -482,12 +482,12 @@ class Driven:
                     self.reference.update([slot], [error], [stamp])
 
     def update_all(self) -> None:
-        """No batch is left whose TD errors are to come."""
+        """Update the priorities of all drawn batches."""
         while self.late:
             self.update(0)
 
     def some_index(self, count: int) -> tuple[torch.Tensor, list[int]]:
-        """Slots that hold something, duplicates among them; no batch is left that they could be taken for."""
+        """Random stored slots, with duplicates. All drawn batches are updated first, so no slot is taken for theirs."""
         self.update_all()
         if self.case.pinned:
             tables = self.tables_of()
@@ -532,7 +532,7 @@ class Driven:
         self.refused(lambda: self.buffer.update_priority(index, error))
 
     def refused(self, operation: Callable[[], Any], error: Any = (ValueError, IndexError, TypeError, KeyError)) -> None:
-        """An error, and everything as it was."""
+        """Check that ``operation`` raises an error and changes nothing."""
         before = copy.deepcopy((self.buffer.sampler.state_dict(), self.buffer.writer.state_dict()))
         size = len(self.buffer)
         try:
@@ -546,7 +546,7 @@ class Driven:
             assert_same_state(one, other)
         assert len(self.buffer) == size
 
-    # --- what else may happen
+    # --- other operations
 
     def set_exponents(self) -> None:
         sampler = self.sampler
@@ -574,11 +574,11 @@ class Driven:
             raise Refused(f"{name} = {wrong}")
 
     def go_on_with_a_copy(self) -> None:
-        """From a checkpoint, a pickle or a copy."""
+        """Replace the buffer by one from a checkpoint, a pickle or a copy."""
         kind = self.rng.choice(["state_dict", "into another", "dumps", "pickle", "deepcopy"])
         self.update_all()
         if kind == "state_dict":
-            # back to where it was, over what came since
+            # load an older state over a newer one
             state = copy.deepcopy(self.buffer.state_dict())
             if self.sampler is self.buffer.sampler and len(self.buffer):
                 self.sample()
@@ -592,14 +592,14 @@ class Driven:
                 self.buffer.dumps(path)
                 other = self.make()
                 other.loads(path)
-                # what is loaded may be mapped to the files
+                # loaded tensors may be memory-mapped to the deleted files
                 self.buffer = copy.deepcopy(other)
         elif kind == "pickle":
             self.buffer = pickle.loads(pickle.dumps(self.buffer))
         else:
             self.buffer = copy.deepcopy(self.buffer)
         if isinstance(self.buffer.sampler, DecoupledSampler):
-            # it is not copied
+            # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
         self.restored = True
@@ -615,7 +615,7 @@ class Driven:
     # --- comparing
 
     def check(self) -> None:
-        """Every part agrees with itself, and all with the lists."""
+        """Check that the buffer is consistent and matches the model."""
         self.buffer.sampler.check_valid()
         storage = self.buffer.storage
         if self.tables is not None and len(self.buffer):
@@ -625,7 +625,7 @@ class Driven:
                 found = numbers[tables[name].index()].tolist()
                 assert found == [self.number_of[number] for number in expected], name
         if self.case.pinned:
-            # the tables were compared
+            # the comparison of the tables above is sufficient
             return
         assert len(self.buffer) == self.length
         if not self.content:
@@ -657,7 +657,7 @@ class Driven:
     )
 
     def operate(self, name: str | None = None) -> None:
-        """One operation."""
+        """Perform one operation, a random one by default."""
         if name is None:
             weights, names = zip(*self.OPERATIONS, strict=True)
             name = self.rng.choices(names, weights)[0]

@@ -1,7 +1,7 @@
-"""Slow references for prioritized replay: plain Python, written from the papers, sharing nothing with the package.
+"""Slow references for prioritized replay in plain Python, written from the papers without code of the package.
 
 ``NaivePER`` follows Schaul et al. (2016), ``NaiveReaPER`` Pleiss et al. (arXiv 2506.18482), Eqs. 4-18 and Algorithm 2.
-Both are told of every write in order and recompute everything when asked.
+Pass every write to them in order; they recompute all values at each query.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from dataclasses import dataclass
 
 @dataclass
 class Transition:
-    """What a reference remembers of the transition in one slot."""
+    """The transition in one slot."""
 
-    written: (
-        int  # how many writes came before it: tells the order within an episode, and old content of a slot from new
-    )
+    # number of earlier writes: gives the order within an episode and identifies the content of a slot
+    written: int
     episode: Hashable
     terminated: bool
     truncated: bool
-    magnitude: float  # |delta| + eps, written d in the design
-    waiting: bool = True  # no update of its episode and no end of it since it was written
+    # d = |delta| + eps
+    magnitude: float
+    # True until an update of its episode or the end of the episode
+    waiting: bool = True
 
 
 class NaiveReplay(ABC):
-    """What PER and ReaPER share: slots, magnitudes, the running maximum and the importance weights."""
+    """The common part of PER and ReaPER: slots, magnitudes, the running maximum and importance weights."""
 
     def __init__(self, *, alpha, beta, eps, td_error, weight_norm):
         assert td_error in ("squared", "absolute") and weight_norm in ("buffer", "batch")
@@ -38,7 +39,7 @@ class NaiveReplay(ABC):
         self.maximum = 1.0
 
     def write(self, slot: int, episode: Hashable = None, terminated: bool = False, truncated: bool = False) -> None:
-        """A transition enters ``slot`` (whatever was there is gone), with the largest magnitude ever seen."""
+        """Write a transition to ``slot`` with the largest magnitude seen so far."""
         self.transitions[slot] = Transition(self.writes, episode, bool(terminated), bool(truncated), self.maximum)
         self.writes += 1
         if terminated or truncated:
@@ -47,11 +48,11 @@ class NaiveReplay(ABC):
                     transition.waiting = False
 
     def stamps(self, slots: Sequence[int]) -> list[int]:
-        """Identifies what is in ``slots`` now; handed to :meth:`update`, it models a batch drawn now, updated later."""
+        """Identify the current content of ``slots``. Pass the result to :meth:`update` to model a late update."""
         return [self.transitions[slot].written for slot in slots]
 
     def update(self, slots: Sequence[int], td_error: Sequence[float], stamps: Sequence[int] | None = None) -> None:
-        """New TD errors. Of duplicates the last wins, all count for the maximum; what was overwritten is dropped."""
+        """Set TD errors; the last of duplicates wins, the maximum includes all. Overwritten transitions are skipped."""
         stamps = self.stamps(slots) if stamps is None else stamps
         for slot, value, stamp in zip(slots, td_error, stamps, strict=True):
             updated = self.transitions[slot]
@@ -70,7 +71,7 @@ class NaiveReplay(ABC):
 
     @abstractmethod
     def criterion(self) -> dict[int, float]:
-        """Slot -> unnormalised sampling probability."""
+        """Unnormalised sampling probability of each slot."""
 
     def probabilities(self) -> list[float]:
         """P of slot 0, 1, 2, ..."""
@@ -79,7 +80,7 @@ class NaiveReplay(ABC):
         return [criterion[slot] / total for slot in range(len(criterion))]
 
     def weights(self, slots: Sequence[int]) -> list[float]:
-        """w = (N P)^-beta over its maximum (Eq. 18)."""
+        """w = (N P)^-beta divided by the largest weight (Eq. 18)."""
         probabilities = self.probabilities()
 
         def weight(slot):
@@ -101,7 +102,7 @@ class NaivePER(NaiveReplay):
 
 
 class NaiveRanking(NaiveReplay):
-    """P(i) ∝ rank(i)^-alpha: rank 1 is the newest transition without a TD error, then the older ones, then by |δ|."""
+    """P(i) ∝ rank(i)^-alpha. First all transitions without a TD error, the newest with rank 1, then by |δ|."""
 
     def __init__(self, *, alpha=0.7, td_error="squared"):
         super().__init__(alpha=alpha, beta=0.4, eps=0.0, td_error=td_error, weight_norm="buffer")
@@ -136,7 +137,7 @@ class NaiveReaPER(NaiveReplay):
         self.omega, self.truncated = omega, truncated
 
     def episodes(self) -> dict[Hashable, list[tuple[int, Transition]]]:
-        """Episode -> its stored transitions with their slots, in the order they were written."""
+        """Slots and stored transitions of each episode, in the order of writing."""
         episodes: dict[Hashable, list[tuple[int, Transition]]] = {}
         for slot, transition in sorted(self.transitions.items(), key=lambda item: item[1].written):
             episodes.setdefault(transition.episode, []).append((slot, transition))
@@ -146,7 +147,7 @@ class NaiveReaPER(NaiveReplay):
         return transition.terminated or (transition.truncated and self.truncated == "finished")
 
     def reliabilities(self) -> dict[int, float]:
-        """Slot -> R_t by Eq. 16, with 1 for those that wait for the first update of their episode (refinement I)."""
+        """R_t of each slot (Eq. 16); 1 if its episode was neither updated nor ended since it was written."""
         episodes = self.episodes()
         largest_sum = max(math.fsum(t.magnitude for _, t in episode) for episode in episodes.values())  # F, Eq. 17
         reliabilities = {}

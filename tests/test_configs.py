@@ -243,7 +243,7 @@ WRONG = {
     ),
     "capacity": ("event_table", event_tables(capacity="{end: 9}"), "capacity names"),
     "eta": ("event_table", event_tables(eta="0.5"), r"eta=0.5\): must be a mapping"),
-    "sum": ("event_table", event_tables(eta="{default: 0.6, end: 0.3, late: 0.2}"), "they must sum to 1"),
+    "sum": ("event_table", event_tables(eta="{default: 0.6, end: 0.3, late: 0.2}"), "must sum to 1"),
     "storage": (
         "compilable",
         ["sampler@replay_buffer.sampler=per", "replay_buffer=compilable"],

@@ -13,7 +13,7 @@ import torchrl_replay_ext
 # its parameters are those of TorchRL's buffer
 WITHOUT_ARGS = {"CompilableReplayBuffer"}
 # these docstrings do not state all defaults, or not as a literal
-WITHOUT_DEFAULTS = {"CompilableTensorStorage", "Draw", "EventTableWriter", "FrameStackStorage", "RecencySampler"}
+WITHOUT_DEFAULTS = {"CompilableTensorStorage", "FrameStackStorage"}
 
 
 def public() -> dict[str, object]:

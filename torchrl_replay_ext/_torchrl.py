@@ -1,8 +1,8 @@
 """The only file that reads private attributes of TorchRL's and tensordict's objects.
 
-Two uses of private names cannot move here, because they are made through ``self``: hooks of a TorchRL base class that a
-subclass overrides, and attributes that a subclass inherits. ``tests/test_torchrl.py`` lists all of them, with those
-that are read here, and fails if a release of TorchRL drops one.
+Two kinds of private names cannot be moved here, because they are used through ``self``: hooks of a TorchRL base class
+that a subclass overrides, and attributes that a subclass inherits. ``tests/test_torchrl.py`` lists all private names,
+including those of this file, and fails if a release of TorchRL removes one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def length(storage: Storage) -> int:
 
 
 def stored_data(storage: Storage | None) -> Any:
-    """What the storage holds: a TensorDict, a list, or another tree of tensors; None before the first write."""
+    """The content of a storage: a TensorDict, a list, or another tree of tensors; None before the first write."""
     return getattr(storage, "_storage", None)
 
 
 def stored_columns(storage: Storage) -> list[Any]:
-    """The tensors of a tensor storage that was written to."""
+    """The tensors of a tensor storage, after the first write."""
     data = stored_data(storage)
     return list(data.values(True, True)) if is_tensor_collection(data) else tree_leaves(data)
 
 
 def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | None:
-    """Shape of the storage's slots and device of its data; None before the first write.
+    """Shape of the slots and device of the data of a storage; None before the first write.
 
-    TorchRL rounds the size of a storage of ndim >= 2 up to a multiple of its columns.
+    TorchRL rounds the size of a storage with ndim >= 2 up to a multiple of the number of columns.
     """
     data = stored_data(storage)
     if data is None:
@@ -50,29 +50,29 @@ def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | Non
 
 
 def last_step(storage: Storage | None) -> int | None:
-    """The step of the ring that was written last; None if the storage does not know it."""
+    """The step of the ring that was written last; None if unknown."""
     last = getattr(storage, "_last_cursor_index", None)
     return None if last is None else int(last)
 
 
 def is_compilable(storage: Storage) -> bool:
-    """Whether graphs may read from this storage and write to it."""
+    """True if graphs can read from this storage and write to it."""
     return bool(getattr(storage, "_compilable", False))
 
 
 def rows_of_ring(storage: Any, data: Any) -> int:
-    """The number of steps that the ring holds; ``data``, a batch of steps, tells it before the first write."""
+    """The number of steps of the ring; ``data``, a batch of steps, is only used before the first write."""
     return storage._max_size_along_dim0(batched_data=data)
 
 
 def attached_buffers(storage: Any) -> list[Any]:
     """The buffers that read from this storage or write to it."""
-    # the list itself: torch.compile does not trace the property that returns it
+    # not the public property, which torch.compile cannot trace
     return storage._attached_entities_list
 
 
 def exclusive(storage: Any) -> ExitStack:
-    """Holds the locks under which the buffers of this storage write, draw and update, also in other threads."""
+    """A context that holds the locks of all buffers of this storage, so no other thread can use them."""
     locks = ExitStack()
     for buffer in attached_buffers(storage) if isinstance(storage, Storage) else ():
         locks.enter_context(getattr(buffer, "_replay_lock", None) or ExitStack())
@@ -80,23 +80,23 @@ def exclusive(storage: Any) -> ExitStack:
 
 
 def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batch_size: torch.Size) -> Any:
-    """``function`` of each tensor: ``apply`` without its checks, which take longer than reading a few rows."""
+    """Like ``apply``, but without the checks, which take longer than reading a few rows."""
     return data._fast_apply(function, batch_size=batch_size)
 
 
 def ray_actor(client: Any) -> Any:
-    """Ray's handle of the actor in which a remote buffer lives, from the buffer's ``client()``."""
+    """Ray's handle of the actor of a remote buffer, from the ``client()`` of the buffer."""
     return client._actor
 
 
 def has_round_robin_writer(storage: Any) -> bool:
-    """Whether a single buffer writes to this storage, slot after slot."""
+    """True if only one buffer uses this storage and its writer is a round-robin writer."""
     buffers = storage._attached_entities
     return len(buffers) == 1 and isinstance(getattr(buffers[0], "_writer", None), RoundRobinWriter)
 
 
 def draws_sequences(sampler: Sampler, storage: Any) -> bool:
-    """Whether a buffer expands this sampler's draws to windows (TorchRL's ``sample_unit=Sequence(...)``)."""
+    """True if a buffer expands the draws of this sampler to windows (TorchRL's ``sample_unit=Sequence(...)``)."""
     for buffer in storage._attached_entities:
         own = getattr(buffer, "_sampler", None)
         if sampler in (own, getattr(own, "critic_sampler", None)):
@@ -105,7 +105,7 @@ def draws_sequences(sampler: Sampler, storage: Any) -> bool:
 
 
 def with_sampler(buffer: Any, sampler: Any) -> Any:
-    """The same buffer, locks and transforms included, except that ``sampler`` draws, without prefetching."""
+    """A view of a buffer with the same locks and transforms, but with another sampler and without prefetching."""
     view = object.__new__(type(buffer))
     vars(view).update(vars(buffer))
     view._sampler, view._prefetch, view._batch_size = sampler, False, None
@@ -113,7 +113,7 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
 
 
 def is_in_this_process(buffer: Any) -> bool:
-    """Whether this is a buffer, and not the handle of one in another process."""
+    """True for a buffer, False for the handle of a buffer in another process."""
     return getattr(buffer, "_sampler", None) is not None
 
 
@@ -123,12 +123,12 @@ def transform_of(buffer: Any) -> Any:
 
 
 def default_batch_size(buffer: Any) -> int | None:
-    """The batch size that was passed to a buffer, if any."""
+    """The batch size that was passed to a buffer, or None."""
     return buffer._batch_size
 
 
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
-    """A buffer over the same storage, with the same transforms and ``collate_fn``, that cannot be written to."""
+    """A read-only buffer with the same storage, transforms, ``collate_fn`` and generator, but another sampler."""
     return type(buffer)(
         storage=buffer._storage,
         writer=ImmutableDatasetWriter(),
@@ -141,15 +141,15 @@ def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
 
 
 def sampler_generator(sampler: Sampler) -> torch.Generator | None:
-    """The generator that a sampler draws from; None: the global one."""
+    """The random generator of a sampler; None is the global one."""
     return sampler._rng
 
 
 def set_sampler_generator(sampler: Sampler, generator: torch.Generator | None) -> None:
-    """Let a sampler draw from ``generator``."""
+    """Set the random generator of a sampler; None is the global one."""
     sampler._rng = generator
 
 
 def empty_sampler(sampler: Sampler) -> None:
-    """Let a sampler forget everything, because its buffer was emptied."""
+    """Reset a sampler after its buffer was emptied."""
     sampler._empty()

@@ -1,4 +1,4 @@
-"""Random experience in every layout in which it reaches a buffer, told to a real buffer and to a naive reference."""
+"""Random experience in all supported layouts, written to a real buffer and to a naive reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = ("single", "single_with_ids", "interleaved", "env_major", "uneven", "t
 
 @dataclass
 class Step:
-    """One transition as an environment knows it: ``episode`` is never used twice, ``traj_id`` is the collector's."""
+    """One transition. ``episode`` is unique; ``traj_id`` is the id that a collector assigns."""
 
     episode: int
     traj_id: int
@@ -28,7 +28,7 @@ class Step:
 
 
 class Environments:
-    """Environments that end their episodes at random, numbered the way a collector numbers them."""
+    """Environments with random ends of episodes, whose trajectory ids are numbered as by a collector."""
 
     def __init__(self, num_envs: int, rng: random.Random, end_probability: float = 0.2):
         self.num_envs, self.rng, self.end_probability = num_envs, rng, end_probability
@@ -50,21 +50,23 @@ class Environments:
         return step
 
     def can_restart(self, one_lane_per_env: bool) -> bool:
-        """Whether the first ids of a new collector differ from those of the running episodes, so that they tell it."""
+        """True if a new collector can be recognised: its first ids differ from those of unfinished episodes."""
         if one_lane_per_env:
             return self.ids_given > 0 and all(step.traj_id != env for env, step in self.open.items())
         maybe_open = self.unseen_ends | {step.traj_id for step in self.open.values()}
         return self.ids_given > 0 and 0 not in maybe_open
 
     def restart(self) -> None:
-        """A new collector: running episodes are never continued, ids begin at 0 again."""
+        """Start a new collector: unfinished episodes do not continue, and ids start at 0 again."""
         self.open.clear()
         self.unseen_ends.clear()
         self.ids_given = 0
 
     def end_unseen(self, written: list[Step], visible: int) -> None:
-        """Of a chunk larger than the buffer only the last ``visible`` steps can be read: running episodes without any
-        of them end with their last step, because neither a sampler nor a reader of the buffer could tell."""
+        """End unfinished episodes that are not in the last ``visible`` steps of a chunk larger than the buffer.
+
+        Nobody can see from the content of the buffer whether such episodes have ended.
+        """
         seen = {step.episode for step in written[-visible:]}
         for env, step in list(self.open.items()):
             if step.episode not in seen:
@@ -77,7 +79,7 @@ class Environments:
 
 
 def transitions(steps: list[Step], with_ids: bool = True) -> TensorDict:
-    """The collector's batch [len(steps)] for ``steps``."""
+    """The data of ``steps`` as a collector returns it, [len(steps)]."""
     count = len(steps)
     terminated = torch.tensor([step.terminated for step in steps]).view(count, 1)
     truncated = torch.tensor([step.truncated for step in steps]).view(count, 1)
@@ -94,7 +96,7 @@ def transitions(steps: list[Step], with_ids: bool = True) -> TensorDict:
 
 
 class ReplayWithReference:
-    """A stock ``TensorDictReplayBuffer`` and the naive reference of its sampler, driven by the same operations."""
+    """A ``TensorDictReplayBuffer`` and the naive reference of its sampler, with the same operations."""
 
     def __init__(
         self, kind, *, layout="single", capacity=16, num_envs=1, seed=0, end_probability=0.2, buffer=None, **sampler
@@ -123,7 +125,7 @@ class ReplayWithReference:
     # --- writing
 
     def extend(self, count: int) -> None:
-        """Writes ``count`` transitions, or ``count`` time steps of every environment, in one chunk."""
+        """Write ``count`` transitions, or ``count`` time steps of every environment, in one chunk."""
         step, envs = self.environments.step, range(self.num_envs)
         if self.layout == "two_dim":
             count = max(count, 2)  # TorchRL raises after writing an [E, 1] batch: it mistakes [E, 2] for E flat indices
@@ -152,7 +154,7 @@ class ReplayWithReference:
             self.cursor = (self.cursor + 1) % self.rows
 
     def add(self) -> None:
-        """Writes one transition with ``add``, where the layout has single transitions."""
+        """Write one transition with ``add`` if the layout allows it."""
         if self.layout in ("two_dim", "env_major", "interleaved"):
             return self.extend(1)
         taken = self.environments.step(self.rng.randrange(self.num_envs))
@@ -164,7 +166,7 @@ class ReplayWithReference:
         self.reference.write(slot, step.episode, step.terminated, step.truncated)
 
     def restart_collector(self) -> None:
-        """A new collector takes over, and its first steps are all there to read."""
+        """Continue with a new collector, whose first steps all fit into the buffer."""
         two_dim = self.layout == "two_dim"
         if self.layout == "single" or (two_dim and self.rows < 2):
             return
@@ -181,33 +183,33 @@ class ReplayWithReference:
     # --- priorities
 
     def random_td_errors(self, count: int) -> torch.Tensor:
-        """Magnitudes between 0.01 and 10, in the form the sampler expects."""
+        """TD errors with magnitudes between 0.01 and 10, squared if the sampler expects this."""
         absolute = torch.tensor([10 ** self.rng.uniform(-2.0, 1.0) for _ in range(count)])
         return absolute.square() if self.squared else absolute
 
     def sample(self, batch_size: int) -> TensorDict:
-        """A batch that remembers, for the reference, what was in its slots.
+        """Sample a batch, with an entry that identifies the transitions for the reference.
 
-        Follow it with :meth:`update`: an update of a slot that was sampled, then overwritten, counts as one for what
-        was sampled, and :meth:`update_directly` does not know that.
+        Call :meth:`update` for it before :meth:`update_directly`: if a sampled slot was overwritten, the buffer would
+        apply an update by index to the sampled transition.
         """
         batch = self.buffer.sample(batch_size)
         batch["stamp"] = torch.tensor(self.reference.stamps(self.slots(batch["index"])))
         return batch
 
     def slots(self, index: torch.Tensor) -> list[int]:
-        """Slots of the reference for an index of the buffer."""
+        """The slots for an index of the buffer."""
         return (index[:, 0] * self.num_envs + index[:, 1] if self.layout == "two_dim" else index).tolist()
 
     def update(self, batch: TensorDict) -> None:
-        """New TD errors for a sampled batch."""
+        """Update the priorities of a sampled batch."""
         td_error = self.random_td_errors(len(batch))
         batch["td_error"] = td_error
         self.buffer.update_tensordict_priority(batch)
         self.reference.update(self.slots(batch["index"]), td_error.tolist(), batch["stamp"].tolist())
 
     def update_directly(self, count: int) -> None:
-        """New TD errors for ``count`` slots nobody sampled, duplicates included."""
+        """Update the priorities of ``count`` random slots by index, with duplicates."""
         slots = torch.tensor([self.rng.randrange(len(self.reference.transitions)) for _ in range(count)])
         index = torch.stack([slots // self.num_envs, slots % self.num_envs], -1) if self.layout == "two_dim" else slots
         td_error = self.random_td_errors(count)
@@ -220,14 +222,14 @@ class ReplayWithReference:
         return self.sampler.probabilities(self.buffer.storage)
 
     def check(self, rtol: float = 1e-4, atol: float = 1e-9) -> None:
-        """The buffer's exact probabilities are the reference's."""
+        """Check the probabilities of the buffer against the reference."""
         probabilities = self.probabilities()
         expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
         assert probabilities.dtype == torch.float64
         torch.testing.assert_close(probabilities, expected, rtol=rtol, atol=atol)
 
     def random_operation(self) -> None:
-        """One of everything that can happen to a buffer."""
+        """Perform a random operation."""
         if not self.reference.transitions:
             return self.extend(self.rng.randint(1, 4))
         operation = self.rng.random()
@@ -261,7 +263,7 @@ def assert_priorities(buffer, priority: torch.Tensor, alpha: float = 1.0) -> Non
 
 
 def assert_same_state(state: dict, expected: dict) -> None:
-    """Equality of two state_dicts, bit by bit."""
+    """Check that two state_dicts are bitwise equal."""
     assert state.keys() == expected.keys()
     for key, value in expected.items():
         if isinstance(value, dict):
@@ -274,7 +276,7 @@ def assert_same_state(state: dict, expected: dict) -> None:
 
 
 def assert_finite_stats(sampler) -> None:
-    """The statistics of a sampler are finite scalars, in a TensorDict without batch dimensions."""
+    """Check that the statistics are finite scalars in a TensorDict without batch dimensions."""
     statistics = sampler.stats()
     assert isinstance(statistics, TensorDict) and statistics.batch_size == ()
     leaves = dict(statistics.items(include_nested=True, leaves_only=True))
@@ -284,7 +286,7 @@ def assert_finite_stats(sampler) -> None:
 
 
 class Refuses:
-    """Expects an error, and the sampler exactly as it was."""
+    """Expect an error and an unchanged sampler."""
 
     def __init__(self, buffer, error, match):
         self.buffer, self.expectation = buffer, pytest.raises(error, match=match)

@@ -1,4 +1,4 @@
-"""What every sampler does with the arguments of its constructor."""
+"""Checks of the constructor arguments, for all samplers."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What every sampler guarantees: refused and late writes, checkpoints, copies, prefetching, other storages."""
+"""The contract of all samplers: rejected writes, late updates, checkpoints, copies, prefetching, storages."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler)
 
 
 def assert_episodes(buffer, expected):
-    """New TD errors have the probabilities of these episodes, one per slot; -1 where nothing is drawn."""
+    """Check the probabilities against those of the given episode of each slot; -1: the slot is never drawn."""
     expected, size = torch.tensor(expected), len(buffer)
     oldest = buffer.write_count % size if size == buffer.storage.max_size else 0
     order = torch.tensor([slot for slot in (torch.arange(size) + oldest).remainder(size) if expected[slot] >= 0])
@@ -45,7 +45,7 @@ def assert_episodes(buffer, expected):
 
 
 def test_the_first_trajectory_may_be_the_last_to_arrive():
-    """Trajectory id 0 is a restart only if it was seen before."""
+    """Trajectory id 0 only means a restart if it was seen before."""
     buffer = buffer_of(capacity=20, num_streams=2)
     for trajectory in (1, 0, 1, 0):
         buffer.extend(rows(3, ids=[trajectory] * 3))
@@ -57,7 +57,7 @@ def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler
     buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
     buffer.extend(rows(2, ids=[0, 1]))
     buffer.extend(rows(2, ids=[0, 2], done=[0]))
-    # ids begin again: trajectory 0 takes the lane of the one that was silent longest, which is 1
+    # ids restart: trajectory 0 takes the lane that was written to least recently, that of trajectory 1
     for ids in ([0, 0], [0, 1], [1, 0]):
         buffer.extend(rows(2, ids=ids))
     buffer.sampler.check_valid()
@@ -69,7 +69,7 @@ def test_writes_go_on_after_a_refused_one():
     buffer.extend(rows(6, done=[5], ids=[0] * 6))
     with pytest.raises(ValueError, match="num_streams=1"):
         buffer.extend(rows(3, ids=[1, 2, 1]))
-    # the refused rows are in the storage, but they are not drawn
+    # the rejected rows are in the storage, but are never drawn
     buffer.extend(rows(2, done=[1], ids=[3, 3]))
     assert_episodes(buffer, [-1, -1, -1, 0, 0, 1])
     assert buffer.sampler.probabilities(buffer.storage)[:3].tolist() == [0.0, 0.0, 0.0]
@@ -129,14 +129,14 @@ BROKE_OFF = "is closed where it broke off"
 
 @pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
 def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_once(sampler):
-    """A run is resumed from a checkpoint: the collector begins new episodes while the last one is open."""
+    """After a run is resumed from a checkpoint, the collector starts new episodes; the last one is unfinished."""
     buffer = buffer_of(sampler, capacity=20)
     buffer.extend(rows(4, done=[1], ids=[187, 187, 188, 188]))
     restored = buffer_of(sampler, capacity=20)
     restored.load_state_dict(buffer.state_dict())
     with pytest.warns(UserWarning, match=BROKE_OFF):
         restored.extend(rows(3, ids=[189, 189, 189]))
-    # neither does it warn again, nor when ids begin at 0 again
+    # there is no second warning, and none if ids restart at 0
     restored.extend(rows(2, ids=[190, 190]))
     restored.extend(rows(2, ids=[0, 0]))
     # an id from before the restart is a new trajectory
@@ -174,7 +174,7 @@ def test_interleaved_environments_without_num_streams_are_an_error(sampler, envs
 
 
 def test_with_several_streams_what_a_long_write_hides_is_no_error():
-    """Of trajectories 5 and 6, one goes on; the other one's end and the first row of 7 are overwritten at once."""
+    """One of trajectories 5 and 6 continues; the end of the other and the start of 7 are overwritten immediately."""
     for goes_on, ends in ((5, 6), (6, 5)):
         buffer = buffer_of(capacity=4, num_streams=2)
         buffer.extend(rows(2, ids=[5, 6]))
@@ -203,7 +203,7 @@ def test_transitions_stored_before_the_sampler_saw_them_were_never_updated(sampl
 
 
 def test_attached_to_a_loaded_ring(tmp_path):
-    """Where the ring begins shows with the first write; the episodes are then in order."""
+    """The first write reveals the start of the ring; from then on the episodes are in order."""
     source = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
     source.extend(rows(10, done=[6]))
     source.extend(rows(4, done=[1]))
@@ -293,30 +293,30 @@ def test_a_marked_first_transition_ends_the_trajectory_before():
     first = torch.tensor([True, False, True, False])
     buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
     assert_episodes(buffer, [0, 0, 1, 1])
-    # the same id again, from a second collector
+    # the same id from a second collector
     buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
     assert_episodes(buffer, [0, 0, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
 def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler):
-    """In flat storage with several streams nobody says which of them it is in."""
+    """In flat storage with several streams, the mark does not identify the stream."""
     buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
     first = torch.tensor([True, False] * 2)
     buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
     buffer.extend(rows(4, ids=[2, 2, 3, 3], is_init=first))
-    # 1 goes on, 4 is in the place of 2
+    # 3 continues, 4 takes the lane of 2
     buffer.extend(rows(4, ids=[3, 3, 4, 4], is_init=torch.tensor([False, False, True, False])))
     if sampler is ReaPERSampler:
         assert_episodes(buffer, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])
     buffer.sampler.check_valid()
-    # there were too few streams if one that was ended so goes on
+    # if a trajectory that was ended like this continues, num_streams was too small
     with pytest.raises(ValueError, match="trajectory 2 begins while each of 2 streams"):
         buffer.extend(rows(2, ids=[2, 2], is_init=torch.zeros(2, dtype=torch.bool)))
 
 
 def test_late_batches_that_look_like_others():
-    """What was drawn is known again though the same slots were written, or drawn, since."""
+    """A late batch is recognised even if its slots were written or drawn again."""
     buffer = buffer_of(ProportionalSampler, capacity=1, batch_size=1, td_error="absolute")
     for between in (lambda: None, buffer.sample):
         buffer.empty()
@@ -442,7 +442,7 @@ every_sampler = pytest.mark.parametrize("name", [name for name, case in CASES.it
 
 
 def driven(name, seed=1, operations=60):
-    """A buffer that was used for a while, and holds something."""
+    """A buffer after some random operations, not empty."""
     torch.manual_seed(seed)
     result = Driven(name, seed)
     for _ in range(operations):
@@ -453,14 +453,14 @@ def driven(name, seed=1, operations=60):
 
 
 def draws(buffer, size):
-    """What is drawn from a seed."""
+    """The draws for a seed."""
     torch.manual_seed(3)
     buffer.set_rng(torch.Generator().manual_seed(3))
     return torch.cat([buffer.sample(size).exclude("write_stamp") for _ in range(3)])
 
 
 def restored_by(how, used, path):
-    """The buffer again, through one of the ways to save or copy it."""
+    """A saved and restored buffer, or a copy of it."""
     if how == "deepcopy":
         return copy.deepcopy(used.buffer)
     if how == "pickle":
@@ -544,12 +544,12 @@ def test_bad_batch_sizes_and_td_errors_are_refused(name):
 
 @every_sampler
 def test_a_storage_that_was_filled_before(name):
-    """By another buffer, from which a sampler without history takes it over."""
+    """A new sampler is attached to a buffer that contains transitions."""
     used = driven(name)
     other = used.make()
     sampler = other.sampler
     if used.sampler_has_tables:
-        # the tables know what the storage holds
+        # tables cannot be rebuilt from the storage
         pytest.skip("event tables are filled by their writer")
     used.buffer.set_sampler(sampler)
     used.buffer.sample(used.batch_size())
@@ -574,7 +574,7 @@ def test_batches_drawn_ahead_hold_what_was_stored(name):
 
 @every_sampler
 def test_inspection_waits_for_a_draw_of_another_thread(name):
-    """With ``prefetch``, draws run in other threads; some inspection changes state, such as the order of ranks."""
+    """With ``prefetch``, draws run in other threads; some queries modify state, for example they sort ranks."""
     used = driven(name)
     buffer, sampler = used.buffer, used.sampler
     storage, is_drawing, may_go_on = buffer.storage, threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""DecoupledSampler: the divergence of policies, the batches of the actor and its noise, beside the critic's sampler."""
+"""DecoupledSampler: the divergence of policies, the batches and the noise of the actor, the sampler of the critic."""
 
 import copy
 import math
@@ -146,7 +146,7 @@ def make_policy():
 
 
 def experience(count, policy=None, seed=0):
-    """Rows of which the later ones are nearer to the policy."""
+    """Rows whose actions are closer to the policy the later they are."""
     generator = torch.Generator().manual_seed(seed)
     observation = torch.randn(count, 3, generator=generator)
     spread = torch.linspace(2.0, 0.1, count).unsqueeze(1)
@@ -632,7 +632,7 @@ def test_discrete_policies_are_refused_where_they_say_so(dtype):
         with pytest.raises(ValueError, match=r"the policy's torch.int64 of shape .* must be continuous"):
             actor_rb.sample()
     else:
-        # the limit of what can be told
+        # this case cannot be detected
         assert actor_rb.sample()["score"].isfinite().all()
 
 

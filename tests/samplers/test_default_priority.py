@@ -18,7 +18,7 @@ CAPACITY, BATCH = 30, 6
 
 
 def event_tables(kind):
-    # eta and omega are such that every transition is drawn by its priority alone
+    # with this eta and omega, draws depend only on the priorities
     priority = {"kind": kind, "max_priority_within_buffer": True} | ({"omega": 0.0} if kind == "reaper" else {})
     return event_sampler(9, share=0.0, priority=priority)
 
@@ -38,7 +38,7 @@ def buffer_of(name, compilable=False):
 
 
 class Naive:
-    """|δ| + eps of what was updated, None for what is new, by slot; and what new ones had when they were written."""
+    """|δ| + eps of each slot, None if it was never updated, and the priorities that new transitions got."""
 
     def __init__(self, eps):
         self.eps, self.stored, self.cursor, self.default = eps, {}, 0, 1.0
@@ -67,7 +67,7 @@ class Naive:
 
 
 def drive(buffer, *, update, absolute=False, steps=100):
-    """Random writes and updates with outliers; the priorities of new rows are the naive maximum."""
+    """After random writes and updates with outliers, the priorities of new rows are the naive maximum."""
     rng, sampler = random.Random(1), buffer.sampler
     naive = Naive(0.25 if absolute else 1e-6)
     fell = 0
@@ -86,7 +86,7 @@ def drive(buffer, *, update, absolute=False, steps=100):
 
 def sample_and_update(buffer, errors):
     batch = buffer.sample()
-    # of duplicates the last one wins: give all the same
+    # equal values for duplicates, so the order does not matter
     last = {int(slot): float(error) for slot, error in zip(batch["index"], errors, strict=True)}
     errors[:] = torch.tensor([last[int(slot)] for slot in batch["index"]])
     batch["td_error"] = errors
@@ -116,7 +116,7 @@ def test_in_a_graph_too(name):
 
     graph = torch.compile(step, fullgraph=True, backend="eager")
     for number in range(60):
-        # an outlier that is overwritten a while later
+        # an outlier that is overwritten later
         error = 1e3 if number == 20 else rng.uniform(0.5, 2.0)
         naive.write(4)
         index = graph(data_of(4), torch.full((BATCH,), error**2))

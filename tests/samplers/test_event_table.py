@@ -27,7 +27,7 @@ ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
 
 
 def tables_of(retention="ring", default=20, a=12, b=20, history=(5, 3)):
-    """Tables of the events "a" and "b", with these capacities and histories; ``default`` counts if they are pinned."""
+    """Tables of the events "a" and "b" with these capacities and histories; ``default`` is used if pinned."""
     specs = [EventSpec(name, ("next", name), length) for name, length in zip("ab", history, strict=True)]
     capacity = {"a": a, "b": b} | ({"default": default} if retention == "pinned" else {})
     return EventTables(specs, capacity, retention=retention)
@@ -47,7 +47,7 @@ def filled(count=150, **options):
 
 
 def expected_mixture(rb, eta=ETA, weights=None):
-    """p(i) of each slot, from the lists of the tables; ``weights``: q is proportional to them, float64 [slots]."""
+    """p(i) of each slot, from the lists of the tables; q is proportional to ``weights``, float64 [slots]."""
     probability = torch.zeros(rb.storage.max_size, dtype=torch.float64)
     for name, share in eta.items():
         index = rb.sampler.tables[name].index()
@@ -187,7 +187,7 @@ def test_eta_can_be_assigned_annealed_and_scheduled():
 
 
 def two_outcomes(count=4000, **sampler):
-    """One (s, a) with two outcomes, of which those with z = 1 are events (the source's example), and another (s, a)."""
+    """One (s, a) with two outcomes, where z = 1 is an event (the example of the paper), and another (s, a)."""
     torch.manual_seed(1)
     z = torch.arange(count) % 2
     other = torch.arange(count) % 5 == 4
@@ -207,7 +207,7 @@ def two_outcomes(count=4000, **sampler):
 
 
 def weighted_share(rb, batches=100):
-    """The share of z = 1 among the weighted draws of the first (s, a), and that of the first (s, a)."""
+    """The weighted share of z = 1 in the draws of the first (s, a), and the weighted share of the first (s, a)."""
     samples = torch.cat([rb.sample() for _ in range(batches)])
     first = samples["action"] == 0
     weight = samples["priority_weight"].double()
@@ -216,7 +216,7 @@ def weighted_share(rb, batches=100):
 
 
 def test_corrections_of_the_sources_example():
-    """Half of the outcomes are events, η = .5: .75 of the draws without correction, .5 is right."""
+    """With half of the outcomes events and η = .5, .75 of the draws are events without correction; .5 is correct."""
     assert weighted_share(two_outcomes())[0] == pytest.approx(0.777, abs=0.01)
     # |B| = 4000, of which 1600 are events and 1600 others of the same pair
     inside, outside = 0.5 / 1600 + 0.5 / 4000, 0.5 / 4000
@@ -224,7 +224,7 @@ def test_corrections_of_the_sources_example():
     for correction in ("conditional", "mixture", "priority"):
         share, of_pair = weighted_share(two_outcomes(correction=correction))
         assert share == pytest.approx(0.5, abs=0.01), correction
-        # the over-sampling of the pair stays, or goes
+        # the over-sampling of the pair remains, or is removed
         expected = 0.5 + 0.5 * 0.8 if correction == "conditional" else 0.8
         assert of_pair == pytest.approx(expected, abs=0.01), correction
 
@@ -259,7 +259,7 @@ def test_priority_correction_draws_by_membership():
 
 
 def assert_weights_of_pairs(rb):
-    """m of each slot is the mean of p over those with the same (s, a), found by comparing everything."""
+    """m of each slot is the mean of p over the slots with the same (s, a), found by comparing all pairs."""
     sizes = rb.sampler.tables.sizes()
     shares = {name: share for name, share in ETA.items() if sizes[name]}
     p = expected_mixture(rb, {name: share / sum(shares.values()) for name, share in shares.items()})[: len(rb)]
@@ -286,7 +286,7 @@ def test_pairs_are_counted_through_everything_that_happens_to_tables(streams, p_
             rb.mark_update(torch.arange(3, min(9, len(rb))))
         rb.sampler.check_valid()
         assert_weights_of_pairs(rb)
-    # one that comes later
+    # a pair that appears later
     rb.set_sampler(EventTableSampler(rb.sampler.tables, eta=ETA, min_size=1, correction="conditional"))
     assert_weights_of_pairs(rb)
 
@@ -319,7 +319,7 @@ def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
 
 
 def naive_class_weights(naive, eta, priority):
-    """w of each stored transition by its number, up to a factor, from plain lists; ``priority`` by number."""
+    """w of each stored transition up to a factor, from plain lists; w and ``priority`` are indexed by number."""
     tables = {"default": list(naive.default), **{name: list(table) for name, table in naive.tables.items()}}
     stored = naive.stored()
     rate, drawn = {}, {}
@@ -375,7 +375,7 @@ def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(
 
 
 def outcomes(retention, correction):
-    """The weighted shares of four outcomes of one (s, a): no event, a, b, both; the mean and error over batches."""
+    """Mean and error over batches of the weighted shares of four outcomes of one (s, a): no event, a, b, both."""
     torch.manual_seed(0)
     tables = tables_of(retention, default=300, a=150, b=450, history=(1, 1))
     rb = buffer_with(EventTableSampler(tables, eta=ETA, min_size=1, correction=correction), 900, batch_size=200)
@@ -397,10 +397,10 @@ OUTCOMES = (0.85, 0.05, 0.05, 0.05)
 
 @pytest.mark.parametrize("retention", ["ring", "pinned"])
 def test_mixture_gives_each_outcome_its_probability_however_long_tables_keep_it(retention):
-    """The default table keeps 300 transitions, table a those of about 1500 steps, table b those of 4500."""
+    """The default table keeps 300 transitions, table a its entries of about 1500 steps, table b of 4500."""
     truth = torch.tensor(OUTCOMES, dtype=torch.float64)
     mean, error = outcomes(retention, "mixture")
-    # successive batches share most of what tables keep
+    # successive batches are drawn from almost the same transitions
     assert ((mean - truth).abs() < 8 * error).all() and ((mean - truth).abs() < 0.01).all(), mean
     mean, _ = outcomes(retention, None)
     assert ((mean - truth).abs() > 0.03).all(), "without correction they are biased"
@@ -483,7 +483,7 @@ def test_proportional_priorities_inside_tables(retention):
     delta = update(rb)
     before = rb.storage[:].clone()
     rb.extend(scripted(20, seed=9, p_event=0.2))
-    # all of the new rows have the largest of those before
+    # all new rows get the largest earlier priority
     delta[(rb.storage[:]["observation"] != before["observation"]).any(1)] = max(1.0, float(delta.max()))
     mass = (delta + 1e-6) ** 0.65
     expected = expected_mixture(rb, weights=mass)
@@ -491,7 +491,7 @@ def test_proportional_priorities_inside_tables(retention):
     index, _, batches = draw(rb)
     assert p_value(index, expected) > 1e-4
     assert p_value(index, expected_mixture(rb, weights=delta**0.3)) < 1e-4
-    # as if draws inside the tables were uniform
+    # corrects for the priorities inside the tables
     batch = batches[0]
     weight = torch.zeros(50, dtype=torch.float64)
     for number, name in enumerate(ETA):
@@ -529,7 +529,7 @@ def test_rank_based_priorities_inside_tables():
 
 
 def test_ranks_between_sorts():
-    """An entry gets the rank it would have had at the last sort; a new one the first."""
+    """An updated entry gets the rank that it would have had at the last sort; a new entry gets rank 1."""
     eta = {"default": 1.0, "a": 0.0, "b": 0.0}
     rb = filled(eta=eta, priority={"kind": "rank", "alpha": 1.0, "stale_fraction": 0.9})
     delta = update(rb)
@@ -581,7 +581,7 @@ def test_reliabilities_inside_tables(omega):
         error = (batch["sample_probability"] / expected[batch["index"]].float()).log().abs().max()
         assert error < 0.15, "estimated from proposals"
     else:
-        # hardly a proposal is accepted: then all Ψ are computed
+        # almost no proposal is accepted, so all Ψ are computed
         counts = index.bincount(minlength=60) / len(index)
         assert (counts - expected).abs().max() < 0.01
 
@@ -612,7 +612,7 @@ def test_a_refused_write_leaves_no_entry_behind():
     with pytest.raises(ValueError, match="num_streams"):
         rb.extend(bad)
     assert rb.sampler.tables["a"].index().tolist() == [26, 27, 28, 29, 30]
-    # what was refused is stored, but with the next write it is known that nobody knows what it is
+    # the rejected rows are in the storage; the next write detects this and removes their slots
     rb.extend(scripted(2, p_event=0, p_done=0))
     assert set(rb.sample()["index"].tolist()) <= set(range(6, 40))
 
@@ -718,7 +718,7 @@ def test_priorities_of_its_own_are_needed_for_updates_to_matter():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"eta": {"default": 0.5, "a": 0.5}}, r"eta names \['a', 'default'\], the tables are"),
+        ({"eta": {"default": 0.5, "a": 0.5}}, r"eta names \['a', 'default'\], but the tables are"),
         ({"eta": {**ETA, "c": 0.0}}, "eta names"),
         ({"eta": {"default": 0.5, "a": 0.2, "b": 0.2}}, "must sum to 1, not 0.9"),
         ({"eta": {"default": 1.5, "a": -0.5, "b": 0.0}}, r"every eta must be in \[0, 1\]"),
@@ -733,10 +733,10 @@ def test_priorities_of_its_own_are_needed_for_updates_to_matter():
         ({"allocation": "fair"}, "allocation must be one of"),
         ({"correction": "some"}, "correction must be None"),
         ({"priority": {"kind": "magic"}}, "kind must be one of proportional, rank, reaper"),
-        ({"priority": {"kind": "rank", "eps": 1.0}}, "knows alpha, beta, td_error, stale_fraction, not eps"),
+        ({"priority": {"kind": "rank", "eps": 1.0}}, "has the entries alpha, beta, td_error, stale_fraction, not eps"),
         ({"priority": {"kind": "proportional", "alpha": -1.0}}, "alpha must be >= 0"),
         ({"priority": {"kind": "reaper", "truncated": "maybe"}}, "truncated must be"),
-        ({"correction": "lemma2", "priority": {"kind": "rank"}}, "knows no priorities inside tables"),
+        ({"correction": "lemma2", "priority": {"kind": "rank"}}, "does not support priorities inside"),
         ({"correction": "mixture", "priority": {"kind": "rank", "beta": 0.5}}, "its exponent is beta="),
         ({"beta": 1.5, "correction": "mixture"}, r"beta must be in \[0, 1\]"),
         ({"beta": 1.5}, r"beta must be in \[0, 1\]"),

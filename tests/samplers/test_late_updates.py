@@ -1,4 +1,4 @@
-"""TD errors that are handed back late: each row reaches the transition that was drawn, or none.
+"""Late priority updates: each row is applied to the transition that was drawn, or not at all.
 
 The model is a plain list of the transition in each slot.
 """
@@ -60,17 +60,17 @@ both_buffers = pytest.mark.parametrize("stock", [True, False], ids=["stock", "co
 
 @dataclass
 class Drawn:
-    """Rows of one batch or of several: what was sampled, and what the model remembers of each row.
+    """Rows of one or several batches, and the data of the model for each row.
 
     Args:
-        batch: the sample.
-        slots: of its rows.
-        numbers: of the transitions that they were drawn with.
-        writes: how many writes there were before each row was drawn.
-        order: position of its draw among all draws.
-        clear: False where a draw of the slot's earlier content was outstanding at the time, or one that is not clear.
-        real: False where a slice is padded.
-        is_whole: whether this is the sample itself.
+        batch: the rows.
+        slots: slot of each row.
+        numbers: number of the transition that was drawn.
+        writes: number of writes before the draw.
+        order: number of the draw.
+        clear: False if an update of an earlier content of the slot, or of a row that is not clear, was outstanding.
+        real: False for padded rows of a slice.
+        is_whole: True for a complete batch as it was drawn.
     """
 
     batch: TensorDict
@@ -95,18 +95,18 @@ class Drawn:
         return len(self.slots)
 
     def keys(self) -> list[tuple[int, int, int, bool]]:
-        """What the model remembers each row by."""
+        """The identity of each row in the model."""
         return list(zip(self.order, self.slots, self.numbers, self.clear, strict=True))
 
 
 class Model:
-    """A buffer, and plain lists: the transition in each slot, its priority, and the draws whose TD errors are to come.
+    """A buffer, and plain lists: the transition in each slot, its priority, and the draws without an update so far.
 
     Args:
-        name: of the sampler.
-        ndim: of the storage.
-        stock: whether the buffer is TorchRL's.
-        steps: of the ring, all of which are written at first.
+        name: name of the sampler.
+        ndim: number of dimensions of the storage.
+        stock: True for a buffer class of TorchRL.
+        steps: number of steps of the ring, all written at the beginning.
     """
 
     def __init__(self, name: str, ndim: int, stock: bool, steps: int = 12):
@@ -118,7 +118,7 @@ class Model:
         self.cursor, self.written, self.writes, self.draws, self.returns = 0, 0, 0, 0, 0
         self.numbers: dict[int, int] = {}
         self.priority: dict[int, float] = {}
-        # draw, slot, transition, whether the row is clear: how many rows
+        # number of rows for each (draw, slot, transition, clear)
         self.outstanding: Counter[tuple[int, int, int, bool]] = Counter()
         self.buffer = buffer_with(SAMPLERS[name](self.size), self.size, compilable=not stock, ndim=ndim)
         self.write(steps)
@@ -127,7 +127,7 @@ class Model:
         return float(self.buffer.sampler.stats()[key])
 
     def write(self, count: int) -> None:
-        """``count`` >= 2 steps in every lane, in episodes of 4."""
+        """Write ``count`` >= 2 steps to every lane, in episodes of 4."""
         data = rows(count, self.lanes if self.ndim == 2 else None, first=self.written, episode=4)
         data["action"] = torch.zeros(*data.shape, 1)
         data["next", "event"] = data["number"].unsqueeze(-1) % 5 == 0
@@ -137,7 +137,7 @@ class Model:
         for number in range(self.written, self.written + count * self.lanes):
             slot, self.cursor = self.cursor, (self.cursor + 1) % self.size
             self.numbers[slot] = number
-            # by rank, the newest comes first
+            # with ranks, the newest transition is first
             self.priority[slot] = 1e9 + number if self.name == "rank" else default
         self.written += count * self.lanes
 
@@ -155,10 +155,10 @@ class Model:
         return Drawn(batch, slots, numbers, [self.writes] * size, [self.draws] * size, clear, real, is_whole=True)
 
     def is_certain(self, drawn: Drawn, row: int) -> bool:
-        """Whether the buffer must know that this row, of which the transition is still stored, is not an older one.
+        """True if the buffer must apply this row, whose transition is still stored.
 
-        TorchRL's buffers hand back indices alone. If an earlier content of the slot was outstanding when the row was
-        drawn, a row that comes back may belong to either draw.
+        TorchRL's buffers pass only indices to an update. If an update of an earlier content of the slot was outstanding
+        at the draw, an update of the slot may belong to either draw.
         """
         if not self.stock:
             return True
@@ -167,11 +167,10 @@ class Model:
         return drawn.clear[row] and (self.writes == drawn.writes[row] or is_outstanding)
 
     def is_unmistakable(self, drawn: Drawn) -> bool:
-        """Whether indices can tell that these rows are of a draw, and of which.
+        """True if the draw of these rows can be identified by their indices.
 
-        They can if the rows are the sample itself, or many, or a whole batch that has not come back. Fewer rows could
-        be an index that the caller has made up; a batch that comes back again could be one of the same slots that was
-        drawn since.
+        This is the case for a complete batch, many rows, or the outstanding rows of a batch. A few rows could be an
+        index chosen by the caller. A second update of a batch could be that of a later draw of the same slots.
         """
         outstanding: dict[int, list[int]] = {}
         for (draw, slot, *_), count in self.outstanding.items():
@@ -184,7 +183,7 @@ class Model:
         return drawn.is_whole and (self.ndim == 1 or len(drawn) >= 8)
 
     def hand_back(self, drawn: Drawn) -> None:
-        """TD errors that tell each row's transition; then all priorities and the count of dropped rows are checked."""
+        """Update with TD errors that identify each transition; check all priorities and the count of dropped rows."""
         if self.stock and not self.is_unmistakable(drawn):
             return
         self.returns += 1
@@ -199,7 +198,7 @@ class Model:
         certain = [row for row in fresh if self.is_certain(drawn, row)]
         allowed = {slot: {value} for slot, value in self.priority.items()}
         allowed |= {drawn.slots[row]: {errors[row]} for row in certain}
-        # a stock buffer cannot know which rows of a part of a batch were padded; they repeat the last real one
+        # a TorchRL buffer cannot detect padded rows in a part of a batch; they repeat the last real one
         for row in range(len(drawn)) if self.stock else fresh:
             if self.numbers[drawn.slots[row]] == drawn.numbers[row]:
                 allowed[drawn.slots[row]].add(errors[row])
@@ -209,17 +208,17 @@ class Model:
         self.outstanding -= Counter(drawn.keys())
 
     def check(self, allowed: dict[int, set[float]]) -> None:
-        """Each slot has one of the priorities that it may have."""
+        """Check that each slot has one of its allowed priorities."""
         p = self.buffer.sampler.probabilities(self.buffer.storage).tolist()
         if self.name == "rank":
-            # the largest that is in order
+            # choose the largest allowed priority that agrees with the order
             last = float("inf")
             for slot in sorted(range(self.size), key=lambda slot: -p[slot]):
                 fitting = [value for value in allowed[slot] if value < last]
                 assert fitting, f"transition {self.numbers[slot]} in slot {slot} comes behind {last}: {allowed[slot]}"
                 last = self.priority[slot] = max(fitting)
             return
-        # the unit in which most slots have what they may have
+        # choose the unit in which most slots have an allowed priority
         units = [value / p[slot] for slot, values in allowed.items() for value in values]
         unit = max(units, key=lambda unit: sum(self.fitting(allowed[slot], p[slot] * unit) != [] for slot in allowed))
         for slot, values in allowed.items():
@@ -276,7 +275,7 @@ def test_rows_that_come_back_before_the_next_write_are_applied(name, ndim, stock
 @both_buffers
 @every_way
 def test_rows_that_come_back_after_writes_reach_what_was_drawn_alone(name, ndim, stock, way):
-    """A part of the ring is overwritten, or all of it, and drawn from again, while they are outstanding."""
+    """While updates are outstanding, the ring is overwritten in part or completely, and drawn from again."""
     model = Model(name, ndim, stock)
     for size in (1, 4, 16):
         for written in (2, 5, 12, 20):
@@ -336,7 +335,7 @@ def test_any_order_of_writes_draws_and_updates(name, ndim, stock, seed):
 @every_sampler
 @both_buffers
 def test_updates_by_index_need_no_draw(name, ndim, stock):
-    """Of slots that were never drawn, after the ring has wrapped."""
+    """Update slots that were never drawn, after the ring has wrapped around."""
     model = Model(name, ndim, stock)
     for count in (1, 4, 16):
         model.write(7)

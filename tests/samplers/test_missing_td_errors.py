@@ -1,4 +1,4 @@
-"""A sample that is handed back without TD errors, or with a misspelt key for them, changes no priority."""
+"""An update without TD errors, or with a misspelt key for them, changes no priority."""
 
 from functools import partial
 
@@ -47,7 +47,7 @@ def make(maker, stock, **arguments):
 
 
 def updated(rb):
-    """A buffer with some priorities that are not the default one."""
+    """A buffer in which some priorities are not the default priority."""
     for _ in range(3):
         batch = rb.sample()
         batch["td_error"] = torch.rand(len(batch)) + 2
@@ -84,7 +84,7 @@ def test_a_compilable_buffer_names_the_key_and_changes_nothing(name, misspelt):
     with pytest.raises(KeyError, match="no entry 'td_error'"):
         rb.update_tensordict_priority(batch[0])
     assert_unchanged(rb, before)
-    # the batch can still be handed back
+    # the batch can still be used for an update
     batch["td_error"] = torch.full((len(batch),), 0.25)
     rb.update_tensordict_priority(batch)
     assert rb.sampler.stats()["dropped_updates"] == 0
@@ -154,7 +154,7 @@ def test_single_rows_are_added_without_td_errors(stock):
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", ["no eps", "rank", "reaper"])
 def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):
-    """At first that is 1, a likely TD error."""
+    """The initial default is 1, a likely TD error."""
     rb = make(PRIORITIZED[name], stock)
     default = rb.sampler.default_priority
     priority = torch.tensor([default])
@@ -168,7 +168,7 @@ def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):
     }
     for number, update in enumerate(constants.values()):
         index = torch.arange(4 * number, 4 * number + 4)
-        # what logs it must not change what comes next
+        # logging must not change later results
         assert rb.sampler.default_priority == default
         update(index)
         assert rb.sampler.stats()["never_updated"] == pytest.approx((26 - 4 * number) / 30)

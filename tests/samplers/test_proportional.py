@@ -36,7 +36,7 @@ def items(count):
 
 
 def filled(values, /, **options):
-    """A full buffer whose item i was updated with ``values[i]``, by default taken as its magnitude."""
+    """A full buffer in which item i was updated with ``values[i]``, by default its magnitude."""
     values = torch.as_tensor(values)
     buffer = buffer_of(len(values), **{"eps": 0.0, "td_error": "absolute", **options})
     index = buffer.extend(items(len(values)))
@@ -412,7 +412,7 @@ def with_history(layout="single", **options):
 
 
 def assert_continue_alike(replay, restored):
-    """Draws, and everything that follows from further writes and updates, agree."""
+    """Check that draws agree, also after further writes and updates."""
     for buffer in (replay.buffer, restored):
         buffer.set_rng(torch.Generator().manual_seed(7))
     for _ in range(6):
@@ -607,6 +607,6 @@ def test_a_graph_takes_the_root_of_squared_td_errors():
     torch.compile(buffer.update_tensordict_priority, fullgraph=True)(batch)
     d = torch.ones(64, dtype=torch.float64)
     d[batch["index"]] = batch["td_error"].double().sqrt() + 0.25
-    # float32 in vectors of any width, after two roundings
+    # tolerance for float32 after two roundings, with any vector width
     torch.testing.assert_close(probabilities(buffer), d.sqrt() / d.sqrt().sum(), rtol=1e-6, atol=0)
     buffer.sampler.check_valid()

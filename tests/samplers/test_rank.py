@@ -48,7 +48,7 @@ def test_rank_probabilities_are_those_of_a_loop():
 @pytest.mark.parametrize("capacity", [1, 7, 40])
 @pytest.mark.parametrize("seed", range(3))
 def test_life_of_new_updated_and_overwritten_items(capacity, seed):
-    # TD errors are all different: no tie has to be broken
+    # all TD errors are different, so there are no ties
     replay = ReplayWithReference("rank", capacity=capacity, seed=seed, alpha=0.9, td_error="absolute")
     for _ in range(120):
         replay.random_operation()
@@ -102,8 +102,8 @@ def test_weights_have_a_closed_form():
     torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-6, atol=0)
 
 
-# total variation between the paper's approximation and P, as measured from its definition; (1000, 256, 1.0): the first
-# rank is more probable than a segment
+# total variation between the approximation of the paper and P, computed from the definitions; for (1000, 256, 1.0) the
+# first rank is more probable than a segment
 @pytest.mark.parametrize(
     ("num", "batch", "alpha", "distance"), [(10_000, 32, 0.7, 0.027), (100, 8, 0.7, 0.061), (1000, 256, 1.0, None)]
 )
@@ -143,7 +143,7 @@ def test_staleness_is_bounded(change):
     written, distances = [], []
     ranked = rank_probabilities(num, 0.7)
     for step in range(120):
-        # later, asking for the probabilities would sort
+        # later, because reading the probabilities would sort
         if 0.02 < float(rb.sampler.stats()["stale"]) < 0.05:
             key = td_error.double()
             key[written] = 1e9 + torch.arange(len(written)).double()
@@ -214,7 +214,7 @@ def test_columns_of_environments():
     drawn = dict(zip(slots.tolist(), batch["obs"].tolist(), strict=True))
     by_error = sorted(drawn, key=drawn.get)
     assert p[by_error].argsort().tolist() == list(range(len(by_error)))
-    # what was not drawn is still new
+    # transitions that were not drawn are still new
     new = [slot for slot in range(8) if slot not in drawn]
     assert not new or p[new].min() > p[by_error].max()
 
@@ -284,7 +284,7 @@ def test_sorting_happens_outside_graphs_when_it_is_due():
         return rb.sample(32)
 
     def distance():
-        """Of the weights of a draw in the graph to those by the exact ranks."""
+        """The ratio of the weights of a draw in the graph to the weights by exact ranks."""
         rank = td_error.argsort(descending=True).argsort() + 1
         batch = draw()
         return float((batch["priority_weight"] / (rank[batch["index"]] / num) ** 0.35 - 1).abs().max())

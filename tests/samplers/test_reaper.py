@@ -38,12 +38,12 @@ buffer_of = partial(data.buffer_of, ReaPERSampler)
 
 
 def plain(**options):
-    """Arguments under which R and d can be read off the probabilities: d = TD error, Psi = R d."""
+    """Arguments for which probabilities directly give R and d: d = TD error, Psi = R d."""
     return {"alpha": 1.0, "omega": 1.0, "eps": 0.0, "td_error": "absolute", **options}
 
 
 def episode(number, length, *, end="terminated", traj_id=None):
-    """``length`` steps of one episode; ``end`` is the flag of the last one, or None."""
+    """``length`` steps of one episode; ``end`` is the flag of the last step, or None."""
     steps = [Step(number, number if traj_id is None else traj_id) for _ in range(length)]
     if end:
         setattr(steps[-1], end, True)
@@ -51,7 +51,7 @@ def episode(number, length, *, end="terminated", traj_id=None):
 
 
 def assert_psi(buffer, expected, rtol=1e-5):
-    """The probabilities are proportional to ``expected``."""
+    """Check that the probabilities are proportional to ``expected``."""
     expected = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=rtol, atol=0.0)
 
@@ -234,7 +234,7 @@ def test_ids_in_one_chunk_need_not_be_in_order():
 
 
 def test_ids_may_come_late():
-    # two collecting processes number their trajectories together, and deliver their chunks one after the other
+    # two collecting processes share the numbering of trajectories, and their chunks arrive one after the other
     buffer = buffer_of(12, num_streams=2, **plain())
     buffer.extend(transitions([*episode(0, 2), *episode(2, 2, end=None)]))
     buffer.extend(transitions([*episode(1, 2), *episode(3, 1, end=None)]))
@@ -359,7 +359,7 @@ def test_alpha_0_and_omega_0_is_uniform():
 
 
 def filled_buffer(**options):
-    """64 transitions of finished, ongoing, new and cut episodes, none of them improbable."""
+    """64 transitions of finished, ongoing, new and overwritten episodes, none with a very small probability."""
     options = {"alpha": 0.3, "omega": 0.6, **options}
     replay = ReplayWithReference("reaper", capacity=64, num_envs=2, end_probability=0.15, seed=10, **options)
     for _ in range(10):
@@ -526,7 +526,7 @@ def test_updates_of_overwritten_slots_are_dropped():
     buffer.extend(transitions(episode(1, 2, end=None)))
     batch["td_error"] = torch.full((200,), 3.0)
     buffer.update_tensordict_priority(batch)
-    # slots 0 and 1 hold new transitions with d = 1 that still wait; episode 0 has d = 3, 3 left
+    # slots 0 and 1 hold new transitions with d = 1 and R = 1; of episode 0, d = 3, 3 remain
     assert_psi(buffer, [1.0, 1.0, 1.5, 3.0])
 
 
@@ -542,7 +542,7 @@ def test_updates_nobody_sampled_for_are_applied():
 
 
 def with_history(layout, **options):
-    """A buffer in the middle of its episodes, after wrap-around, some transitions new, the maximum above all stored."""
+    """A wrapped-around buffer with unfinished episodes, new transitions, and a maximum above all stored d."""
     replay = ReplayWithReference(
         "reaper", layout=layout, capacity=24, num_envs=2, seed=6, end_probability=0.1, **options
     )
@@ -564,7 +564,7 @@ def fresh_like(replay, **options):
 
 
 def assert_continues(replay, restored):
-    """The restored buffer draws what the saved one draws, and further writes and updates lead to the same place."""
+    """Check that both buffers draw the same and stay equal after further writes and updates."""
     for buffer in (replay.buffer, restored):
         buffer.set_rng(torch.Generator().manual_seed(7))
     assert torch.equal(restored.sampler.probabilities(restored.storage), replay.probabilities())

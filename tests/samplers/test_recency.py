@@ -1,4 +1,4 @@
-"""RecencySampler: P falls geometrically with age."""
+"""RecencySampler: P decreases geometrically with age."""
 
 import math
 from functools import partial
@@ -67,7 +67,7 @@ def test_slots_of_one_step_are_ordered_by_number(compilable):
     buffer.extend(rows(3, 2))
     assert_ages(buffer, [5, 4, 3, 2, 1, 0])
     buffer.extend(rows(5, 2))
-    # 6 steps of 2 slots, and steps 6 and 7 are in the place of 0 and 1
+    # 6 steps of 2 slots; steps 6 and 7 have replaced steps 0 and 1
     assert_ages(buffer, [3, 2, 1, 0, *range(11, 3, -1)])
 
 
@@ -75,7 +75,7 @@ def test_slots_of_one_step_are_ordered_by_number(compilable):
 def test_a_slot_whose_write_was_not_announced_is_not_drawn_and_has_no_age(half_life):
     buffer = buffer_of(half_life=half_life, batch_size=2000)
     buffer.extend(rows(10))
-    # a write that was interrupted before the sampler heard of it
+    # a write that was interrupted before the sampler was notified
     buffer.storage.set(torch.arange(3), rows(3, first=90))
     buffer.writer._cursor = 3
     buffer.extend(rows(2, first=100))
@@ -151,7 +151,7 @@ def test_draws_follow_the_probabilities(ndim):
     drawn = index if ndim == 1 else index[:, 0] * 2 + index[:, 1]
     probabilities = buffer.sampler.probabilities(buffer.storage)
     assert p_value(drawn, probabilities) > LEVEL
-    # a negative control: the test sees a shift by one slot, and a slightly longer half-life
+    # a negative control: the test detects a shift by one slot and a slightly longer half-life
     assert p_value(drawn, probabilities.roll(1)) < LEVEL
     assert p_value(drawn, probabilities**0.8) < LEVEL
 
@@ -240,7 +240,7 @@ def test_an_empty_buffer_cannot_be_drawn_from():
 @pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_compiled_step_draws_by_the_same_probabilities(ndim):
-    """Write and draw in one graph, while the ring fills and wraps."""
+    """Write and draw in one graph while the ring fills and wraps around."""
     torch._dynamo.reset()
     eager, compiled = (buffer_of(10, ndim=ndim, compilable=True, beta=0.5, batch_size=DRAWS) for _ in range(2))
     shape = (3, 2) if ndim == 2 else (3,)
@@ -270,7 +270,7 @@ def test_a_compiled_step_draws_by_the_same_probabilities(ndim):
 
 
 def test_it_is_not_a_prioritized_sampler():
-    """So that TorchRL does not ask for TD errors."""
+    """TorchRL must not require TD errors."""
     buffer = buffer_of(compilable=True)
     buffer.extend(rows(10))
     buffer.update_tensordict_priority(buffer.sample())

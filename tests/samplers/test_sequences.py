@@ -50,10 +50,10 @@ MAKERS = {
 
 
 def expected(rb, batch, lanes=1, stale=()):
-    """A model in plain Python: of each anchor, the largest TD error of the valid rows of its windows.
+    """A model in plain Python: each anchor gets the largest TD error of the valid rows of its windows.
 
     Returns:
-        The probabilities after an update of a copy of ``rb`` by these numbers, and the numbers by slot.
+        The probabilities of a copy of ``rb`` after an update with these TD errors; the TD errors by slot.
     """
     largest = {}
     for anchor, error, valid in zip(

@@ -34,19 +34,19 @@ FLAT = ("interleaved", "env_major", "uneven")
 
 @contextmanager
 def refuses(buffer, error, match):
-    """Expects an error, and the sampler exactly as it was."""
+    """Expect an error and an unchanged sampler."""
     before = buffer.sampler.state_dict() if buffer.sampler.stats()["num_items"] else None
     with pytest.raises(error, match=match):
         yield
     if before is None:
-        # the sampler may have learned the shape of the storage
+        # the call may have set the shape of the storage
         assert buffer.sampler.stats()["num_items"] == 0
     else:
         assert_same_state(buffer.sampler.state_dict(), before)
 
 
 class Slices(ReplayWithReference):
-    """A buffer of slices, and what is stored as plain lists: the reference of PER knows what is in each slot."""
+    """A buffer of slices, with a plain-Python model: the reference of PER has the content of each slot."""
 
     def __init__(self, layout, *, slice_len, pad=True, proportional=False, **arguments):
         super().__init__("per", layout=layout, **arguments)
@@ -77,7 +77,7 @@ class Slices(ReplayWithReference):
         return sorted(self.reference.transitions.items(), key=lambda item: item[1].written)
 
     def legal(self) -> dict[int, list[int]]:
-        """Of each stored slot, the slots of the slice that begins there."""
+        """The slots of the slice that starts at each stored slot."""
         episodes: dict[int, list[int]] = {}
         for slot, transition in self.stored():
             episodes.setdefault(transition.episode, []).append(slot)
@@ -118,7 +118,7 @@ class Slices(ReplayWithReference):
             self.check_flags(slots, len(expected), {len(expected) - 1}, done, terminated, truncated)
 
     def check_flags(self, slots, count, cuts, done, terminated, truncated):
-        """The flags of a row with ``count`` real steps; ``cuts``: no trace goes on behind these."""
+        """The flags of a row with ``count`` real steps; traces end at ``cuts``."""
         for place, slot in enumerate(slots):
             stored = self.reference.transitions[slot]
             ended, cut = stored.terminated or stored.truncated, place in cuts or place >= count
@@ -130,7 +130,7 @@ class Slices(ReplayWithReference):
         if batch is None:
             return
         mask = batch["collector", "mask"]
-        # whatever a loss leaves at padded rows
+        # arbitrary values at padded rows
         td_error = self.random_td_errors(len(batch))
         batch["td_error"] = torch.where(mask, td_error, torch.nan) if self.rng.random() < 0.5 else td_error * 1.0
         self.buffer.update_tensordict_priority(batch)
@@ -183,14 +183,14 @@ class Slices(ReplayWithReference):
             if self.layout not in FLAT:
                 ours = [s for s, t in self.stored() if self.layout != "two_dim" or self.env_of[t.episode] == number]
                 assert real == ours[-self.slice_len :]
-        # what goes on is in one of them
+        # each unfinished episode is in one of them
         newest = {transition.episode: slot for slot, transition in self.stored()}
         going_on = {step.episode for step in self.environments.open.values()}
         assert {slot for episode, slot in newest.items() if episode in going_on} <= ends
 
 
 def assert_same_when_restored(buffer):
-    """A state that is loaded again, whose derived parts are then computed anew, has the same starts."""
+    """The starts are the same after loading a state, which recomputes derived state."""
     buffer.sampler.check_valid()
     restored = copy.deepcopy(buffer)
     restored.sampler.load_state_dict(buffer.sampler.state_dict())
@@ -268,7 +268,7 @@ def buffer_of(capacity=20, slice_len=4, *, slices=4, **arguments):
 
 
 def slices_by_start(buffer, key, slices=4):
-    """The values of ``key`` in the slice from each start, of a buffer that draws so many slices."""
+    """The values of ``key`` in the slice of each start; many slices are drawn to find all of them."""
     found = {}
     for _ in range(200 // slices):
         for row in buffer.sample().reshape(slices, -1):
@@ -309,7 +309,7 @@ def test_marks_by_hand():
     ]
     terminated = slices_by_start(buffer, ("next", "terminated"))
     assert [terminated[0], terminated[1], terminated[2]] == [[no, no, no], [no, no, yes], [no, yes, yes]]
-    # what is stored stays as it is
+    # the stored transitions are unchanged
     assert buffer[:]["next", "done"].squeeze(-1).nonzero().squeeze(1).tolist() == [3, 5]
     assert ("collector", "mask") not in buffer[:].keys(True, True)
 
@@ -385,7 +385,7 @@ def test_starts_are_uniform_and_the_test_can_fail(pad):
     # by time: 20..30, 31..38, 39..60, 61..75, 76..83
     episode = torch.bucketize(torch.cat([torch.arange(64, 84), torch.arange(20, 64)]), torch.tensor([30, 38, 60, 75]))
     assert int((expected > 0).sum()) == (64 if pad else 64 - 5 * 4)
-    # uniform over episodes, as many samplers draw
+    # uniform over episodes, as in many other samplers
     wrong = (expected > 0).double() / episode.bincount()[episode]
     assert p_value(index, wrong / wrong.sum()) < 1e-4
 
@@ -698,7 +698,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
         donor.extend(rows(20))
         with refuses(buffer, ValueError, "load_state_dict"):
             buffer.sampler.load_state_dict(donor.sampler.state_dict())
-    # that of padded slices serves the others
+    # the state of a sampler with padding fits one without
     donor, restored = buffer_of(), buffer_of(pad=False)
     donor.extend(rows(20, done=[9]))
     restored.load_state_dict(donor.state_dict())
@@ -716,7 +716,7 @@ def test_attached_to_what_is_there(tmp_path):
         numbers = slices_by_start(attached, "number")
         assert sorted(numbers) == list(range(4, 14))
         assert numbers[4] == [4, 5, 6, 6] and numbers[9] == [9, 10, 11, 11] and numbers[12] == [12, 13, 13, 13]
-    # a loaded ring shows with the first write where it begins
+    # the first write reveals the start of a loaded ring
     source.dumps(tmp_path)
     loaded = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=16)
     loaded.loads(tmp_path)
@@ -835,7 +835,7 @@ def test_missing_entries_are_named(missing, anchors):
     buffer = buffer_of(**arguments)
     with refuses(buffer, KeyError, message):
         buffer.extend(data)
-    # held by a storage that was filled before
+    # already in the storage when the sampler was attached
     filled = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
     filled.extend(data)
     filled.set_sampler(buffer_of(**arguments).sampler)
@@ -858,7 +858,7 @@ def test_writes_go_on_after_a_refused_one():
     buffer.extend(rows(6, ids=[0] * 6))
     with refuses(buffer, ValueError, "num_streams=1"):
         buffer.extend(rows(2, ids=[1, 0], first=6))
-    # the refused rows are in the storage, but nobody knows what they are: they are not drawn
+    # the rejected rows are in the storage, but their content is unknown, so they are never drawn
     buffer.extend(rows(1, ids=[0], first=8))
     assert slices_by_start(buffer, "number") == {3: [3, 4], 4: [4, 5], 5: [5, 5], 8: [8, 8]}
     assert buffer.sampler.newest(buffer)["number"].tolist() == [8, 8]
@@ -877,7 +877,7 @@ def test_only_writers_in_turn():
 
 
 def test_storages():
-    with pytest.raises(TypeError, match="TensorDicts in a tensor storage"):
+    with pytest.raises(TypeError, match="must hold a TensorDict"):
         ReplayBuffer(
             storage=ListStorage(6), sampler=TrajectoryRetraceSampler(6, slice_len=2), batch_size=2, collate_fn=list
         ).extend(list("abc"))

@@ -65,7 +65,7 @@ def check(rb, tables, naive):
 
 
 def cut(count, chunk, generator):
-    """Borders of chunks: of a fixed size, or of random ones up to 9."""
+    """Borders of chunks with a fixed size, or with random sizes up to 9."""
     borders = [0]
     while borders[-1] < count:
         step = chunk or int(torch.randint(1, 10, (), generator=generator))
@@ -250,7 +250,7 @@ def test_capacity_can_be_lowered_and_raised_again():
 
 
 def test_a_default_table_that_was_smaller_for_a_while():
-    """What had left it cannot be sent any more, though it would be in it by now."""
+    """Transitions that it removed cannot enter a table, even if they would fit into it again."""
     rb, tables = make([("a", 10, "a")], {"a": 30, "default": 20})
     data = scripted(60, p_event=0, p_done=0)
     data["next", "a"][20] = True
@@ -351,7 +351,7 @@ def test_entries_are_settled_by_the_first_write_that_is_accepted(retention):
 
 
 class RefusesWithoutAction(RandomSampler):
-    """A sampler that reads the actions of what was written."""
+    """A sampler that reads the actions of new rows."""
 
     def mark_update(self, index, *, storage=None):
         if storage[:].get("action", None) is None:
@@ -376,7 +376,7 @@ def test_a_write_that_fails_in_the_storage_leaves_the_tables_whole(retention, mo
             with pytest.raises(RuntimeError, match="no space left"):
                 rb.extend(data[100:110].clone())
     if retention == "ring":
-        # nothing was overwritten, and the episodes go on
+        # nothing was overwritten, so the episodes continue
         naive = NaiveTables(specs, capacity, size)
         for first in range(0, 300, 100):
             write_naive(naive, data[first : first + 100])
@@ -401,7 +401,7 @@ def test_a_storage_that_was_filled_before():
     source.extend(data[:30].clone())
     tables = EventTables([SPEC], {"a": 12})
     rb = buffer(tables, 40, storage=source.storage)
-    # its first slots are written first
+    # slots are used in order, starting with the first
     for first, last, size in ((30, 33, 30), (33, 60, 30), (60, 100, 40)):
         rb.extend(data[first:last].clone())
         assert len(tables["default"]) == size

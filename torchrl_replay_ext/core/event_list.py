@@ -1,4 +1,4 @@
-"""One first-in-first-out list of slots."""
+"""A first-in-first-out list of slots."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Listener(Protocol):
     """An object that is notified when entries of the lists change."""
 
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
-        """``slots`` [n] are now at ``positions`` [n]."""
+        """``slots`` [n] were inserted at ``positions`` [n]."""
         ...
 
     def on_remove(self, positions: Tensor, slots: Tensor) -> None:
-        """``slots`` [n] are no longer at ``positions`` [n]."""
+        """``slots`` [n] were removed from ``positions`` [n]."""
         ...
 
     def on_relayout(self) -> None:
-        """All entries may be at other positions now."""
+        """The positions of all entries may have changed."""
         ...
 
 
 class Listeners:
-    """The objects to notify. They are held by weak references."""
+    """The objects to notify, held by weak references."""
 
     def __init__(self):
         self._references: list[weakref.ref[Listener]] = []
@@ -39,12 +39,12 @@ class Listeners:
         return iter([found for found in (reference() for reference in self._references) if found is not None])
 
     def attach(self, listener: Listener) -> None:
-        """Notify ``listener`` from now on."""
+        """Notify ``listener`` of later events."""
         if all(other is not listener for other in self):
             self._references.append(weakref.ref(listener))
 
     def notify(self, event: Literal["on_insert", "on_remove", "on_relayout"], *arguments: Tensor) -> None:
-        """Call a method of each :class:`Listener`."""
+        """Call the method ``event`` of each listener."""
         for listener in self:
             getattr(listener, event)(*arguments)
 
@@ -59,12 +59,12 @@ class Listeners:
 class EventList:
     """A first-in-first-out list of slots, in a ring of positions.
 
-    Entries ``tail`` to ``head - 1`` are in the list, entry k at position ``begin + k % (end - begin)``. An entry whose
-    slot is overwritten is removed where it stands and leaves a gap. The list closes its gaps when its positions run
-    out.
+    The list consists of entries ``tail`` to ``head - 1``; entry k is at position ``begin + k % (end - begin)``. If the
+    slot of an entry is overwritten, the entry leaves a gap at its position. Gaps are closed when no free position is
+    left.
 
     All tensors are views of the state of :class:`~torchrl_replay_ext.core.event_tables.EventTables`, which also
-    changes them.
+    modifies them.
 
     Args:
         begin: first position.
@@ -72,12 +72,12 @@ class EventList:
         nowhere: the position of a slot that is not in the list.
         slot_at: the slot at each position, int [positions]; shared by all lists.
         place: the position of each slot, int [slots].
-        head: number of entries inserted so far, int64 [].
+        head: number of the next entry, int64 [].
         tail: number of the oldest entry, int64 [].
-        count: number of entries without the gaps, int64 [].
-        capacity: largest ``count``, int64 [].
-        newest: the largest transition number inserted since the list was last empty, -1 before, int64 [].
-        ordered: True if the entries are in the order of their transition numbers, bool [].
+        count: number of entries, gaps not included, int64 [].
+        capacity: upper limit of ``count``, int64 [].
+        newest: the largest transition number inserted since the list was last empty; -1 if none, int64 [].
+        ordered: True if the entries are sorted by transition number, bool [].
         listeners: the objects to notify.
     """
 
@@ -124,15 +124,15 @@ class EventList:
         return slots
 
     def make_room(self, count: int) -> Tensor:
-        """Remove the oldest entries so that ``count`` more fit in; returns their slots."""
+        """Remove the oldest entries to make room for ``count`` more; returns the slots of the removed entries."""
         capacity = int(self.capacity)
         return self.evict(len(self) + min(count, capacity) - capacity)
 
     def insert(self, slots: Tensor, numbers: Tensor) -> None:
-        """Add entries that are not in the list. The oldest entries make room for them.
+        """Add entries that are not in the list. If there is no room, remove the oldest entries.
 
         Args:
-            slots: int64 [n], distinct, the oldest first. If n exceeds the capacity, the first ones are left out.
+            slots: int64 [n], distinct, oldest first. If n exceeds the capacity, the oldest ones are left out.
             numbers: transition numbers, int64 [n].
         """
         capacity = int(self.capacity)
@@ -153,37 +153,36 @@ class EventList:
         self.listeners.notify("on_insert", positions, slots)
 
     def stays_ordered(self, numbers: Tensor) -> bool:
-        """True if the list is ordered and stays so after transitions with these ``numbers`` [n] are inserted."""
+        """True if the list is ordered and would stay ordered after inserting transitions ``numbers`` [n]."""
         return bool(self.ordered & self._follow(numbers))
 
     def _follow(self, numbers: Tensor) -> Tensor:
         return (numbers > shifted(numbers, self.newest)).all()
 
     def _place_at(self, first: int, slots: Tensor) -> Tensor:
-        """Put ``slots`` [n] at the positions of entries ``first`` to ``first + n - 1``; returns the positions."""
+        """Store ``slots`` [n] as entries ``first`` to ``first + n - 1``; returns their positions."""
         positions = self._positions(first, first + len(slots))
         self.slot_at[positions] = slots.to(self.slot_at.dtype)
         self.place[slots] = positions.to(self.place.dtype)
         return positions
 
     def _lay_out(self, slots: Tensor) -> Tensor:
-        """Let ``slots`` [n], the oldest first, be the only entries, at the first positions; returns the positions."""
+        """Make ``slots`` [n], oldest first, the only entries, starting at ``begin``; returns their positions."""
         positions = self._place_at(0, slots)
         self.tail.zero_()
         self.head.fill_(len(slots))
         return positions
 
     def _compact(self) -> None:
-        """Close the gaps."""
         slots = self.slots()
         self.listeners.notify("on_remove", self.place[slots].to(torch.int64), slots)
         self.listeners.notify("on_insert", self._lay_out(slots), slots)
 
     def rebuild(self) -> Tensor:
-        """Restore the list from ``place`` after a change was interrupted. Listeners are not notified.
+        """Restore the list from ``place`` after an interrupted change. Listeners are not notified.
 
         Returns:
-            The slots in the list, the oldest entry first, int64 [count].
+            The slots in the list, oldest entry first; int64 [count].
         """
         held = (self.place != self.nowhere).nonzero().squeeze(1)
         passed = (self.place[held].to(torch.int64) - self.begin - self.tail) % (self.end - self.begin)
@@ -195,11 +194,11 @@ class EventList:
         return held
 
     def check_valid(self, name: str) -> None:
-        """Raise AssertionError, naming the table ``name``, if positions, slots and count contradict each other."""
+        """Raise AssertionError if positions, slots and count are inconsistent; ``name`` is the table in the message."""
         held = (self.place != self.nowhere).nonzero().squeeze(1)
         if len(held) != len(self) or len(held) > int(self.capacity):
-            raise AssertionError(f"EventTables[{name!r}]: the count of entries is wrong")
+            raise AssertionError(f"EventTables[{name!r}]: the number of entries is wrong or exceeds the capacity")
         if not torch.equal(self.slot_at[self.place[held].to(torch.int64)].to(torch.int64), held):
-            raise AssertionError(f"EventTables[{name!r}]: an entry is of another slot")
+            raise AssertionError(f"EventTables[{name!r}]: a slot points to a position that holds another slot")
         if not torch.equal(self.slots().sort().values, held):
-            raise AssertionError(f"EventTables[{name!r}]: an entry lies outside the list")
+            raise AssertionError(f"EventTables[{name!r}]: a slot points to a position outside of the list")

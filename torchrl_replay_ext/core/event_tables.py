@@ -1,4 +1,4 @@
-"""Event tables: first-in-first-out lists of the transitions that led to an event, over one storage."""
+"""Event tables: first-in-first-out lists of transitions that led to an event. All lists refer to one storage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capac
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.recoverable import Recoverable
 
-# The attribute of a storage through which a writer and a sampler that were built apart find the same tables.
+# Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
 
 
 class EventTable:
-    """One of :class:`EventTables`."""
+    """One table of :class:`EventTables`."""
 
     def __init__(self, tables: EventTables, number: int):
         self._tables, self._number = tables, number
@@ -28,12 +28,12 @@ class EventTable:
         return self._tables.size(self._number)
 
     def index(self) -> Tensor:
-        """The slots of its transitions, oldest entry first; int64 [len], row-major in a storage of more dimensions."""
+        """Slots of the transitions, oldest entry first; int64 [len]. Storages with ndim >= 2: row-major numbers."""
         return self._tables.index(self._number)
 
     @property
     def capacity(self) -> int:
-        """κ, the largest number of transitions. Can be lowered, and raised again up to its first value."""
+        """κ, the maximum number of transitions. It can be lowered, and raised up to its initial value."""
         return self._tables.capacity_of(self._number)
 
     @capacity.setter
@@ -46,25 +46,25 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     An :class:`~torchrl_replay_ext.EventTableWriter` fills the tables and an
     :class:`~torchrl_replay_ext.EventTableSampler` draws from them; pass the same object to both. If the writer and the
-    sampler are built apart (from a configuration, in a Ray actor), equal tables are matched through the buffer's
-    storage. The table ``"default"`` holds all transitions.
+    sampler are built separately (from a configuration, in a Ray actor), build the tables of both with equal arguments;
+    the sampler then uses the tables of the writer. The table ``"default"`` holds all transitions.
 
     An entry is the index of a transition. It takes 12 bytes, and each table takes 4 bytes per slot of the storage.
     Each table is first-in-first-out. ``retention`` decides what happens to an entry when its transition becomes old:
 
     * ``"ring"``: the storage is a ring of N transitions, and the default table holds all of them. An entry is removed
       when its slot is overwritten.
-    * ``"pinned"``: as in the authors' implementation with Reverb, the default table holds the newest κ_0 transitions,
-      and a transition is stored as long as any table holds it. Rare events are kept. The storage must be flat and have
-      at least Σκ slots, which is the largest number of transitions that are stored.
+    * ``"pinned"``: the default table holds the newest κ_0 transitions. A transition stays stored as long as any table
+      holds it, so rare events are kept. The authors' implementation with Reverb does the same. The storage must be flat
+      and have at least Σκ slots, the maximum number of stored transitions.
 
     Args:
         specs: the events.
-        capacity: κ of each table, in transitions. Include ``"default"`` only if ``retention="pinned"``.
+        capacity: κ of each table by name, in transitions. Include ``"default"`` only if ``retention="pinned"``.
         retention: ``"ring"`` (default) or ``"pinned"``.
 
     Raises:
-        ValueError: if names or capacities do not match.
+        ValueError: if ``capacity`` does not name exactly the tables of ``specs``, or an argument is out of range.
         TypeError: if ``specs`` is not a list or ``capacity`` is not a mapping.
 
     Examples:
@@ -82,7 +82,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         self.specs, self.retention = tuple(specs), retention
         self.names, self._max_capacity = [*capacities], [*capacities.values()]
         self._pinned = retention == "pinned"
-        # in a ring the default table is the whole storage and needs no list
+        # with retention="ring" the default table is the whole storage and needs no list
         self._first = 0 if self._pinned else 1
         self.num_slots = 0
         self._listeners = Listeners()
@@ -91,7 +91,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def __getitem__(self, name: str) -> EventTable:
         if name not in self.names:
-            raise KeyError(f"EventTables: there is no table {name!r}, only {self.names}.")
+            raise KeyError(f"EventTables: there is no table {name!r}; the tables are {self.names}.")
         return EventTable(self, self.names.index(name))
 
     def __iter__(self) -> Iterator[str]:
@@ -107,7 +107,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return id(self)
 
     def description(self) -> list[Any]:
-        """The events, capacities and retention. Functions are left out: they cannot be compared."""
+        """Events, capacities and retention, to compare two objects. Functions cannot be compared and are left out."""
         specs = [
             (spec.name, spec.history, spec.table, spec.context, None if callable(spec.condition) else spec.condition)
             for spec in self.specs
@@ -141,13 +141,13 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         name, most = self.names[number], self._max_capacity[number]
         if number < self._first or not self.num_slots:
             raise ValueError(
-                f"EventTables[{name!r}].capacity: the capacity can be changed after the first write, and not for the "
-                "default table of retention='ring'."
+                f"EventTables[{name!r}].capacity={value}: the capacity can only be changed after the first write; with "
+                "retention='ring' the capacity of the default table is that of the storage and cannot be changed."
             )
         if isinstance(value, bool) or not 1 <= value <= most:
             raise ValueError(
-                f"EventTables[{name!r}].capacity={value}: the capacity must be in [1, {most}]; {most} was given first, "
-                "and memory is allocated for it."
+                f"EventTables[{name!r}].capacity={value}: the capacity must be in [1, {most}], since memory was "
+                f"allocated for {most} entries; for more, pass a larger capacity to EventTables."
             )
         with self.transaction():
             self._capacity[number] = int(value)
@@ -165,8 +165,8 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     # --- memory
 
     def regions(self, num_slots: int) -> list[int]:
-        """The first position of each table for a storage of ``num_slots``, and the number of all positions."""
-        # in a ring entries are removed out of order, so a list needs more positions than entries
+        """The first position of each table for a storage of ``num_slots``, then the total number of positions."""
+        # with retention="ring" entries are removed out of order, so a list needs more positions than entries
         lengths = [capacity * (1 if self._pinned else 2) for capacity in self._max_capacity]
         if not self._pinned:
             lengths[0] = num_slots
@@ -176,19 +176,19 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return begins
 
     def check(self, num_slots: int) -> None:
-        """ValueError if a storage of ``num_slots`` is too small."""
+        """Raise ValueError if a storage of ``num_slots`` is too small."""
         needed = sum(self._max_capacity)
         if self._pinned and num_slots < needed:
             raise ValueError(
                 f"EventTables(retention='pinned'): the storage has {num_slots} slots, the capacities add up to "
-                f"{needed}; use LazyTensorStorage({needed})."
+                f"{needed} and must all fit; use LazyTensorStorage({needed})."
             )
 
     def allocate(self, num_slots: int, device: torch.device) -> None:
-        """Allocate the lists for a storage of ``num_slots``, once.
+        """Allocate the lists for a storage of ``num_slots``. Later calls only move them to ``device``.
 
         Raises:
-            ValueError: if the storage is too small, or the lists were allocated for another one.
+            ValueError: if the storage is too small, or the tables hold transitions of a storage of another size.
         """
         if self.num_slots == num_slots:
             self._move(device)
@@ -196,33 +196,33 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         self.check(num_slots)
         if self.num_written:
             raise ValueError(
-                f"EventTables: they are in use with a storage of {self.num_slots} slots, so a storage of {num_slots} "
-                "cannot use them too; give each buffer its own."
+                f"EventTables: these tables are used with a storage of {self.num_slots} slots and cannot be used with "
+                f"one of {num_slots} slots; give each buffer its own."
             )
         self.num_slots, self.device = num_slots, device
         self._begins = self.regions(num_slots)
         self.nowhere = self._begins[-1]
         wide = torch.int32 if self.nowhere < 2**31 else torch.int64
         count = len(self.names)
-        # one position more, which no list uses
+        # the extra position, `nowhere`, belongs to no list
         self.slot_at = torch.zeros(self.nowhere + 1, dtype=wide, device=device)
         if not self._pinned:
             self.slot_at[:num_slots] = torch.arange(num_slots, device=device)
         self._place = torch.full((count - self._first, num_slots), self.nowhere, dtype=wide, device=device)
-        # head, tail and count of each list, see EventList; count of the default table of a ring
+        # head, tail and count of each list, see EventList; of the default table of a ring only the count is used
         self._ends = torch.zeros(3, count, dtype=torch.int64, device=device)
         self._capacity = torch.tensor(self._max_capacity, dtype=torch.int64, device=device)
         self._newest = torch.full((count,), -1, dtype=torch.int64, device=device)
         self._ordered = torch.ones(count, dtype=torch.bool, device=device)
-        # number of transitions so far; in a ring, transition n is in slot n % num_slots
+        # number of transitions written; in a ring, transition n is in slot n % num_slots
         self._written = torch.zeros((), dtype=torch.int64, device=device)
-        # how often all content was replaced; writers in other processes compare it
+        # number of times that all content was replaced; writers in other processes compare it to detect a reset
         self._resets = torch.zeros((), dtype=torch.int64, device=device)
         self._free = FreeList(num_slots, device=device) if self._pinned else None
         self._bind_lists()
 
     def _bind_lists(self) -> None:
-        """Make the lists, which are views of the state tensors."""
+        """Create the lists as views of the state tensors."""
         self.counts = self._ends[2]
         self._lists = [
             EventList(
@@ -243,7 +243,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         ]
 
     def list_of(self, number: int) -> EventList:
-        """The list of a table. The default table of a ring has none."""
+        """The list of a table. With ``retention="ring"`` the default table has no list."""
         return self._lists[number - self._first]
 
     def _move(self, device: torch.device) -> None:
@@ -257,7 +257,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         self._bind_lists()
 
     def __getstate__(self) -> dict[str, Any]:
-        # views are made anew: a pickle would make them tensors of their own
+        # pickled views would become separate tensors, so __setstate__ creates them again
         return {key: value for key, value in vars(self).items() if key not in ("_lists", "counts")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,7 +266,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             self._bind_lists()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, to be saved and restored in place."""
+        """The state to save. :meth:`load` restores it in place."""
         names = ("place", "capacity", "newest", "ordered", "written")
         state = {name: getattr(self, f"_{name}") for name in names}
         state |= {"slot_at": self.slot_at, "lists": self._ends}
@@ -295,16 +295,16 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     @property
     def num_resets(self) -> int:
-        """How often all content was replaced: by :meth:`clear`, :meth:`load` or :meth:`recover`."""
+        """Number of times that :meth:`clear`, :meth:`load` or :meth:`recover` replaced all content."""
         return int(self._resets) if self.num_slots else 0
 
     def recover(self, next_slot: int | None = None) -> None:
-        """Rebuild the lists if a transaction was interrupted. Must not be called within one.
+        """Rebuild the lists if a transaction was interrupted. Must not be called within a transaction.
 
-        A transition that was in a table stays in it. Writers forget the episodes that were not finished.
+        Entries stay in their tables. Writers discard their unfinished episodes.
 
         Args:
-            next_slot: the slot after the last one in which the storage holds a row, or part of one; None if unknown.
+            next_slot: the slot after the last one that holds a complete or partial row; None (default) if unknown.
         """
         if not self.needs_recovery:
             return
@@ -325,11 +325,11 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     # --- which tables hold a slot
 
     def attach(self, listener: Listener) -> None:
-        """Notify ``listener`` of all changes of the lists from now on."""
+        """Notify ``listener`` of all later changes of the lists."""
         self._listeners.attach(listener)
 
     def positions(self, slots: Tensor) -> Tensor:
-        """The position of each of ``slots`` [n] in each table, ``nowhere`` if it is not there; int64 [tables, n]."""
+        """Position of each of ``slots`` [n] in each table, ``nowhere`` if it is not there; int64 [tables, n]."""
         listed = self._listed(slots).to(torch.int64)
         return listed if self._pinned else torch.cat([slots.unsqueeze(0), listed])
 
@@ -341,18 +341,19 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return gather_in_bounds(self._place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
 
     def holds(self, slots: Tensor) -> Tensor:
-        """True where a table holds a slot of ``slots`` [n], bool [tables, n]; in a ring without the default table."""
+        """True where a table holds one of ``slots`` [n], bool [tables, n]; in a ring, the default table has no row."""
         return self._listed(slots) != self.nowhere
 
     def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
-        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], outside graphs; float32 [n]."""
+        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. Not usable in graphs."""
         result = torch.tensor(of_table[self._first :], device=self.device) @ self.holds(slots).to(torch.float32)
         return result if self._pinned else result.add_(of_table[0])
 
     def runs(self) -> list[tuple[int, int, int, int]] | None:
         """First position, number of positions, number of the oldest entry and size of each table.
 
-        The entries of a table are at cyclically consecutive positions. None if a table has gaps.
+        Returns:
+            None if a table has gaps. Otherwise the entries of each table are at cyclically consecutive positions.
         """
         heads, tails, counts = self._ends.tolist()
         if not self._pinned:
@@ -372,33 +373,40 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest transition that the default table may hold."""
+        """Lower bound on the numbers of the transitions in the default table."""
         return self.num_written - (self.size(0) if self._pinned else self.num_slots)
 
     def adopt(self, count: int, last: int | Tensor | None) -> None:
-        """Register the ``count`` transitions that a storage held before the first write; no events are known of them.
+        """Add the transitions that a storage held before the first write to the default table, without events.
 
         Args:
-            count: the storage's length.
+            count: length of the storage.
             last: the slot that was written last; None if unknown.
         """
         if self.num_written or not count:
             return
         if self._pinned:
-            raise ValueError("EventTables(retention='pinned'): the storage must be empty at first.")
+            raise ValueError(
+                f"EventTables(retention='pinned'): the storage must be empty at first, but holds {count} transitions; "
+                "create the buffer with an empty storage and write them to it."
+            )
         self._written.fill_(self.num_slots + (0 if last is None else int(last) + 1))
         self.counts[0] = count
 
     def written(self, slots: Tensor) -> None:
-        """Register that ``slots`` [n] were written, in order."""
+        """Count a write of ``slots`` [n], given in the order of writing."""
         self._written.add_(len(slots))
         if not self._pinned:
             self.counts[0] = torch.maximum(self.counts[0], slots.max() + 1)
 
     def skip_to(self, slot: int) -> bool:
-        """Ring: the next write begins at ``slot``. Removes the entries of slots that it skips; True if there are any.
+        """Ring: let the next write begin at ``slot``, and remove the entries of skipped slots.
 
-        A process was killed while it wrote these slots, or the storage was filled before and its ring begins elsewhere.
+        Slots are skipped if a process was killed while it wrote them, or if the storage was filled before and its ring
+        begins elsewhere.
+
+        Returns:
+            True if slots were skipped.
         """
         first = self.num_written
         count = (slot - first) % self.num_slots if first else 0
@@ -412,7 +420,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
         Args:
             slots: int64 [n], distinct.
-            in_turn: the slots hold the oldest transitions of the storage.
+            in_turn: True (default) if these transitions were the oldest ones of the storage.
         """
         positions = self._listed(slots)
         held = positions != self.nowhere
@@ -428,11 +436,11 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             self._listeners.notify("on_remove", positions[held].to(torch.int64), slots.expand_as(positions)[held])
 
     def take(self, count: int, entering: Mapping[int, Tensor]) -> Tensor:
-        """Pinned: make room for a write and return the slots for its new transitions.
+        """Pinned: make room for a write and return the slots for the new transitions, int64 [count].
 
         Args:
-            count: number of new transitions, at most the default table's capacity.
-            entering: for each table the slots of stored transitions that will enter it, int64; -1 for new transitions.
+            count: number of new transitions, at most the capacity of the default table.
+            entering: for each table the slots of the transitions that will enter it, int64; -1 for new transitions.
         """
         assert self._free is not None
         evicted = [self.list_of(0).make_room(count)]
@@ -441,11 +449,11 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return self._free.pop(torch.ones(count, dtype=torch.bool, device=self.device))
 
     def give_back(self, slots: Tensor) -> None:
-        """Pinned: free ``slots`` [n] from :meth:`take` that could not be written."""
+        """Pinned: free ``slots`` [n] that :meth:`take` returned, because the write failed."""
         self._release(slots)
 
     def _release(self, slots: Tensor, needed: Iterable[Tensor] = ()) -> None:
-        """Pinned: free those of ``slots`` [n] that no table holds and that are not ``needed``."""
+        """Pinned: free each of ``slots`` [n] that no table holds and that is not in ``needed``."""
         if self._free is None or not len(slots):
             return
         slots = slots.unique()
@@ -455,7 +463,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         self._free.push(slots, unused)
 
     def check_valid(self) -> None:
-        """Raise AssertionError if lists, places, counts and free slots contradict each other. O(slots)."""
+        """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         if not self.num_slots:
             return
         for name, entries in zip(self.names[self._first :], self._lists, strict=True):
@@ -463,4 +471,4 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         if self._free is not None:
             everything = torch.arange(self.num_slots, device=self.device)
             if not torch.equal(self._free.free(), ~self.holds(everything).any(0)):
-                raise AssertionError("EventTables: the free slots are wrong")
+                raise AssertionError("EventTables: the free slots are not the slots that no table holds")

@@ -1,4 +1,4 @@
-"""The priority of each slot, and how it comes from a TD error."""
+"""The priority of each slot, computed from TD errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.functional.priorities import write_last
 
-# The largest priority is kept in float64, priorities in float32 after several roundings: this much may lie in between.
+# Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
@@ -25,24 +25,24 @@ def as_float32(number: float) -> float:
 class Priorities:
     """The priority d = |δ| + eps of each slot, and the priority of new transitions.
 
-    New transitions get the largest d seen so far (1 at first); with ``within_buffer`` the largest d of the stored
-    transitions that have been updated, as long as there are any.
+    New transitions get the largest d seen so far, 1 before the first update. With ``within_buffer`` they get the
+    largest d of the stored transitions that have been updated; if there are none, the last such value is kept.
 
     Args:
         size: number of slots.
-        device: where the tensors live.
-        eps: added to |δ|.
-        td_error: whether TD errors are given ``"squared"`` or ``"absolute"``.
+        device: device of the tensors.
+        eps: constant added to |δ|.
+        td_error: ``"squared"`` if updates contain δ², ``"absolute"`` if they contain |δ|.
         within_buffer: see above.
     """
 
     def __init__(self, size: int, device: torch.device, *, eps: float, td_error: TDError, within_buffer: bool):
         self.eps, self.td_error, self.within_buffer = eps, td_error, within_buffer
-        # d of each slot, float32; negated until its first update
+        # d of each slot, float32; negative if the transition was never updated
         self.of_slot = torch.zeros(size, device=device)
-        # float64 numbers have shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim ones
+        # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.ones(1, dtype=torch.float64, device=device)
-        # d of each slot since its first update, as the bits of the float32 number, which have its order
+        # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
 
     @overload
@@ -56,54 +56,54 @@ class Priorities:
         return (math.sqrt(error) if self.td_error == "squared" else error) + self.eps
 
     def default_td_error(self) -> float:
-        """The TD error whose priority is that of a new transition."""
+        """The TD error that gives the priority of a new transition."""
         error = max(float(self.largest) - self.eps, 0.0)
         return error**2 if self.td_error == "squared" else error
 
     def is_default(self, error: float) -> bool:
-        """Whether ``error`` is :meth:`default_td_error`, rounded to float32."""
+        """True if ``error`` equals :meth:`default_td_error`, rounded to float32."""
         return error == as_float32(self.default_td_error())
 
     def prepare(self) -> None:
-        """Make the state fit to become part of a graph."""
+        """Prepare the state for use in compiled graphs."""
         if self._updated is not None:
             self._updated.prepare()
 
     def insert(self, slots: Tensor) -> None:
-        """``slots`` [n] hold new transitions."""
+        """Set the priorities of new transitions in ``slots`` [n]."""
         self.of_slot[slots] = -self.largest.float()
 
     def overwrite(self, slots: Tensor) -> None:
-        """The content of ``slots`` [n] is being replaced: it no longer counts for the largest priority."""
+        """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
         if self._updated is not None:
             self._set_bits(slots, torch.zeros_like(slots))
 
     def undo_overwrite(self, slots: Tensor, largest: Tensor) -> None:
-        """The new content of ``slots`` [n] was refused; ``largest`` is what the largest priority was before."""
+        """Undo :meth:`overwrite` of ``slots`` [n] after a rejected write; ``largest``: the largest priority before."""
         self.recount(slots)
         self.largest.copy_(largest)
 
     def remove(self, slots: Tensor) -> None:
-        """``slots`` [n] hold nothing."""
+        """Delete the priorities of ``slots`` [n]."""
         self.of_slot[slots] = 0.0
         self.recount(slots)
 
     def update(self, slots: Tensor, priority: Tensor, largest: float) -> None:
-        """Set d of ``slots`` [n]; of duplicates the last one wins. ``largest``: the largest of ``priority`` [n]."""
+        """Set d of ``slots`` [n] to ``priority`` [n], whose maximum is ``largest``; the last of duplicate rows wins."""
         write_last(self.of_slot, slots, priority)
         self.recount(slots)
         if not self.within_buffer and largest > self.largest.item():
             self.largest.fill_(largest)
 
     def update_compiled(self, slots: Tensor, priority: Tensor, valid: Tensor, largest: Tensor) -> None:
-        """:meth:`update` of the rows that are ``valid`` [n]; rows of one slot agree."""
+        """Like :meth:`update`, for the rows that are ``valid`` [n]. Duplicate rows must have equal priorities."""
         if not self.within_buffer:
             self.largest.copy_(torch.maximum(self.largest, largest))
         scatter_in_bounds(self.of_slot, slots, torch.where(valid, priority, gather_in_bounds(self.of_slot, slots)))
         self.recount(slots)
 
     def recount(self, slots: Tensor) -> None:
-        """Bring the largest priority within the buffer up to date, after d of ``slots`` [n] has changed."""
+        """Update the largest priority within the buffer after d of ``slots`` [n] has changed."""
         if self._updated is not None:
             self._set_bits(slots, self._bits(gather_in_bounds(self.of_slot, slots)))
 
@@ -117,16 +117,16 @@ class Priorities:
 
     @staticmethod
     def _bits(priority: Tensor) -> Tensor:
-        """The bits of d [n], int64, which are ordered like d; 0 for new transitions."""
+        """The bits of d [n] as int64, in the same order as d; 0 for transitions that were never updated."""
         return priority.clamp_min(0.0).view(torch.int32).to(torch.int64)
 
     def clear(self) -> None:
-        """No slot holds anything; the largest priority stays."""
+        """Delete all priorities, but keep the largest priority."""
         self.of_slot.zero_()
         self.rebuild()
 
     def reset(self) -> None:
-        """Nothing was ever stored."""
+        """Restore the initial state."""
         self.largest.fill_(1.0)
         self.clear()
 
@@ -135,20 +135,20 @@ class Priorities:
         return {"priority": self.of_slot, "max_priority": self.largest}
 
     def rebuild(self) -> None:
-        """Recompute the largest priority within the buffer, after :meth:`tensors` were replaced."""
+        """Recompute the largest priority within the buffer after :meth:`tensors` were replaced."""
         if self._updated is not None:
             self._updated.leaves.zero_()
             self._updated.rebuild_()
             self.recount(torch.arange(len(self.of_slot), device=self.of_slot.device))
 
     def check_valid(self, generation: Tensor) -> None:
-        """Raise AssertionError if parts of the state contradict each other or ``generation`` [size]. O(N)."""
+        """Raise AssertionError if the state is inconsistent, also with ``generation`` [size]. O(N)."""
         if bool(((generation == 0) & (self.of_slot != 0)).any()):
-            raise AssertionError("Priorities: a slot that holds nothing has a priority")
-        # a new transition has the largest priority of the time when it was written
+            raise AssertionError("Priorities: an empty slot has a priority")
+        # the priority of a new transition is the largest priority at the time of its write
         if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):
-            raise AssertionError("Priorities: a priority is larger than the largest so far")
+            raise AssertionError("Priorities: a priority exceeds the largest priority")
         if self._updated is not None:
             self._updated.check_valid()
             if not torch.equal(self._updated.leaves[: len(self.of_slot)], self._bits(self.of_slot)):
-                raise AssertionError("Priorities: the largest priority is not that of the buffer")
+                raise AssertionError("Priorities: the largest priority does not match the priorities in the buffer")

@@ -1,4 +1,4 @@
-"""State that is rebuilt after a change of it was interrupted."""
+"""State that is rebuilt after an interrupted change."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 
 class Recoverable:
-    """Marks state dirty while it is modified.
+    """Marks state as dirty while it is modified.
 
-    If a change is interrupted, by an exception or because its process is killed, the flag stays set, and the state must
-    be rebuilt before its next use. The flag is a tensor, which processes share; on the CPU, where reading is cheap.
+    If a change is interrupted because of an exception or a killed process, the flag stays set, and the state must be
+    rebuilt before its next use. The flag is a tensor, so processes can share it. It is on the CPU, where reading is
+    cheap.
     """
 
     def __init__(self):
@@ -20,7 +21,7 @@ class Recoverable:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Mark the state dirty while the block modifies it. Transactions can be nested."""
+        """Mark the state as dirty while the block modifies it. Transactions can be nested."""
         was_dirty = bool(self._dirty)
         self._dirty.fill_(True)
         yield
@@ -28,13 +29,13 @@ class Recoverable:
 
     @property
     def needs_recovery(self) -> bool:
-        """Whether a change was interrupted, or is under way."""
+        """True if a change was interrupted or is in progress."""
         return bool(self._dirty)
 
     def mark_dirty(self) -> None:
-        """The state must be rebuilt before its next use."""
+        """Require a rebuild of the state before its next use."""
         self._dirty.fill_(True)
 
     def mark_clean(self) -> None:
-        """The state was rebuilt, or the interrupted change was undone."""
+        """Mark the state as valid, after it was rebuilt or the interrupted change was undone."""
         self._dirty.fill_(False)

@@ -1,4 +1,4 @@
-"""What is known about the writes to a buffer: the ring position, the generation of each slot, and what to recover."""
+"""A log of the writes to a buffer: the ring position, the generation of each slot, and the dirty flag."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.core.recoverable import Recoverable
 
-# In place of the step at which the last write ended.
+# Special values of last_seen_step.
 _UNKNOWN = -1
 OUT_OF_ORDER = -2
 
@@ -20,11 +20,12 @@ class Layout(NamedTuple):
     """The slots of a buffer, numbered in row-major order.
 
     Args:
-        shape: of the storage. The first dimension is the ring, the others are lanes.
+        shape: shape of the storage. The first dimension is the ring; the product of the others is the number of lanes.
         size: number of slots for which state is kept, at least the product of ``shape``.
-        device: where the state lives.
-        for_graphs: whether the state becomes part of compiled graphs, which cannot see what Python remembers.
-        known: whether the shape is that of a storage; before the first write it is a guess.
+        device: device of the state.
+        for_graphs: True if compiled graphs use the state; all state must then be in tensors. Default: False.
+        known: True if ``shape`` was read from a storage, False if it is a guess before the first write. Default:
+            False.
     """
 
     shape: tuple[int, ...]
@@ -35,37 +36,37 @@ class Layout(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Steps of the ring."""
+        """Number of steps of the ring."""
         return self.shape[0]
 
     @property
     def slots_per_step(self) -> int:
-        """Lanes."""
+        """Number of lanes."""
         return math.prod(self.shape[1:])
 
     @property
     def num_slots(self) -> int:
-        """Slots of the storage."""
+        """Number of slots of the storage."""
         return math.prod(self.shape)
 
     def streams(self, num_streams: int) -> tuple[int, int, bool]:
-        """Steps, lanes, and whether streams are assigned to lanes: ``num_streams`` of them in flat storage."""
+        """Number of steps, number of lanes, and whether streams are assigned to lanes (``num_streams`` > 1, flat)."""
         if len(self.shape) > 1:
             return self.steps, self.slots_per_step, False
         return self.steps, num_streams, num_streams > 1
 
     def slots_at(self, steps: Tensor) -> Tensor:
-        """The slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
+        """Slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
         return steps.unsqueeze(1) * self.slots_per_step + torch.arange(self.slots_per_step, device=self.device)
 
 
 class WriteLog(Recoverable):
-    """Owns what a sampler knows about writes: the ring position, the generations of slots, and the dirty flag.
+    """Records the writes to a buffer: the ring position, the generation of each slot, and the dirty flag.
 
-    Each write has a number, counted from 1. The generation of a slot is the number of the write that filled it; 0 means
-    that the slot holds nothing. Numbers are never used twice, not even after the buffer was emptied.
+    Writes are numbered from 1. The generation of a slot is the number of the write that filled it, or 0 if the slot is
+    empty. A number is never used again, even after the buffer was emptied.
 
-    All state is kept in tensors that are changed in place: processes that share them see the same log.
+    The state is kept in tensors that are modified in place, so processes can share it.
 
     Args:
         layout: the slots.
@@ -77,37 +78,38 @@ class WriteLog(Recoverable):
         device = layout.device
         self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
         self.num_writes = torch.zeros((), dtype=torch.int64, device=device)
-        # the step of the ring at which the last announced write ended
+        # the step of the ring at which the last write that the sampler was notified of ended
         self.last_seen_step = torch.full((), _UNKNOWN, dtype=torch.int64, device=device)
         # the number of writes at the last clear(); always on the CPU, where reading is cheap
         self._cleared_at = torch.zeros((), dtype=torch.int64)
-        # the slots of the last write, and the memory of the index that announced them
+        # slots of the last write, and the address of the index tensor in its notification
         self.last_written_slots: Tensor | None = None
         self._announced: int | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written since the log was made or cleared."""
+        """True if there was no write since the log was created or cleared."""
         return self.num_writes.item() == self._cleared_at.item()
 
     def stored_slots(self) -> Tensor:
-        """The slots that hold something, int64 [n]."""
+        """Slots that are not empty, int64 [n]."""
         return (self.generation > 0).nonzero().squeeze(1)
 
     def record(self, slots: Tensor) -> None:
-        """Count one write, of ``slots`` [n]."""
+        """Register one write of ``slots`` [n]."""
         self.num_writes.add_(1)
         self.generation[slots] = self.num_writes
 
     def announce(self, index: object, slots: Tensor) -> None:
-        """Note the index by which the last write, of ``slots`` [n], was announced."""
+        """Remember the index tensor in the notification of the last write, and its slots [n]."""
         self.last_written_slots = slots
         self._announced = index.untyped_storage().data_ptr() if isinstance(index, Tensor) else None
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
-        """Whether an update of ``index``, that is ``slots`` [n], names the rows of the last write; asked only once.
+        """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write. Valid once per write.
 
-        TorchRL's buffers hand on the TD errors that come with the data, by the index that has announced the write.
+        If written data contains TD errors, TorchRL's buffers update the priorities right after the write, with the same
+        index tensor.
         """
         written, self.last_written_slots = self.last_written_slots, None
         if written is None or written.shape != slots.shape:
@@ -117,20 +119,20 @@ class WriteLog(Recoverable):
         return torch.equal(written, slots)
 
     def invalidate(self, slots: Tensor) -> None:
-        """``slots`` [n] hold nothing until they are written again. Batches that were drawn before may be late now."""
+        """Mark ``slots`` [n] as empty. Later updates of rows drawn from them are late."""
         self.num_writes.add_(1)
         self.generation[slots] = 0
         self.last_written_slots = None
 
     def forget_contents(self) -> None:
-        """No slot holds anything, as far as is known; the ring position stays."""
+        """Mark all slots as empty, but keep the ring position."""
         self.generation.zero_()
         self.last_written_slots = None
 
     # --- the ring
 
     def see_step(self, step: int | Tensor) -> None:
-        """The last announced write ended at ``step`` of the ring."""
+        """Set the step of the ring at which the last write ended."""
         if isinstance(step, Tensor):
             self.last_seen_step.copy_(step)
         else:
@@ -146,17 +148,17 @@ class WriteLog(Recoverable):
         return (last + 1) % self.layout.steps if last >= 0 else None
 
     def steps_until(self, step: int) -> Tensor:
-        """The steps after the last announced write up to ``step``, int64 [n]; none if the position is unknown."""
+        """Steps after the last seen write up to ``step``, int64 [n]; empty if the ring position is unknown."""
         last, steps = int(self.last_seen_step), self.layout.steps
         if last < 0:
             return torch.zeros(0, dtype=torch.int64, device=self.layout.device)
         return (last + 1 + torch.arange((step - last) % steps, device=self.layout.device)) % steps
 
     def unannounced(self, storage_step: int | None) -> Tensor:
-        """Slots that were written without an announcement; they may be partially written. int64 [n].
+        """Slots written after the last write that the sampler was notified of, int64 [n]. They may be incomplete.
 
         Args:
-            storage_step: the step that the storage has written last; None if it does not know.
+            storage_step: the step that was last written to the storage; None if unknown.
         """
         steps = self.steps_until(int(self.last_seen_step) if storage_step is None else storage_step)
         return self.layout.slots_at(steps).reshape(-1)
@@ -164,16 +166,16 @@ class WriteLog(Recoverable):
     def place_write(
         self, slots: Tensor, storage_step: int | None, is_sequential: Callable[[], bool]
     ) -> tuple[int, Tensor]:
-        """Where a write ends in the ring, and which slots it has skipped.
+        """Find the step of the ring at which a write ends, and the slots that it skipped.
 
         Args:
             slots: int64 [n], just written.
-            storage_step: the step that the storage has written last; None if it does not know.
-            is_sequential: whether writes follow each other in the ring. If they do not, gaps are no sign of a write
-                that was interrupted.
+            storage_step: the step that was last written to the storage; None if unknown.
+            is_sequential: returns True if all writes follow each other in the ring. Only then a gap means that a write
+                was interrupted.
 
         Returns:
-            The value for :meth:`see_step` once the write is accepted; the slots that were skipped, int64 [k].
+            The value for :meth:`see_step` once the write is accepted; the skipped slots, int64 [k].
         """
         nothing = slots[:0]
         last_seen, steps = int(self.last_seen_step), self.layout.steps
@@ -181,7 +183,7 @@ class WriteLog(Recoverable):
             return last_seen, nothing
         if slots.shape[0] < self.layout.num_slots and last_seen != _UNKNOWN:
             if last_seen == storage_step:
-                # slots that were written before are announced again
+                # a notification of stored rows (rb.mark_update), not of a new write
                 return last_seen, nothing
             first = self.step_of(slots[0])
             if first != (last_seen + 1) % steps:
@@ -191,7 +193,7 @@ class WriteLog(Recoverable):
         return storage_step, nothing
 
     def is_rewrite(self, slots: Tensor, storage_step: int | None) -> bool:
-        """Whether ``slots`` [n] held something and were announced outside of the ring's order (``rb.mark_update``)."""
+        """True if ``slots`` [n] were not empty and not next in the ring: rows changed in place (``rb.mark_update``)."""
         if not bool((self.generation.index_select(0, slots) > 0).all()):
             return False
         first, last = self.step_of(slots[0]), self.step_of(slots[-1])
@@ -201,11 +203,11 @@ class WriteLog(Recoverable):
         return expected is not None and first != expected and (last + 1) % self.layout.steps == expected
 
     def known_runs(self, storage_step: int | None, being_written: Tensor | None = None) -> list[Tensor]:
-        """Contiguous runs of slots whose content is known, oldest first, int64 [n] each.
+        """Contiguous runs of slots with valid content, oldest first, int64 [n] each.
 
         Args:
-            storage_step: the step that the storage has written last; None if it does not know.
-            being_written: slots that are left out.
+            storage_step: the step that was last written to the storage; None if unknown.
+            being_written: slots to exclude. Default: None.
         """
         layout, last_seen = self.layout, int(self.last_seen_step)
         known = self.generation > 0
@@ -224,7 +226,7 @@ class WriteLog(Recoverable):
     # --- state
 
     def clear(self) -> None:
-        """Nothing is stored. Numbers of writes go on."""
+        """Mark all slots as empty and the ring position as unknown. Write numbers are not reset."""
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
         self.last_seen_step.fill_(_UNKNOWN)
@@ -240,16 +242,16 @@ class WriteLog(Recoverable):
         }
 
     def rebuild(self) -> None:
-        """Called after :meth:`tensors` were replaced: where the ring of the storage stands is not known."""
+        """Called after :meth:`tensors` were replaced. The ring position is then unknown."""
         self.last_seen_step.fill_(_UNKNOWN)
         self.mark_clean()
         self.last_written_slots = None
 
     def check_valid(self) -> None:
-        """Raise AssertionError if parts of the log contradict each other. O(N)."""
+        """Raise AssertionError if the log is inconsistent. O(N)."""
         if bool((self.generation > self.num_writes).any()):
-            raise AssertionError("WriteLog: a slot was written after the last write")
+            raise AssertionError("WriteLog: the generation of a slot is larger than the number of writes")
 
     def __getstate__(self) -> dict[str, object]:
-        # only the process that wrote them hands on the TD errors of the last rows
+        # the update that follows a write comes from the same process
         return {**vars(self), "last_written_slots": None, "_announced": None}

@@ -1,4 +1,4 @@
-"""Where episodes begin and end among the rows of a write."""
+"""Reads the first and last transitions of episodes from the rows of a write."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torchrl_replay_ext.distributions.protocol import RowView
 
 
 class EpisodeReader:
-    """Reads where episodes end and which trajectory a transition belongs to.
+    """Reads the ends of episodes, the trajectory ids and the first transitions of episodes.
 
     Args:
-        done_key: where the end of an episode is marked, bool.
-        traj_key: where trajectory ids are stored, int64; used if present.
-        init_key: where the first transition of an episode is marked, bool; used if present.
+        done_key: entry that marks the end of an episode, bool.
+        traj_key: entry with trajectory ids, int64; used if present.
+        init_key: entry that marks the first transition of an episode, bool; used if present.
     """
 
     def __init__(self, *, done_key: NestedKey, traj_key: NestedKey, init_key: NestedKey):
         self._done_key, self._traj_key, self._init_key = done_key, traj_key, init_key
 
     def read(self, rows: RowView, *, needs_ids: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of each row: whether an episode ends, the trajectory id, whether an episode begins; None if not stored.
+        """Read the entries of ``rows`` [n].
+
+        Returns:
+            True for the last row of an episode, bool [n]; the trajectory ids, int64 [n], and True for the first row of
+            an episode, bool [n], or None for each of these two that is not stored.
 
         Raises:
-            KeyError: if there is no end, or no id where ids are needed.
+            KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
         """
-        why = (
-            "by which a collector tells trajectories apart; pass its name as traj_key=, or store one environment only."
-        )
+        why = "which collectors write to identify trajectories; pass its name as traj_key=, or use num_streams=1."
         ended = rows.column(self._done_key, "which the environment writes; pass its name as done_key=.")
         trajectory = rows.column(self._traj_key, why if needs_ids else None)
         initial = rows.column(self._init_key)

@@ -1,4 +1,4 @@
-"""What a distribution over the slots of a buffer must provide."""
+"""The interface of distributions over the slots of a buffer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Draw(NamedTuple):
 
     Args:
         slots: int64 [B].
-        density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn. None:
-            all are equally likely, and rows carry no weight.
-        smallest: the smallest positive density of any stored slot; None: weights are normalised over the batch.
-        extras: further columns of the batch, [B] each.
+        density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn.
+            Default: None, all slots are equally likely and the batch has no weights.
+        smallest: the smallest positive density of all stored slots. Default: None, weights are divided by the largest
+            weight of the batch.
+        extras: further entries of the batch, [B] each. Default: None.
     """
 
     slots: Tensor
@@ -35,7 +36,7 @@ class Draw(NamedTuple):
 
 
 class RowView(Protocol):
-    """Rows that were just written."""
+    """Access to the rows of a write."""
 
     slots: Tensor
 
@@ -44,88 +45,89 @@ class RowView(Protocol):
 
         Args:
             key: name of the entry.
-            why: who should have written it. If given, a missing entry is a KeyError.
+            why: the end of the error message that says who should have written the entry. If given, a missing entry
+                raises KeyError. Default: None.
         """
         ...
 
     def require(self, key: NestedKey, why: str) -> None:
-        """KeyError if an entry is missing."""
+        """Raise KeyError if an entry is missing."""
         ...
 
     def entry(self, key: NestedKey, why: str) -> Tensor:
-        """An entry of any shape, [n, ...]; KeyError if it is missing."""
+        """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
         ...
 
     def is_rewrite(self) -> bool:
-        """Whether these rows were written before, and announced again outside of the ring's order.
+        """True if these rows were stored before and changed in place (``rb.mark_update``).
 
         Raises:
-            ValueError: if they are new, and do not follow each other in the ring.
+            ValueError: if the rows are new and not consecutive in the ring.
         """
         ...
 
 
 class WriteObserver(ABC):
-    """State that follows what is written to the slots of a buffer."""
+    """State that is updated at each write to the slots of a buffer."""
 
-    # whether slots must be written in the order of the ring, one after the other
+    # True if slots must be written one after the other in the order of the ring
     needs_order = False
-    # whether a gap between writes means that a write was interrupted, whoever writes
+    # True if any gap between writes means that a write was interrupted, for every type of writer
     requires_sequential_writer = False
 
     @abstractmethod
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        """Slots were written.
+        """Insert the rows of a write.
 
         Args:
             slots: int64 [n], in the order of writing, n <= number of slots.
             priority: d of a new transition, float64 [1].
-            rows: the rows in them.
+            rows: the rows at ``slots``.
 
         Raises:
-            KeyError, TypeError, ValueError: if the rows do not fit, before anything is changed.
+            KeyError, TypeError, ValueError: if the rows are invalid; nothing is changed then.
         """
 
     @abstractmethod
     def remove(self, slots: Tensor) -> None:
-        """``slots`` [n], all different, hold nothing until they are written again; the oldest first."""
+        """Remove ``slots`` [n], without duplicates, oldest first."""
 
     def before_full_overwrite(self) -> None:  # noqa: B027 (an empty hook)
-        """Called before a write of more rows than there are slots; only its last rows are inserted."""
+        """Called before a write with more rows than slots, of which only the last rows are inserted."""
 
     def before_ingest(self, count: int, last_slot: int | None) -> None:  # noqa: B027 (an empty hook)
-        """Called before rows are inserted that a storage held before; None if the slot written last is unknown."""
+        """Called before ``count`` rows that the storage already holds are inserted; ``last_slot``: None if unknown."""
 
     @abstractmethod
     def clear(self) -> None:
-        """No slot holds anything."""
+        """Remove all slots."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The state to save, which is restored in place."""
+        """The state to save. It is restored in place."""
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Recompute derived state, after :meth:`tensors` were replaced."""
+        """Recompute derived state after :meth:`tensors` were replaced."""
 
     @abstractmethod
     def check_valid(self) -> None:
-        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        """Raise AssertionError if the state is inconsistent. O(N)."""
 
 
 class Distribution(WriteObserver):
-    """Knows how likely each slot is, and draws from itself. It never sees a storage.
+    """A probability distribution over slots. It does not access the storage.
 
-    In graphs (``log.layout.for_graphs``) every method but :meth:`insert` must be free of branches on values.
+    In graphs (``log.layout.for_graphs``) no method except :meth:`insert` may branch on the values of tensors.
     """
 
-    # whether slots are numbered in the order of time
+    # True if slots are written in the order of their numbers
     slots_in_ring_order = True
-    # whether writes lose nothing by being part of a graph
+    # True if writes in a graph have the same result as outside of it
     writes_in_graphs = True
-    # whether draws depend on TD errors
+    # True if draws depend on TD errors
     takes_priorities = True
-    # entries of tensors() that do not depend on what is stored
+    # entries of tensors() that do not depend on the stored transitions
     settings: tuple[str, ...] = ()
     _log: WriteLog
 
@@ -135,13 +137,13 @@ class Distribution(WriteObserver):
         """The largest d that can be represented."""
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        """Priorities have changed. Not called if :attr:`takes_priorities` is False.
+        """Update priorities. Not called if :attr:`takes_priorities` is False.
 
         Args:
             slots: int64 [n].
-            priority: d of each, float32 [n].
-            mask: which rows are valid, and which of duplicates wins, where that cannot be decided by branching. None:
-                all are valid, and of duplicates the last one wins.
+            priority: d of each slot, float32 [n].
+            mask: in graphs, which cannot branch: the valid rows, and the row that is used of duplicates. None: all rows
+                are valid, and the last of duplicates is used.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 
@@ -150,7 +152,7 @@ class Distribution(WriteObserver):
         """Draw slots with replacement.
 
         Raises:
-            RuntimeError: if nothing can be drawn. In a graph, all rows are slot 0 with density 0 then.
+            RuntimeError: if nothing can be drawn. In a graph, all rows are then slot 0 with density 0.
         """
 
     @abstractmethod
@@ -159,19 +161,19 @@ class Distribution(WriteObserver):
 
     @abstractmethod
     def reweight(self, slots: Tensor | None) -> None:
-        """An exponent has changed: recompute the density of ``slots`` [n], or of all if None."""
+        """Recompute the density of ``slots`` [n], or of all slots if None, after an exponent has changed."""
 
     def stored_slots(self) -> Tensor:
-        """The slots that hold something that could be drawn, int64 [n]."""
+        """The slots that can be drawn, int64 [n]. Default: all that hold a transition."""
         return self._log.stored_slots()
 
     def stats(self) -> dict[str, Tensor]:
-        """Numbers worth logging, scalars."""
+        """Statistics for logging, scalars."""
         return {}
 
     def sync(self, next_slot: int | None) -> None:
-        """Bring state that others write to up to date. Called before each use outside graphs, except by a writer.
+        """Update state that is shared with a writer. Called outside of graphs before each use, except for writes.
 
         Args:
-            next_slot: the slot that is written next; None if unknown.
+            next_slot: the slot that will be written next; None if unknown.
         """

@@ -1,4 +1,4 @@
-"""Reliability of the targets, from the TD errors of their episodes (Pleiss et al., arXiv 2506.18482)."""
+"""Reliability of targets, computed from the TD errors of an episode (Pleiss et al., arXiv 2506.18482)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Truncated = Literal["finished", "ongoing"]
 
 
 class Reliability(WriteObserver):
-    """R of Eq. 16: the share of an episode's TD errors that lies at or before a transition.
+    """R of Eq. 16: the share of the TD errors of an episode up to and including a transition.
 
     Args:
         log: the generations of the slots.
         omega: the exponent of R.
-        reader: reads where episodes end.
+        reader: reads the ends of episodes.
         num_streams: number of environments whose transitions are interleaved in flat storage.
-        truncated: whether episodes that were truncated are finished.
-        terminated_key: where termination is stored; read if they are not.
+        truncated: whether truncated episodes are ``"finished"`` or ``"ongoing"``.
+        terminated_key: entry that marks termination; used if ``truncated="ongoing"``.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Reliability(WriteObserver):
         if self._truncated == "ongoing":
             terminated = rows.column(
                 self._terminated_key,
-                "which the environment writes and truncated='ongoing' needs; pass its name as terminated_key=.",
+                "which truncated='ongoing' needs. The environment should write it; pass its name as terminated_key=.",
             )
             assert terminated is not None
             finished = terminated.to(torch.bool)
         mass = SumTree.to_mass(priority)
         if rows.is_rewrite():
-            # the transition stays where it is in its episode
+            # the position of the transition in its episode does not change
             self._episodes.update(slots, mass.expand(slots.shape[0]), None)
             return
         self._episodes.write(
@@ -80,7 +80,7 @@ class Reliability(WriteObserver):
         self._episodes.forget()
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        """D of ``slots`` [n] is now ``priority`` [n]; see :meth:`Distribution.update`."""
+        """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
         self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes, mask)
 
     def of(self, slots: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Reliability(WriteObserver):
         return self._episodes.reliability(slots, self._log.generation)
 
     def factor(self, slots: Tensor, *, exact: bool = True) -> Tensor:
-        """R^ω of ``slots`` [n], [n]; with ``exact=False`` float32, and NaN in episodes whose TD errors are all 0."""
+        """R^ω of ``slots`` [n], float64; ``exact=False``: float32, and NaN in episodes where all d are 0."""
         return self._episodes.reliability(slots, self._log.generation, exact=exact) ** self.omega.current()
 
     @property
@@ -97,11 +97,11 @@ class Reliability(WriteObserver):
         return self._episodes.max_priority
 
     def graph_tensors(self) -> list[Tensor]:
-        """The tensors that :meth:`factor` reads and graphs change."""
+        """The tensors that :meth:`factor` reads and that graphs modify."""
         return [*self._episodes.graph_tensors(), self._log.generation, *self.omega.tensors()]
 
     def broken_off(self) -> Tensor:
-        """Number of episodes that broke off without an end, int64 []."""
+        """Number of episodes that were interrupted without an end, int64 []."""
         return self._episodes.streams.broken_off.sum()
 
     def clear(self) -> None:
@@ -117,7 +117,7 @@ class Reliability(WriteObserver):
         self._episodes.check_valid()
         slots = torch.arange(self._log.layout.num_slots, device=self._log.layout.device)
         if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
-            raise AssertionError("Reliability: a slot that holds nothing has an episode, or the other way round")
+            raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
 
     def nbytes(self) -> int:
         """Memory in bytes."""

@@ -1,4 +1,4 @@
-"""The proportions in which tables are drawn."""
+"""The proportions in which rows are drawn from tables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _OWNER = "EventTableSampler"
 
 
 class TableShares:
-    """η of each table, constant or on a linear schedule that counts batches, in one tensor that is changed in place.
+    """η of each table, constant or on a linear schedule that counts batches. The state is one tensor.
 
     Args:
-        names: of the tables.
-        eta: η of each table, ``"default"`` included, in [0, 1]; they sum to 1.
-        may_anneal: whether schedules are allowed.
+        names: names of the tables.
+        eta: η of each table by name, including ``"default"``, each in [0, 1], with sum 1.
+        may_anneal: True to allow schedules.
     """
 
     def __init__(self, names: list[str], eta: Mapping[str, float | Anneal], *, may_anneal: bool):
         self._names, self._may_anneal = names, may_anneal
-        # now, at the start and at the end of the schedule; batches so far, ..., batches of the schedule
+        # rows: current value; start; end of the schedule; number of batches so far (first) and in the schedule (last)
         self.state = torch.zeros(4, len(names), dtype=torch.float64)
         self.set(eta)
 
@@ -44,7 +44,7 @@ class TableShares:
         if not isinstance(eta, Mapping):
             raise TypeError(f"{_OWNER}(eta={eta!r}): eta must be a dict with a number for each of {names}.")
         if set(eta) != set(names):
-            raise ValueError(f"{_OWNER}: eta names {sorted(eta)}, the tables are {sorted(names)}.")
+            raise ValueError(f"{_OWNER}: eta names {sorted(eta)}, but the tables are {sorted(names)}.")
         for name, value in eta.items():
             if not isinstance(value, Anneal) and not is_number(value):
                 raise TypeError(f"{_OWNER}(eta={{{name!r}: {value!r}}}): every eta must be a number or Anneal.")
@@ -55,14 +55,16 @@ class TableShares:
                 raise ValueError(f"{_OWNER}(eta={dict(eta)}): every eta must be in [0, 1].")
             if abs(sum(values) - 1) > 1e-6:
                 raise ValueError(
-                    f"{_OWNER}(eta={dict(eta)}): they must sum to 1, not {sum(values):g}"
+                    f"{_OWNER}(eta={dict(eta)}): the values must sum to 1, not {sum(values):g}"
                     f"{' at the end of their schedules' if which == 'end' else ''}."
                 )
         durations = {s.num_updates for s in schedules if s.start != s.end}
         if durations and not self._may_anneal:
             raise ValueError(f"{_OWNER}(correction='priority'): eta cannot be annealed; assign it instead.")
         if len(durations) > 1:
-            raise ValueError(f"{_OWNER}: the schedules of eta must have the same num_updates, to sum to 1.")
+            raise ValueError(
+                f"{_OWNER}(eta={dict(eta)}): all schedules must have the same num_updates, so that the sum stays 1."
+            )
         start, end = [s.start for s in schedules], [s.end for s in schedules]
         steps = [0.0] * len(names)
         steps[-1] = float(max(durations, default=1))
@@ -70,16 +72,19 @@ class TableShares:
         self.rebuild()
 
     def with_event_share(self, value: float) -> dict[str, float]:
-        """η of each table if those of the event tables are scaled so that they sum to ``value``."""
+        """η of each table, with the event tables scaled to a sum of ``value``."""
         events = self.current[1:]
         share = float(events.sum())
         if not (is_number(value) and 0 <= value <= 1) or (share == 0 and value > 0):
-            raise ValueError(f"{_OWNER}.event_share={value}: must be in [0, 1], and 0 if all η of events are.")
+            raise ValueError(
+                f"{_OWNER}.event_share={value}: event_share must be in [0, 1]; if the η of all event tables are 0, "
+                "assign eta instead."
+            )
         scaled = (events * (value / share if share else 0.0)).tolist()
         return dict(zip(self._names, [max(0.0, 1 - sum(scaled)), *scaled], strict=True))
 
     def step(self) -> None:
-        """Count a batch, and move along the schedule."""
+        """Count a batch and advance the schedules."""
         if self._is_annealed:
             current, start, end, steps = self.state.unbind()
             steps[:1].add_(1)
@@ -87,7 +92,7 @@ class TableShares:
             current.copy_(start + done * (end - start))
 
     def rebuild(self) -> None:
-        """Called after the state was replaced."""
+        """Recompute derived state after :attr:`state` was replaced."""
         self._is_annealed = not torch.equal(self.state[1], self.state[2])
 
     def to(self, device: torch.device) -> None:

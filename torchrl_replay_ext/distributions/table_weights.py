@@ -20,16 +20,16 @@ Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 
 
 class TableWeights:
-    """The weights of each correction, see :class:`~torchrl_replay_ext.EventTableSampler`, and the counts they need.
+    """Importance-sampling weights for each ``correction`` of :class:`~torchrl_replay_ext.EventTableSampler`.
 
     Args:
         layout: the slots.
         tables: the tables.
         shares: η of each table.
-        correction: which weights.
-        beta: their exponent.
-        prioritized: whether draws inside the tables follow priorities.
-        pair_keys: where state and action are stored, for the corrections that count pairs.
+        correction: the type of weights.
+        beta: the exponent of the weights.
+        prioritized: True if draws inside the tables follow priorities.
+        pair_keys: entries with the state and the action, for corrections that count pairs of them.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class TableWeights:
         self._correction, self._beta, self._prioritized, self._pair_keys = correction, beta, prioritized, pair_keys
         size, device, count = layout.size, layout.device, len(tables)
         self._pairs = PairCounts(size, count, device=device) if correction in ("conditional", "lemma2") else None
-        # in a ring all that is stored is the default table
+        # classes are not needed in a ring, where the default table holds all stored transitions
         by_class = correction == "mixture" and tables.retention == "pinned"
         self._classes = ClassCounts(size, count, device=device) if by_class else None
 
     # --- counts
 
     def insert(self, slots: Tensor, rows: RowView) -> None:
-        """``slots`` [n] were written."""
+        """Count the pairs of new rows at ``slots`` [n]."""
         if self._pairs is not None:
-            why = "; pass where state and action are stored as pair_keys=."
+            why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
             self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
-            # rows that are announced again are where they were; others leave the tables next
+            # rows changed in place are still in their tables; overwritten rows are removed from the tables next
             self._count_pairs(slots)
 
     def move(self, slots: Tensor) -> None:
-        """``slots`` [n], all different and in the order of writing, have entered or left a table."""
+        """Update the counts after ``slots`` [n], distinct, in the order of writing, entered or left a table."""
         self._count_pairs(slots)
         if self._classes is not None:
             self._classes.moved(slots, self._tables.holds(slots), self._tables.num_written)
@@ -73,12 +73,12 @@ class TableWeights:
             self._pairs.list(slots, self._tables.holds(slots))
 
     def remove(self, slots: Tensor) -> None:
-        """``slots`` [n] hold nothing."""
+        """Remove the pairs of ``slots`` [n]."""
         if self._pairs is not None:
             self._pairs.drop(slots)
 
     def before_ingest(self) -> None:
-        """What the storage held before is inserted next."""
+        """Called before the rows that the storage already holds are inserted."""
         if self._classes is not None:
             self._recount()
             self._classes.adopt(self._tables.index(0), self._tables.num_written)
@@ -90,7 +90,7 @@ class TableWeights:
             self._classes.recount(everything, self._tables.holds(everything))
 
     def clear(self) -> None:
-        """Count anew what the tables hold; if nothing was written to them, forget what was."""
+        """Count the content of the tables again, or reset all counts if the tables were never written to."""
         if self._pairs is not None:
             self._pairs.clear_()
         if self._classes is not None and self._tables.num_slots:
@@ -105,7 +105,7 @@ class TableWeights:
         return pairs if self._classes is None else pairs | self._classes.tensors()
 
     def check_valid(self) -> None:
-        """Raise AssertionError if counts and tables contradict each other. O(N)."""
+        """Raise AssertionError if the counts do not match the tables. O(N)."""
         if self._classes is not None and self._tables.num_slots:
             everything = torch.arange(self._layout.size, device=self._layout.device)
             self._classes.check_valid(self._tables.holds(everything))
@@ -113,7 +113,7 @@ class TableWeights:
     # --- weights
 
     def of_plain(self, slots: Tensor, probability: Tensor, share: list[float]) -> Tensor:
-        """Weights of draws without priorities, float32 [n]; ``probability`` [n]: p(i); ``share``: η_k / |B_k|."""
+        """Weights without priorities, float32 [n]; ``probability``: p(i), [n]; ``share``: η_k / |B_k|."""
         if self._correction is None:
             return torch.ones_like(probability)
         weight = 1 / probability
@@ -128,10 +128,10 @@ class TableWeights:
         Args:
             slots: int64 [n].
             probability: p(i), [n].
-            eta: of the tables that are drawn from, [tables].
-            mass: of each row in its table, [n].
-            total: sum of the masses of each row's table, [n].
-            count: entries of each row's table, [n].
+            eta: η of each table, 0 for tables that are not used, [tables].
+            mass: mass of each row in the table that it was drawn from, [n].
+            total: sum of the masses of this table, [n].
+            count: number of entries of this table, [n].
         """
         if self._correction is None:
             if not self._prioritized:
@@ -158,17 +158,17 @@ class TableWeights:
         return self._tables.holds(slots).any(0)
 
     def _by_class(self, slots: Tensor, probability: Tensor, eta: Tensor) -> Tensor:
-        """Weights for what pinned tables keep, up to a factor, float64 [n]."""
+        """Weights for pinned tables, up to a factor, float64 [n]."""
         assert self._classes is not None
         share = eta / self._tables.counts.clamp_min(1)
         weight = self._classes.weight(slots, share, self._tables.counts[0])
         if not self._prioritized:
             return weight
-        # within a class, as if draws inside the tables were uniform
+        # within a class, correct for the priorities inside the tables
         return weight * (self._tables.holds(slots) * share.unsqueeze(1)).sum(0) / probability
 
     def _normalized(self, weight: Tensor) -> Tensor:
-        """``weight`` [n] to the power of β, over the largest; 0 where all are 0."""
+        """``weight`` [n] to the power of β, divided by the largest; 0 if all are 0."""
         weight = weight ** self._beta.current()
         largest = weight.amax()
         return weight / torch.where(largest > 0, largest, 1.0)

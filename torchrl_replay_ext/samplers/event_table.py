@@ -27,7 +27,7 @@ from torchrl_replay_ext.samplers.adapter import PrioritySampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
 
 _CORRECTIONS = (None, *get_args(Correction))
-# What priority=dict(kind=...) takes, and its defaults.
+# Entries of priority=dict(kind=...) and their defaults.
 _KINDS: dict[str, dict[str, Any]] = {
     "proportional": {
         "alpha": 0.6,
@@ -46,7 +46,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "max_priority_within_buffer": False,
     },
 }
-# What kind="reaper" takes beyond that, and its defaults.
+# Further entries for kind="reaper" and their defaults.
 _REAPER: dict[str, Any] = {
     "num_streams": 1,
     "truncated": "finished",
@@ -58,7 +58,7 @@ _REAPER: dict[str, Any] = {
 
 
 class TablePriority(TypedDict, total=False):
-    """What ``priority=`` of an :class:`EventTableSampler` takes; which entries go with a ``kind``, see there."""
+    """The argument ``priority`` of :class:`EventTableSampler`, which lists the entries for each ``kind``."""
 
     kind: Required[Literal["proportional", "rank", "reaper"]]
     alpha: float | Anneal
@@ -80,84 +80,94 @@ class TablePriority(TypedDict, total=False):
 class EventTableSampler(PrioritySampler):
     r"""Draws batches from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1).
 
-    A row comes from table k with probability η_k; inside a table, transitions are drawn with replacement, all with the
-    same probability q_k(i) = 1 / \|B_k\|, or by ``priority``. A table with fewer than ``min_size`` transitions is left
-    out, and the η of the others are scaled up; the default table is never too small. In one draw, transition i has the
+    A row comes from table k with probability η_k. Inside a table, transitions are drawn with replacement, either
+    uniformly, q_k(i) = 1 / \|B_k\|, or by ``priority``. Tables with fewer than ``min_size`` transitions are not used,
+    and the η of the other tables are scaled up; the default table is always used. One draw returns transition i with
     probability ::
 
-        p(i) = Σ_k η_k q_k(i)      over the tables k that hold it
+        p(i) = Σ_k η_k q_k(i)      over the tables k that hold i
 
-    Rows carry ``"table"``, int64 [B], the number of their table (0: default, then in the order of ``tables``; rows
-    stand in that order), ``"sample_probability"``, float32 [B], p(i), and ``"priority_weight"``, float32 [B], which
-    TorchRL's losses apply: w divided by the largest of the batch, with w by ``correction``:
+    The sampler adds three entries to a batch:
 
-    * ``None``: 1; what the source does for deterministic or mildly stochastic tasks. With ``priority``,
-      (\|B_k\| q_k(i))^−β with β from ``priority``: as if draws inside the tables were uniform.
-    * ``"mixture"``: with β = 1 the expected loss is that of uniform replay, so it also removes the over-sampling of
-      events; 0 < β < 1 is a compromise, as in PER. The formula depends on the tables' ``retention``:
+    * ``"table"``, int64 [B]: the number of the table (0: default, then in the order of ``tables``). The rows of a batch
+      are sorted by table.
+    * ``"sample_probability"``, float32 [B]: p(i).
+    * ``"priority_weight"``, float32 [B]: the importance-sampling weight w divided by the largest weight of the batch.
+      TorchRL's losses apply it.
 
-      * ``"ring"``: (1 / (N p(i)))^β, N the number of transitions stored. Exact for any task and any priority.
-      * ``"pinned"``: (r(c) / P(c))^β. c is the class of transition i: the set of event tables it has entered. r(c) is
-        the rate at which transitions of this class were written, counted over the time for which the tables still hold
-        all of them; P(c) = Σ_k η_k \|B_k ∩ c\| / \|B_k\| is the probability that a draw is of class c. With
-        ``priority``, the weight is multiplied by p(i) without priorities over p(i). Uniform weights over what is stored
-        would be biased: pinned tables keep outcomes with an event longer than outcomes of the same (s, a) without one.
-        The weights are exact if the transitions of a class are distributed alike over that time, which holds for a
-        fixed policy and environment. As the policy changes, old transitions keep the (s, a) of the old policy; only
-        ``retention="ring"`` is exact then. The class of a transition is final when its episode has ended, so the newest
-        τ transitions of each stream may be counted in a smaller class. With η = 0 for the default table, transitions
-        without an event are not drawn, and no weight makes up for them. At most 16 event tables. A sampler attached to
-        tables in use knows only the tables that hold a transition now, and the age of what the default table holds.
+    ``correction`` selects w:
 
-    * ``"conditional"``: (m / p(i))^β, m the mean of p over the stored transitions with the same state and action.
-      With β = 1, the outcomes of each (s, a) weigh as they were experienced, while (s, a) that lead to events stay
-      over-sampled. For discrete states and actions, see ``pair_keys``. Needs ``retention="ring"``: where tables keep
-      events longer, the stored outcomes of (s, a) are not in the proportions in which they were experienced.
-    * ``"lemma2"``: the source's Lemma 2 as printed, read per transition: 1 − η P((s, a, ·) ∉ B^ν) inside the union B^ν
-      of the event tables, 1 / (1 − η) outside, η = Σ_{k>0} η_k. It is right to first order only: where half of the
-      outcomes lead to an event and η = .5, that half has .5294 of the weighted draws instead of .5, against .75 without
-      correction (``"conditional"`` gives .5). Needs ``retention="ring"``: it counts outcomes as they were experienced.
-    * ``"priority"``: the source's version for continuous tasks (Sec. 4): no proportions, but one draw over all with
-      probabilities in the ratio (1 + η) / (1 − η) inside and outside of the union, w = 1 / p. Every expectation is that
-      of uniform replay: aggressive, as the source says. Needs ``retention="ring"``: uniform over what pinned tables
-      store is not uniform over experience.
+    * ``None``: w = 1. The paper does this for deterministic or mildly stochastic tasks. With ``priority``,
+      w = (\|B_k\| q_k(i))^−β with β from ``priority``; this corrects for the priorities only.
+    * ``"mixture"``: with β = 1 the expected loss is that of uniform replay, so the over-sampling of events is removed
+      too; 0 < β < 1 is a compromise, as in PER. The formula depends on the ``retention`` of the tables:
 
-    One priority per transition serves all tables. ``priority=dict(kind=...)``:
+      * ``"ring"``: (1 / (N p(i)))^β for N stored transitions. Exact for any task and any priority.
+      * ``"pinned"``: (r(c) / P(c))^β. c is the class of transition i: the set of event tables that it has entered. r(c)
+        is the rate at which transitions of this class were written, measured over the time for which the tables still
+        hold all of them. P(c) = Σ_k η_k \|B_k ∩ c\| / \|B_k\| is the probability that a draw is of class c. With
+        ``priority``, the weight is multiplied by p(i) without priorities and divided by p(i).
 
-    * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`; also
-      ``alpha``, ``beta``, ``eps``, ``td_error``, ``max_priority_within_buffer``.
-    * ``"rank"``: q_k(i) ∝ rank^−α, its rank in table k; also ``alpha``, ``beta``, ``td_error`` and ``stale_fraction``:
-      ranks are those of the last sort, and of the moment for a transition that was updated or inserted since; sorted
-      anew outside of graphs when so large a share of all entries has changed. New transitions have the first rank.
+        Weights that are uniform over stored transitions would be biased, because pinned tables keep outcomes with an
+        event longer than outcomes of the same (s, a) without an event. The weights are exact if the distribution of
+        the transitions of a class is constant over that time, as for a fixed policy and environment. If the policy
+        changes, old transitions keep the (s, a) of the old policy; then only ``retention="ring"`` is exact. The class
+        of a transition is final when its episode has ended, so the newest τ transitions of each stream may be counted
+        in a smaller class. With η = 0 for the default table, transitions without an event are never drawn, and weights
+        cannot compensate for this. At most 16 event tables are supported. If a sampler is attached to tables in use, it
+        starts from the tables that hold each transition at that time and from the ages in the default table.
 
-    * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`, whose other arguments it takes too
-      (but ``weight_norm``); for ``retention="ring"``. Draws follow Ψ exactly; the sum of Ψ over a table, of which p and
-      w are made, is estimated from the proposals of the last batches. (:meth:`probabilities` is exact.)
+    * ``"conditional"``: (m / p(i))^β, where m is the mean of p over the stored transitions with the same state and
+      action. With β = 1, the outcomes of each (s, a) are weighted by how often they were experienced, while (s, a) that
+      lead to events stay over-sampled. For discrete states and actions, see ``pair_keys``. Needs ``retention="ring"``,
+      because pinned tables do not store the outcomes of (s, a) in the proportions in which they were experienced.
+    * ``"lemma2"``: Lemma 2 of the paper as printed, applied to each transition: 1 − η P((s, a, ·) ∉ B^ν) inside the
+      union B^ν of the event tables, 1 / (1 − η) outside, with η = Σ_{k>0} η_k. It is correct to first order only. For
+      example, if half of the outcomes lead to an event and η = .5, this half gets .5294 of the weighted draws instead
+      of .5; without correction it gets .75, with ``"conditional"`` .5. Needs ``retention="ring"``, because it counts
+      outcomes as they were experienced.
+    * ``"priority"``: the paper's version for continuous tasks (Sec. 4). Transitions are drawn from the whole storage
+      instead of from tables in proportions η; probabilities inside and outside of the union B^ν have the ratio
+      (1 + η) / (1 − η), and w = 1 / p. All expectations are those of uniform replay; the paper calls this aggressive.
+      Needs ``retention="ring"``, because a uniform draw from pinned tables is not uniform over experience.
 
-    New transitions have the largest priority so far.
+    ``priority=dict(kind=...)`` selects q_k. A transition has the same priority in all tables. New transitions have the
+    largest priority seen so far. The entries for each kind, with defaults:
+
+    * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`. Entries:
+      ``alpha`` 0.6, ``beta`` 0.4, ``eps`` 1e-6, ``td_error`` ``"squared"``, ``max_priority_within_buffer`` False.
+    * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k. Entries: ``alpha`` 0.7, ``beta`` 0.4, ``td_error``
+      ``"squared"``, ``stale_fraction`` 0.05. Ranks are computed by sorting, outside of graphs, when the share
+      ``stale_fraction`` of all entries has changed. In between, an updated transition gets the rank that fits its new
+      TD error in the last sort. New transitions have rank 1.
+    * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`. Entries: the arguments of that class
+      and its defaults, except ``capacity`` and ``weight_norm``. Needs ``retention="ring"``. Draws follow Ψ exactly. The
+      sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;
+      :meth:`probabilities` is exact.
 
     Args:
         tables: the tables, which an :class:`~torchrl_replay_ext.EventTableWriter` of the same buffer fills.
-        eta: η of each table, ``"default"`` included, in [0, 1]; they sum to 1. An
-            :class:`~torchrl_replay_ext.Anneal` counts batches drawn.
-        min_size: transitions that a table needs to be drawn from, d_k; by default the batch size, which
-            :meth:`probabilities` and :meth:`stats` take from the last draw (1 before the first). A number for all event
-            tables, or one for each.
+        eta: η of each table by name, including ``"default"``, each in [0, 1], with sum 1. The schedule of an
+            :class:`~torchrl_replay_ext.Anneal` counts drawn batches.
+        min_size: d_k, the number of transitions from which on a table is used, >= 1: one number for all event tables,
+            or a dict with numbers for single tables. Default: None, the batch size. (:meth:`probabilities` and
+            :meth:`stats` use the batch size of the last draw, or 1 before the first draw.)
         allocation: how rows are divided among tables: ``"systematic"`` (default), ``"multinomial"`` or
             ``"largest_remainder"``, see :func:`~torchrl_replay_ext.functional.allocate`.
         correction: see above. Default: None.
-        beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`, which counts priority
-            updates, or batches drawn if there are no priorities; without effect if there is no correction. Default: 1.
-        priority: see above; None (default): all transitions of a table are drawn with the same probability.
-        pair_keys: where state and action are stored, for ``"conditional"`` and ``"lemma2"``; entries of any dtype that
-            repeat exactly. They are counted by hash: for D different pairs in a buffer of N, two share a count with a
-            chance of about D² / 8N. Default: ``("observation", "action")``.
+        beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`, whose schedule counts
+            priority updates, or drawn batches if there are no priorities. Not used without correction. Default: 1.
+        priority: see above. Default: None, transitions of a table are drawn uniformly.
+        pair_keys: entries with the state and the action, for ``"conditional"`` and ``"lemma2"``. They can have any
+            dtype; equal states and actions must have exactly equal values. Pairs are counted by hash: for D different
+            pairs in a buffer of N transitions, two pairs share a count with a probability of about D² / 8N. Default:
+            ``("observation", "action")``.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of range or they do not fit together; at the first write, if the buffer's
-            writer has other tables.
-        RuntimeError: at the first write, if the buffer's writer is no EventTableWriter.
+        ValueError: if an argument is out of range or arguments contradict each other; at the first write, if the
+            buffer's writer has other tables.
+        RuntimeError: at the first write, if the buffer's writer is not an EventTableWriter.
 
     Examples:
         See :class:`~torchrl_replay_ext.EventTableWriter`.
@@ -203,31 +213,34 @@ class EventTableSampler(PrioritySampler):
         if correction in ("conditional", "lemma2", "priority"):
             if kind is not None:
                 raise ValueError(
-                    f"EventTableSampler(correction={correction!r}): knows no priorities inside tables; use "
-                    "correction='mixture'."
+                    f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
+                    "tables; use correction='mixture' or priority=None."
                 )
             if tables.retention == "pinned":
                 raise ValueError(
-                    f"EventTableSampler(correction={correction!r}): needs tables of retention='ring'; pinned tables "
-                    "keep events longer than other transitions, so what is stored is not in the proportions in which "
-                    "it was experienced. Use retention='ring' or correction='mixture'."
+                    f"EventTableSampler(correction={correction!r}): this correction needs tables of retention='ring', "
+                    "because pinned tables store transitions with events for longer than others. Use retention='ring' "
+                    "or correction='mixture'."
                 )
         if correction is not None and priority is not None and "beta" in priority:
             raise ValueError(
-                f"EventTableSampler(correction={correction!r}): its exponent is beta=, priority must not have one."
+                f"EventTableSampler(correction={correction!r}): its exponent is beta=; remove 'beta' from priority."
             )
         by_class = correction == "mixture" and tables.retention == "pinned"
         if by_class and len(tables) - 1 > MAX_EVENT_TABLES:
             raise ValueError(
-                f"EventTableSampler(correction='mixture'): there are {len(tables) - 1} event tables; with tables of "
-                f"retention='pinned' it counts every set of them, for at most {MAX_EVENT_TABLES}. Use "
-                "retention='ring', or let several events share a table."
+                f"EventTableSampler(correction='mixture'): there are {len(tables) - 1} event tables; with "
+                f"retention='pinned' all combinations of tables are counted, for at most {MAX_EVENT_TABLES} tables. "
+                "Use retention='ring', or let several events share a table."
             )
         own_beta = settings.pop("beta")
         exponents = {"alpha": settings.pop("alpha"), "beta": own_beta if correction is None else beta}
         if kind == "reaper":
             if tables.retention == "pinned":
-                raise ValueError("EventTableSampler(priority='reaper'): needs tables of retention='ring'.")
+                raise ValueError(
+                    "EventTableSampler(priority=dict(kind='reaper')): this kind needs tables of retention='ring'; use "
+                    "retention='ring' or kind='proportional'."
+                )
             exponents["omega"] = settings.pop("omega")
         hyperparameters = make_exponents("EventTableSampler", **exponents)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
@@ -255,17 +268,18 @@ class EventTableSampler(PrioritySampler):
         super().__init__(None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, **settings)
 
     def _find_tables(self, storage: Storage) -> bool:
-        """Take the tables that the buffer's writer fills; True if the distribution must be made anew for them."""
+        """Use the tables of the buffer's writer; returns True if the distribution must be created again."""
         tables = getattr(storage, STORAGE_ATTRIBUTE, None)
         if tables is None:
             raise RuntimeError(
-                "EventTableSampler: the buffer's writer fills no tables; pass writer=EventTableWriter(tables)."
+                "EventTableSampler: the buffer's writer does not fill event tables; pass "
+                "writer=EventTableWriter(tables)."
             )
         if tables is not self._tables:
             if not tables.fits(self._tables):
                 raise ValueError(
-                    "EventTableSampler: the buffer's writer has other tables; pass both the same EventTables, or "
-                    "equal ones."
+                    "EventTableSampler: the buffer's writer has other tables; pass the same EventTables to both, or "
+                    "tables with the same arguments."
                 )
             self._tables = tables
             self.make = partial(EventTableMixture, tables=tables, **self._arguments)
@@ -274,12 +288,12 @@ class EventTableSampler(PrioritySampler):
 
     @property
     def tables(self) -> EventTables:
-        """The tables it draws from."""
+        """The tables that the sampler draws from."""
         return self._tables
 
     @property
     def eta(self) -> dict[str, float]:
-        """η of each table. Assigning a dict (of numbers or Anneal) replaces all."""
+        """η of each table. Assign a dict of numbers or :class:`~torchrl_replay_ext.Anneal` to replace all of them."""
         return self._shares.as_dict()
 
     @eta.setter
@@ -292,7 +306,7 @@ class EventTableSampler(PrioritySampler):
 
     @property
     def event_share(self) -> float:
-        """Σ_{k>0} η_k. Assigning it scales the η of the event tables; TorchRL's ParameterScheduler can."""
+        """Σ_{k>0} η_k. An assignment scales the η of the event tables; TorchRL's ParameterScheduler can do this."""
         return float(1 - self._shares.current[0])
 
     @event_share.setter
@@ -300,7 +314,7 @@ class EventTableSampler(PrioritySampler):
         self.eta = self._shares.with_event_share(value)
 
     def sort(self) -> None:
-        """Rank-based: bring the ranks up to date; needed only where nothing is written or drawn outside of graphs."""
+        """Rank-based priorities: sort. Call it now and then if all writes and draws are part of a graph."""
         distribution = self.distribution
         assert isinstance(distribution, EventTableMixture)
         with self.exclusive():
@@ -308,7 +322,7 @@ class EventTableSampler(PrioritySampler):
 
 
 def _reliability(settings: dict[str, Any], hyperparameters: dict[str, Hyperparameter]) -> partial[Reliability]:
-    """The model of R for ``kind="reaper"``; takes its arguments out of ``settings``."""
+    """The model of R for ``kind="reaper"``; removes its arguments from ``settings``."""
     given = {key: settings.pop(key, default) for key, default in _REAPER.items()}
     require_integer("EventTableSampler", "num_streams", given["num_streams"])
     require_choice("EventTableSampler", "truncated", given["truncated"], get_args(Truncated))
@@ -317,7 +331,7 @@ def _reliability(settings: dict[str, Any], hyperparameters: dict[str, Hyperparam
 
 
 def _settings(priority: TablePriority | None) -> dict[str, Any]:
-    """What the base class takes, and ``kind``."""
+    """The entries of ``priority`` with their defaults, checked."""
     if priority is None:
         return {"kind": None, "alpha": 0.0, "beta": 0.0, "eps": 1e-6, "td_error": "squared"}
     if not isinstance(priority, Mapping):
@@ -331,20 +345,20 @@ def _settings(priority: TablePriority | None) -> dict[str, Any]:
     unknown = set(priority) - {"kind", *known}
     if unknown:
         raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} knows {', '.join(known)}, not "
+            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} has the entries {', '.join(known)}, not "
             f"{', '.join(sorted(unknown))}."
         )
     stale_fraction = priority.get("stale_fraction", 0.0)
     if not (is_number(stale_fraction) and 0 <= stale_fraction <= 1):
         raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): stale_fraction must be in [0, 1]; 0 sorts before every "
-            "draw that follows a change."
+            f"EventTableSampler(priority={dict(priority)}): stale_fraction must be in [0, 1]; with 0, every draw "
+            "after a change sorts."
         )
     return {"eps": 1e-6, **_KINDS[kind], **priority}
 
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
-    """For each table its d; -1 stands for the batch size."""
+    """The value of d for each table; -1 stands for the batch size."""
     given: dict[str, Any] = {}
     if isinstance(min_size, Mapping):
         given = dict(min_size)
@@ -352,8 +366,10 @@ def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) ->
         given = {name: min_size for name in tables.names if name != DEFAULT}
     unknown = set(given) - set(tables.names)
     if unknown:
-        raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, the tables are {tables.names}.")
+        raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"EventTableSampler(min_size={value!r}): {name}'s must be an integer >= 1.")
+            raise ValueError(
+                f"EventTableSampler(min_size={value!r}): min_size of table {name!r} must be an integer >= 1."
+            )
     return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names])

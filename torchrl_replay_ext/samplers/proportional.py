@@ -19,34 +19,32 @@ class ProportionalSampler(PrioritySampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).
 
     P(i) = d_i^α / Σ_k d_k^α with d_i = \|δ_i\| + eps, and w_i = (N · P(i))^−β divided by the largest weight. New
-    transitions get the largest d seen so far, 1 before the first update. See ``max_priority_within_buffer`` if single
-    outliers should not stay the priority of new transitions for ever.
+    transitions get the largest d seen so far, 1 before the first update. A single outlier then determines the priority
+    of all later transitions; ``max_priority_within_buffer`` limits this.
 
-    A drop-in for the ``sampler`` of a stock :class:`~torchrl.data.TensorDictReplayBuffer`, in plain PyTorch. Sums are
-    exact: d^α is kept in fixed point, in units of 2^-23 = 1.2e-7 (rounded up). At a capacity of 10^6, d^α may be up to
-    5 · 10^5.
+    It can be used as the ``sampler`` of a :class:`~torchrl.data.TensorDictReplayBuffer`. Sums are exact: d^α is stored
+    in fixed point, in units of 2^-23 = 1.2e-7 (rounded up). At a capacity of 10^6, d^α can be up to 5 · 10^5.
 
     Args:
-        capacity: number of slots, at least that of the storage; None (default): that of the storage.
+        capacity: number of slots, at least that of the storage. Default: None, the size of the storage.
         alpha: priority exponent, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform. Default: 0.6.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.4.
-        eps: added to \|δ\|, so that every transition can be drawn; with 0, transitions without TD error cannot.
-            Default: 1e-6.
+        eps: constant added to \|δ\|, >= 0; with 0, transitions with a TD error of 0 are never drawn. Default: 1e-6.
         stratified: draw one transition from each of B segments of equal mass instead of B independent ones. Default:
             False.
         td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
-            writes \|δ\|. Most TorchRL losses write δ² (DQN, TD3, DDPG, REDQ, IQL, CQL), SAC, DiscreteSAC, CrossQ and
+            writes \|δ\|. Most TorchRL losses write δ² (DQN, TD3, DDPG, REDQ, IQL, CQL); SAC, DiscreteSAC, CrossQ and
             TQC write \|δ\|. A wrong value raises no error: it doubles or halves the exponent.
-        weight_norm: ``"buffer"`` (default): weights are divided by the largest weight of any stored transition;
-            ``"batch"``: by the largest of the batch.
-        max_priority_within_buffer: new transitions get the largest d of the stored transitions that have been updated,
-            instead of the largest d ever seen; rows that the same write overwrites do not count. If no stored
-            transition has been updated, the last such value is kept. Default: False.
+        weight_norm: ``"buffer"`` (default) divides weights by the largest weight of all stored transitions,
+            ``"batch"`` by the largest weight of the batch.
+        max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
+            updated, instead of the largest d ever seen; rows that the same write overwrites are not included. If no
+            stored transition has been updated, the last such value is kept. Default: False.
 
     Raises:
-        TypeError: if a number or a flag has another type.
-        ValueError: if an argument is out of range, or, at the first write, ``capacity`` is smaller than the storage.
+        TypeError: if a number or a flag has the wrong type.
+        ValueError: if an argument is out of range; at the first write, if ``capacity`` is smaller than the storage.
 
     Examples:
         >>> from tensordict import TensorDict

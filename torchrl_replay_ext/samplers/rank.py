@@ -19,43 +19,44 @@ class RankBasedSampler(PrioritySampler):
     r"""Draws transitions by the rank of their TD error (Schaul et al. 2016, rank-based variant).
 
     P(i) = rank(i)^−α / Σ_{r≤N} r^−α, where rank 1 is the largest \|δ\| of the N stored transitions, and
-    w_i = (N · P(i))^−β divided by the largest weight. The size of a TD error does not count, only their order: an
-    outlier changes nothing, and neither does the scale of the rewards.
+    w_i = (N · P(i))^−β divided by the largest weight. Only the order of the TD errors matters, so P is insensitive to
+    outliers and to the scale of the rewards.
 
-    New transitions stand before all others, the newest first, until their first update. What the ring overwrites leaves
-    the order at once.
+    Until their first update, new transitions have the first ranks, the newest one rank 1. Overwritten transitions are
+    removed from the order immediately.
 
-    The order is sorted anew before a draw when writes and updates since the last time have reached ``stale_fraction``
-    of the number of transitions. In between, an updated transition moves into a gap where it belongs in the last sort;
-    if the gaps there are taken it stays, and counts tenfold. Above 50,000 transitions, \|δ\| behind the first eighth of
-    the ranks that differ by less than 0.8 % may be sorted as equal, unless ``stale_fraction=0``; equal ones keep their
-    order.
+    Transitions are sorted before a draw when the number of writes and updates since the last sort has reached
+    ``stale_fraction`` of the number of transitions. Between sorts, an updated transition moves to a gap at the right
+    place of the last sort; if there is no free gap, it keeps its place, and the update counts tenfold. Above 50,000
+    transitions, after the first eighth of the ranks, values of \|δ\| that differ by less than 0.8 % may be sorted as
+    equal, unless ``stale_fraction=0``; equal values keep their order.
 
-    In a graph (:class:`~torchrl_replay_ext.CompilableReplayBuffer`) nothing is sorted; writes outside of it do that as
-    soon as it is due. Where those are part of the graph too, call :meth:`sort` now and then.
+    A graph (:class:`~torchrl_replay_ext.CompilableReplayBuffer`) does not sort; writes outside of the graph do this
+    when necessary. If writes are part of the graph too, call :meth:`sort` now and then.
 
     Args:
-        capacity: number of slots, at least that of the storage; None (default): that of the storage.
-        alpha: exponent of the rank, >= 0, or :class:`~torchrl_replay_ext.Anneal`, which the draws then follow from sort
-            to sort; 0 is uniform. Default: 0.7.
+        capacity: number of slots, at least that of the storage. Default: None, the size of the storage.
+        alpha: exponent of the rank, >= 0, or :class:`~torchrl_replay_ext.Anneal`, whose value is applied at each sort;
+            0 is uniform. Default: 0.7.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.5.
         stratified: draw one transition from each of B segments of equal probability instead of B independent ones.
             Default: True.
-        segments: ``"exact"`` (default): draws follow P exactly, for any N and B. ``"piecewise"``: the paper's
-            approximation, the cumulative distribution made linear over B segments of equal probability: within a
-            segment all transitions are equally likely. Weights are those of the probabilities drawn with. Where rank 1
-            has a probability above 1 / B, a segment that would be empty holds the rank it falls on.
+        segments: ``"exact"`` (default): draws follow P exactly, for any N and B. ``"piecewise"``: the approximation of
+            the paper with a piecewise linear cumulative distribution: the ranks are divided into B segments of equal
+            probability, and within a segment all transitions are equally likely. Weights use the approximate
+            probabilities. If rank 1 has a probability above 1 / B, some segments would be empty; such a segment
+            contains the rank at its boundary.
         stale_fraction: share of the transitions in [0, 1] that may be written or updated before the next sort; 0 sorts
             before each draw that follows a change. Default: 0.05.
-        td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes \|δ\|. Only the order
-            counts, so both draw the same.
-        weight_norm: ``"buffer"`` (default): weights are divided by the largest weight of any stored transition, that of
-            the last rank, so that w = (rank / N)^(αβ); ``"batch"``: by the largest of the batch.
+        td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes \|δ\|. Both have the same
+            order, so the draws are the same.
+        weight_norm: ``"buffer"`` (default) divides weights by the largest weight of all stored transitions, which is
+            that of the last rank: w = (rank / N)^(αβ). ``"batch"`` divides by the largest weight of the batch.
 
     Raises:
-        TypeError: if a number or a flag has another type.
-        ValueError: if an argument is out of range, or, at the first write, ``capacity`` is smaller than the storage.
+        TypeError: if a number or a flag has the wrong type.
+        ValueError: if an argument is out of range; at the first write, if ``capacity`` is smaller than the storage.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -67,7 +68,7 @@ class RankBasedSampler(PrioritySampler):
         >>> rb.update_tensordict_priority(batch)
     """
 
-    alpha = exponent("alpha", "Exponent of the rank. Assigning it applies it to the next draw.")
+    alpha = exponent("alpha", "Exponent of the rank. An assignment takes effect at the next draw.")
     beta = exponent("beta", BETA)
 
     def __init__(
@@ -87,7 +88,9 @@ class RankBasedSampler(PrioritySampler):
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         require_bool(name, "stratified", stratified)
         if not 0 <= as_number(name, "stale_fraction", stale_fraction) <= 1:
-            raise ValueError(f"{name}(stale_fraction={stale_fraction}): stale_fraction must be in [0, 1].")
+            raise ValueError(
+                f"{name}(stale_fraction={stale_fraction}): stale_fraction must be in [0, 1]; 0 sorts before every draw."
+            )
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta)
         super().__init__(
             capacity,
@@ -104,7 +107,7 @@ class RankBasedSampler(PrioritySampler):
         )
 
     def sort(self) -> None:
-        """Bring the order up to date; O(N log N). Needed only where all writes are part of a graph."""
+        """Sort the stored transitions, O(N log N). Only needed if all writes are part of a graph."""
         distribution = self.distribution
         assert isinstance(distribution, RankBased)
         with self.exclusive():

@@ -21,86 +21,87 @@ from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, m
 class ReaPERSampler(PrioritySampler):
     r"""Draws transitions by TD error, adjusted for how reliable their target is (Pleiss et al., arXiv 2506.18482).
 
-    With d_t = \|δ_t\| + eps, t = 1..n the stored transitions of an episode in time order::
+    With d_t = \|δ_t\| + eps for the stored transitions t = 1..n of an episode, in time order::
 
         R_t = Σ_{i≤t} d_i / Σ_i d_i     episode finished                        (Eq. 16)
         R_t = Σ_{i≤t} d_i / F           episode ongoing                         (Eq. 16)
-        F: the largest sum of d of an episode in the buffer                     (Eq. 17)
+        F: the largest sum of d over one episode in the buffer                  (Eq. 17)
         Ψ_t = R_t^ω d_t^α,  P(t) = Ψ_t / Σ Ψ                                    (Eq. 15)
         w_t = (N P(t))^−β, divided by the largest weight                        (Eq. 18, Algorithm 1, line 12)
 
-    ω = 0 is proportional PER, exactly. A drop-in for the ``sampler`` of a stock
-    :class:`~torchrl.data.TensorDictReplayBuffer` with a round-robin writer, in plain PyTorch.
+    With ω = 0 this is exactly proportional PER. It can be used as the ``sampler`` of a
+    :class:`~torchrl.data.TensorDictReplayBuffer` with a round-robin writer.
 
-    Every draw follows Ψ as it is at that moment: transitions are proposed in proportion to d^α and accepted with
-    probability R^ω, and R comes from prefix sums. An update costs O(log N) whatever the length of the episode.
+    Every draw follows the current Ψ: transitions are proposed in proportion to d^α and accepted with probability R^ω,
+    where R is computed from prefix sums. An update costs O(log N) for any episode length.
 
     Departures from the paper:
 
-    * Weights: Algorithm 1 (line 12) divides by the largest weight of all N stored transitions. That takes all N values
-      of Ψ for each draw, O(N). The default ``weight_norm="batch"`` divides by the largest weight of the batch instead:
-      the loss of a batch is scaled up by a factor that varies from batch to batch. ``"buffer"`` does what the paper
-      does.
-    * Priority of a new transition: the paper gives it the largest normalised priority p = Ψ / Σ Ψ, seen so far
-      (Algorithm 1, lines 3 and 14) or stored (Algorithm 2, line 5). Here it has the largest d seen so far (1 before the
-      first update) and reliability 1, so Ψ = d^α: values of p from different times have different sums Σ Ψ and do not
-      compare. It keeps reliability 1 until a transition of its episode is updated or the episode ends. Its d counts in
-      the sums of its episode: a large default outweighs the d of the rows that have been updated, and lowers the R of
-      the rows before it. ``max_priority_within_buffer`` limits this to the largest d of the stored transitions.
+    * Weights: Algorithm 1 (line 12) divides by the largest weight of all N stored transitions. This needs all N values
+      of Ψ for each draw, O(N). The default ``weight_norm="batch"`` divides by the largest weight of the batch instead,
+      which scales up the loss of each batch by a different factor. ``"buffer"`` follows the paper.
+    * Priority of a new transition: the paper uses the largest normalised priority p = Ψ / Σ Ψ, either seen so far
+      (Algorithm 1, lines 3 and 14) or stored (Algorithm 2, line 5). However, values of p from different times cannot be
+      compared, because Σ Ψ changes. Here a new transition gets the largest d seen so far (1 before the first update)
+      and reliability 1, so Ψ = d^α. It keeps reliability 1 until a transition of its episode is updated or the episode
+      ends. Its d is included in the sums of its episode: a large default outweighs the d of updated rows and reduces
+      the R of the rows before it. ``max_priority_within_buffer`` limits the default to the largest d of the stored
+      transitions.
 
-    Where the paper leaves room:
+    Choices where the paper is not specific:
 
-    * Only what is stored counts: when the ring overwrites the head of an episode, its d leave the sums.
-    * Finished is terminated or truncated, as in the authors' code; ``truncated="ongoing"`` for those who hold that
-      a truncated target is not exact.
-    * An episode that breaks off without an end stays ongoing, and the next one begins. In flat storage with one stream,
-      a new trajectory id shows this; it warns once, since it also happens if several environments write without
-      ``num_streams``. (A trajectory id that comes back after it was broken off is an error.) Nothing warns in a column
-      of a storage of ``ndim`` >= 2, where trajectory ids restart, and where ``init_key`` marks the first transition of
-      the next episode. With several streams in flat storage, only restarted ids and marks are accepted; the new episode
-      takes the lane that was written to least recently, excluding lanes that this write continues. Several collectors
-      in turn are told apart by ids that restart, unless the same id was going on: mark the first transitions then
-      (torchrl's ``InitTracker``).
+    * Sums include stored transitions only. When the ring overwrites the first transitions of an episode, their d are
+      subtracted.
+    * Episodes are finished if they are terminated or truncated, as in the authors' code. Pass ``truncated="ongoing"``
+      if the target of a truncated episode should not be treated as exact.
+    * Interrupted episodes: an episode without an end stays ongoing when the next episode begins. In flat storage with
+      one stream, a new trajectory id indicates this. A warning is issued once, since the cause may also be several
+      environments without ``num_streams``. It is an error if the id of an interrupted episode appears again. There is
+      no warning in a column of a storage with ``ndim`` >= 2, if trajectory ids restart, or if ``init_key`` marks the
+      first transition of the next episode. With several streams in flat storage, an episode can only be interrupted by
+      restarted ids or by such marks; the new episode takes the lane that was written to least recently, excluding lanes
+      that this write continues. Several collectors one after the other are recognised by restarted ids, unless the same
+      id was in use at the end; then mark the first transitions (TorchRL's ``InitTracker``).
 
-    Environments: one, or one per column of a storage of ``ndim`` >= 2, need nothing more. Several that write to one
-    flat storage are told apart by ``traj_key``, which TorchRL's collectors write; pass their number as ``num_streams``.
-    In flat storage, data of shape [E, T] must be flattened first: ``rb.append_transform(lambda td: td.reshape(-1),
-    invert=True)``.
+    Environments: a single environment, or one per column of a storage with ``ndim`` >= 2, needs no arguments. If
+    several environments write to one flat storage, pass their number as ``num_streams``; ``traj_key``, which TorchRL's
+    collectors write, identifies their episodes. Flatten data of shape [E, T] before it is written to flat storage:
+    ``rb.append_transform(lambda td: td.reshape(-1), invert=True)``.
 
-    d and d^α are kept in fixed point, in units of 2^-23 = 1.2e-7 (rounded up): scale rewards so that \|δ\| is typically
-    above 1e-5. At a capacity of 10^6, d may be up to 5 · 10^5.
+    d and d^α are stored in fixed point, in units of 2^-23 = 1.2e-7 (rounded up): scale rewards so that \|δ\| is
+    typically above 1e-5. At a capacity of 10^6, d can be up to 5 · 10^5.
 
     Args:
-        capacity: number of slots, at least that of the storage; None (default): that of the storage.
+        capacity: number of slots, at least that of the storage. Default: None, the size of the storage.
         alpha: exponent of the TD error, >= 0, or :class:`~torchrl_replay_ext.Anneal`. Default: 0.4.
         omega: exponent of the reliability, >= 0, or :class:`~torchrl_replay_ext.Anneal`. Default: 0.2.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.4.
-        eps: added to \|δ\|, so that every transition can be drawn. Default: 1e-6.
+        eps: constant added to \|δ\|, >= 0, so that every transition can be drawn. Default: 1e-6.
         td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
             writes \|δ\|, see :class:`~torchrl_replay_ext.ProportionalSampler`.
         num_streams: number of environments whose transitions are interleaved in flat storage. Default: 1.
-        truncated: whether episodes that were truncated are ``"finished"`` (default) or ``"ongoing"``.
-        done_key: where the end of an episode is stored, bool. Default: ``("next", "done")``.
-        terminated_key: where its termination is stored, bool; read if ``truncated="ongoing"``. Default: ``("next",
+        truncated: whether truncated episodes are ``"finished"`` (default) or ``"ongoing"``.
+        done_key: entry that marks the end of an episode, bool. Default: ``("next", "done")``.
+        terminated_key: entry that marks termination, bool; used if ``truncated="ongoing"``. Default: ``("next",
             "terminated")``.
-        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1. Default:
+        traj_key: entry with trajectory ids, int64; used if present, required if ``num_streams`` > 1. Default:
             ``("collector", "traj_ids")``.
-        init_key: where the first transition of an episode is marked, bool; used if present. Default: ``"is_init"``.
-        weight_norm: ``"batch"`` (default): weights are divided by the largest of the batch; ``"buffer"``: by the
-            largest of any stored transition, which costs O(N) for each draw.
-        max_priority_within_buffer: new transitions get the largest d of the stored transitions that have been updated,
-            instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. Rows that have not
-            been updated count with that priority in the sums of their episode. Default: False.
+        init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
+        weight_norm: ``"batch"`` (default) divides weights by the largest weight of the batch, ``"buffer"`` by the
+            largest weight of all stored transitions, which costs O(N) for each draw.
+        max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
+            updated, instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. The sums
+            of episodes use this d for rows that have not been updated. Default: False.
 
     Raises:
-        TypeError: if a number or a flag has another type.
-        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, more
-            trajectories go on at once than ``num_streams``, or a trajectory comes back after it was broken off.
-        KeyError: at a write, if the storage has no such key.
+        TypeError: if a number or a flag has the wrong type.
+        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, if more
+            trajectories are unfinished at once than ``num_streams``, or if an interrupted trajectory continues.
+        KeyError: at a write, if a required entry is missing.
 
     Warns:
-        UserWarning: at a write, once, if an episode broke off without an end.
+        UserWarning: at a write, once, if an episode was interrupted without an end.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -120,8 +121,9 @@ class ReaPERSampler(PrioritySampler):
         "omega",
         """Exponent of the reliability.
 
-        A compiled step makes as many proposals per draw as the omega that was set when it was compiled needs (the
-        larger end of an :class:`~torchrl_replay_ext.Anneal`). With a larger one its draws stay exact, but take longer.
+        The number of proposals per draw in a compiled step is chosen for the omega at the time of compilation (the
+        larger end of an :class:`~torchrl_replay_ext.Anneal`). If omega is increased later, draws stay exact but take
+        longer.
         """,
     )
 

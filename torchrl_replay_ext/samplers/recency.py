@@ -11,27 +11,28 @@ from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent, make_exp
 
 
 class RecencySampler(PrioritySampler):
-    r"""Draws newer transitions more often: P falls geometrically with age, truncated at the oldest.
+    r"""Draws newer transitions more often: P decreases geometrically with age.
 
     P(age k) = (1 − q) q^k / (1 − q^N) with q = 2^(−1 / half_life); the newest of the N stored transitions has k = 0.
-    Truncated geometric replay is the idea of Korniak et al. 2026 (arXiv 2605.10236). The half-life is our own way to
-    state q, and the importance-sampling weights are our addition: w = (N · P)^−β divided by the largest weight.
+    Truncated geometric replay was proposed by Korniak et al. 2026 (arXiv 2605.10236). We specify q by a half-life, and
+    add importance-sampling weights: w = (N · P)^−β divided by the largest weight.
 
-    Age follows the ring. Transitions of one step of a storage with ``ndim`` >= 2 are ordered by slot. TD errors are
-    not used: ``update_priority`` does nothing. The writer must be a round-robin one, the default.
+    The age of a transition is its distance from the newest one in the order of writing. In a storage with ``ndim`` >=
+    2, transitions of the same step are ordered by slot. TD errors are not used: ``update_priority`` does nothing. The
+    writer must be a round-robin writer, the default.
 
     Args:
-        capacity: number of slots, at least that of the storage; None (default): that of the storage.
-        half_life: the age, in transitions, at which the probability has halved, > 0; ``math.inf`` is uniform. Default:
-            100,000. For a mean age near h in a much larger buffer, pass 0.7 h.
-        beta: exponent of the importance-sampling weights in [0, 1], a number; it cannot be annealed, since schedules
-            count priority updates. Default: 0, all weights are 1. With beta > 0 the newest of N transitions has
-            weight 2^(−beta (N − 1) / half_life), which vanishes if ``half_life`` is much shorter than the buffer.
+        capacity: number of slots, at least that of the storage. Default: None, the size of the storage.
+        half_life: the age, in transitions, at which the probability has halved, > 0; ``math.inf`` is uniform. For a
+            mean age near h in a much larger buffer, pass 0.7 h. Default: 100000.
+        beta: exponent of the importance-sampling weights, a number in [0, 1]; with 0, all weights are 1. With beta > 0
+            the newest of N transitions has weight 2^(−beta (N − 1) / half_life), which is close to 0 if ``half_life``
+            is much shorter than the buffer. It cannot be annealed, since schedules count priority updates. Default: 0.
 
     Raises:
         TypeError: if an argument is not a number.
-        ValueError: if an argument is out of range; at a write, if slots are not written in turn.
-        RuntimeError: at a draw, if nothing is stored.
+        ValueError: if an argument is out of range; at a write, if slots are not written one after the other.
+        RuntimeError: at a draw, if the buffer is empty.
 
     Examples:
         >>> from tensordict import TensorDict

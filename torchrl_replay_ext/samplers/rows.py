@@ -1,4 +1,4 @@
-"""How distributions read the rows that were just written."""
+"""Access of distributions to the rows that were just written."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torchrl_replay_ext.core.write_log import WriteLog
 
 
 def stored_tensordict(owner: str, storage: Storage | None) -> Any:
-    """The stored TensorDict; TypeError if the storage holds something else."""
+    """The stored TensorDict. Raises TypeError if the storage holds other data."""
     data = _torchrl.stored_data(storage)
     if not is_tensor_collection(data):
-        raise TypeError(f"{owner}: TensorDicts in a tensor storage are needed, LazyTensorStorage for example.")
+        raise TypeError(
+            f"{owner}: the storage must hold a TensorDict, not {type(data).__name__}; use LazyTensorStorage and write "
+            "TensorDicts."
+        )
     return data
 
 
@@ -26,11 +29,10 @@ class StoredRows:
     """The rows at ``slots`` [n] of a storage.
 
     Args:
-        owner: the sampler, for messages.
+        owner: class name of the sampler, for error messages.
         storage: the storage.
         slots: int64 [n].
-        num_slots: number of slots of the storage.
-        log: what is known of earlier writes.
+        log: the log of earlier writes.
     """
 
     def __init__(self, owner: str, storage: Storage | None, slots: Tensor, log: WriteLog):
@@ -38,10 +40,10 @@ class StoredRows:
         self._storage, self._log, self._num_slots = storage, log, log.layout.num_slots
 
     def is_rewrite(self) -> bool:
-        """Whether these rows were written before, and announced again outside of the ring's order; False in graphs.
+        """True if these rows were stored before and changed in place (``rb.mark_update``); False in graphs.
 
         Raises:
-            ValueError: if they are new, and do not follow each other in the ring.
+            ValueError: if the rows are new and not consecutive in the ring.
         """
         if is_traced():
             return False
@@ -49,13 +51,15 @@ class StoredRows:
             return True
         in_order = torch.arange(self.slots.shape[0], device=self.slots.device)
         if not torch.equal(self.slots, (self.slots[0] + in_order) % self._num_slots):
-            raise ValueError(f"{self.owner}: slots must be written in turn; use a round-robin writer, the default.")
+            raise ValueError(
+                f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
+            )
         return False
 
     def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
-        """One number per row, [n]; None if the entry is missing and no reason is given why it must be there."""
+        """One number per row, [n]. If the entry is missing: None, or KeyError if ``why`` says why it is required."""
         if self._storage is None:
-            raise ValueError(f"{self.owner}.mark_update: the storage is needed, to read {key!r}.")
+            raise ValueError(f"{self.owner}.mark_update: pass storage=, which is needed to read {key!r}.")
         column = stored_tensordict(self.owner, self._storage).get(key, None)
         if column is None:
             if why is None:
@@ -68,12 +72,12 @@ class StoredRows:
         return column.reshape(-1).index_select(0, self.slots)
 
     def require(self, key: NestedKey, why: str) -> None:
-        """KeyError if an entry is missing."""
+        """Raise KeyError if an entry is missing."""
         if stored_tensordict(self.owner, self._storage).get(key, None) is None:
             raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
 
     def entry(self, key: NestedKey, why: str) -> Tensor:
-        """An entry of any shape, [n, ...]; KeyError if it is missing."""
+        """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
         storage: Any = self._storage
         if getattr(storage, "is_stacked", lambda key: False)(key):
             return storage.take_columns([key], self.slots).get(key).flatten(1)

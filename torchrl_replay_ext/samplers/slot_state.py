@@ -1,4 +1,4 @@
-"""What a sampler knows about the slots of its buffer, and how it follows the writes."""
+"""The state of a sampler for the slots of its buffer, updated at each write and priority update."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torchrl_replay_ext.functional import last_occurrence
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 
-# Slots per update to which an annealed alpha is applied, one group after the other, in graphs.
+# In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
-# Errors by which a write is refused before it has changed anything; also a warning that is turned into an error.
+# Errors that reject a write before any change. A warning is included: a filter can turn it into an error.
 REFUSALS = (KeyError, TypeError, ValueError, Warning)
 
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
@@ -43,19 +43,19 @@ class SlotState:
     """The write log, the priorities and the distribution of the slots of one buffer.
 
     Args:
-        owner: the sampler's class, for messages.
+        owner: class name of the sampler, for error messages.
         layout: the slots.
-        make: makes the distribution.
-        make_observers: make further state that follows the same writes.
-        hyperparameters: of the sampler, by name.
-        priority_arguments: how TD errors become priorities.
+        make: creates the distribution.
+        make_observers: create further state that must be updated at each write.
+        hyperparameters: hyperparameters of the sampler, by name.
+        priority_arguments: how priorities are computed from TD errors.
     """
 
-    # whether the storage holds only rows of a rejected first write
+    # True if the storage contains only rows of a rejected first write
     holds_only_rejected_write = False
-    # whether the order of slots matters and could not be known when the storage's content was ingested
+    # True if the oldest slot was unknown when the content of a full storage was ingested
     _order_is_unknown = False
-    # how many parts have accepted the rows of the last write
+    # number of parts that have accepted the rows of the last write
     _accepting_parts = 0
 
     def __init__(
@@ -79,7 +79,7 @@ class SlotState:
             name: torch.zeros((), dtype=torch.int64, device=layout.device)
             for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
         }
-        # float64 numbers have shape [1]: torch 2.13 drops what a compiled graph writes to 0-dim ones
+        # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self._max_priority = torch.zeros(1, dtype=torch.float64, device=layout.device)
         self.distribution = make(self.log, self.priorities)
         self.observers = [make(self.log) for make in make_observers]
@@ -87,7 +87,7 @@ class SlotState:
 
     @property
     def _parts(self) -> list[WriteObserver]:
-        """What follows the writes; observers first, since they may refuse rows."""
+        """All parts that are updated at each write; observers first, since they may reject rows."""
         return [*self.observers, self.distribution]
 
     @property
@@ -95,17 +95,21 @@ class SlotState:
         return any(part.needs_order for part in self._parts)
 
     def observe(self, make: MakeObserver) -> None:
-        """Add state that follows the same writes."""
+        """Add state that must be updated at each write."""
         self.observers.append(make(self.log))
         if not self.log.is_empty:
             self.log.mark_dirty()
 
     def hyperparameters_changed(self) -> None:
-        """Called after hyperparameters were replaced."""
+        """Called after hyperparameters were changed."""
         self._max_priority.fill_(self.distribution.max_priority)
 
     def set_hyperparameter(self, name: str, value: float | Tensor | Anneal) -> None:
-        """Assign a number or a schedule; ValueError if it does not fit the largest priority, with nothing changed."""
+        """Assign a number or a schedule.
+
+        Raises:
+            ValueError: if alpha is too large for the largest priority; nothing is changed then.
+        """
         hyperparameter = self._hyperparameters[name]
         before, saved = float(hyperparameter.value), hyperparameter.state()
         hyperparameter.set(value)
@@ -116,7 +120,8 @@ class SlotState:
             bound = hyperparameter.bound
             hyperparameter.load(saved)
             raise ValueError(
-                f"{self.owner}(alpha={bound:g}): alpha is too large for the largest priority so far, {largest:g}."
+                f"{self.owner}(alpha={bound:g}): alpha is too large for the largest priority so far, {largest:g}; "
+                "use a smaller alpha."
             )
         self.hyperparameters_changed()
         if name == "alpha" and float(hyperparameter.value) != before:
@@ -125,12 +130,12 @@ class SlotState:
     # --- writes
 
     def ingest(self, storage: Storage) -> None:
-        """Insert what a storage held before this sampler was attached, oldest first, as new transitions."""
+        """Insert the rows that a storage held before this sampler was attached as new transitions, oldest first."""
         steps = torch.arange(_torchrl.length(storage) // self.layout.slots_per_step, device=self.layout.device)
         last = _torchrl.last_step(storage)
         if last is not None:
             steps = (steps + last + 1) % len(steps)
-        # a storage that was loaded does not know where its ring begins, but will after the next write
+        # the ring position of a loaded storage is unknown until the next write
         self._order_is_unknown = last is None and len(steps) == self.layout.steps
         slots = self.layout.slots_at(steps).reshape(-1)
         with self.log.transaction():
@@ -139,7 +144,7 @@ class SlotState:
             self.insert(slots, storage)
 
     def discard_unseen_writes(self, storage: Storage | None) -> None:
-        """Remove slots that were written without an announcement; they may be partially written."""
+        """Remove slots written after the last write that the sampler was notified of; they may be incomplete."""
         self.recover(storage)
         last, last_seen = _torchrl.last_step(storage), self.log.last_seen_step.item()
         if last is not None and last_seen >= 0 and last != last_seen:
@@ -148,10 +153,10 @@ class SlotState:
                 self.log.see_step(last)
 
     def recover(self, storage: Storage | None, being_written: Tensor | None = None) -> None:
-        """Rebuild the state if a change of it was interrupted, from the log and the stored rows.
+        """Rebuild the state from the log and the stored rows if a change was interrupted.
 
-        What was stored is kept, with the last priority of each transition. Lost are the exponents that transitions got
-        while alpha was annealed, and which of those that were never updated are newer.
+        Stored transitions keep their last priorities. Two things are lost: the alpha of each transition while alpha is
+        annealed, and the order in which transitions that were never updated were written.
         """
         if storage is None:
             return
@@ -180,10 +185,10 @@ class SlotState:
         self.log.mark_clean()
 
     def write(self, slots: Tensor, storage: Storage | None) -> None:
-        """Follow a write of ``slots`` [n], outside graphs.
+        """Update the state after a write of ``slots`` [n]. Not usable in graphs.
 
         Raises:
-            KeyError, TypeError, ValueError: if the rows do not fit; nothing is changed then.
+            KeyError, TypeError, ValueError: if a part rejects the rows; nothing is changed then.
         """
         self.recover(storage, slots)
         self._accepting_parts = 0
@@ -192,13 +197,12 @@ class SlotState:
                 self._apply_write(slots, storage)
         except REFUSALS:
             if not self._accepting_parts:
-                # nothing was changed
                 self.log.mark_clean()
             self.holds_only_rejected_write |= storage is not None and _torchrl.length(storage) <= slots.numel()
             raise
 
     def _apply_write(self, slots: Tensor, storage: Storage | None) -> None:
-        """A write of ``slots`` [n], of which the first may be overwritten by the last."""
+        """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
         last, log = _torchrl.last_step(storage), self.log
         if self._needs_order and self._order_is_unknown and last is not None:
             self.clear()
@@ -212,20 +216,20 @@ class SlotState:
         if skipped.numel():
             self.remove(skipped)
         if slots.numel() > self.layout.num_slots:
-            # some rows are overwritten by later rows of the same write; nothing from before is left either
+            # all earlier rows are overwritten, and also the first rows of this write
             self._accepting_parts = 1
             for part in self._parts:
                 part.before_full_overwrite()
             self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
         self.insert(slots[-self.layout.num_slots :], storage)
-        # only now: the write may have been refused
+        # last, because the write may be rejected
         log.see_step(end)
 
     def _place(self, slots: Tensor, storage: Storage | None) -> tuple[int, Tensor]:
-        """Where the write of ``slots`` [n] ends in the ring, and which slots it has skipped.
+        """Find the ring position after a write of ``slots`` [n], and the slots that it skipped.
 
         Raises:
-            ValueError: if another writer has left a gap, and the distribution needs the order.
+            ValueError: if the write is not consecutive in the ring, but the order of slots is needed.
         """
         last = _torchrl.last_step(storage) if self.distribution.slots_in_ring_order else None
         end, skipped = self.log.place_write(
@@ -236,11 +240,13 @@ class SlotState:
             ),
         )
         if end == OUT_OF_ORDER and self._needs_order:
-            raise ValueError(f"{self.owner}: slots must be written in turn; use a round-robin writer, the default.")
+            raise ValueError(
+                f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
+            )
         return end, skipped
 
     def insert(self, slots: Tensor, storage: Storage | None) -> None:
-        """Insert newly written ``slots`` [n]."""
+        """Insert new transitions in ``slots`` [n]."""
         rows = StoredRows(self.owner, storage, slots, self.log)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.overwrite(slots)
@@ -258,7 +264,7 @@ class SlotState:
         self.priorities.insert(slots)
 
     def remove(self, slots: Tensor) -> None:
-        """``slots`` [n], all different, hold nothing until they are written again."""
+        """Mark ``slots`` [n], without duplicates, as empty."""
         if slots.numel():
             for part in self._parts:
                 part.remove(slots)
@@ -268,30 +274,37 @@ class SlotState:
     # --- updates
 
     def remember_draw(self, slots: Tensor, *, real: Tensor | None = None, comes_back: bool = True) -> None:
-        """Outside graphs, remember that ``slots`` [n] were handed out.
+        """Outside graphs, record a draw.
 
         Args:
             slots: int64 [n].
-            real: which rows are not padding, bool [n]; None: all.
-            comes_back: whether TD errors are expected.
+            real: which rows are not padding, bool [n]; None (default): all.
+            comes_back: True (default) if an update of the rows is expected.
         """
         if not is_traced():
             self.pending.add(slots, int(self.log.num_writes), real=real, comes_back=comes_back)
 
     def generation(self, slots: Tensor) -> Tensor:
-        """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 where nothing is stored."""
+        """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
         return gather_in_bounds(self.log.generation, slots)
 
     def generation_if_current(self, slots: Tensor) -> Tensor:
-        """The generation of each of ``slots`` [n], which have come back; -1 where it is not the one that was drawn."""
+        """Generation of each of ``slots`` [n] in an update, int64 [n]; -1 if it was overwritten since the draw."""
         late, generation = self.late_rows(slots, None), self._generation_in_range(slots)
         return generation if late is None else torch.where(late, -1, generation)
 
     def late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
-        """Which rows of an update name content that was overwritten, bool [n]; None if none does.
+        """Find the rows of an update whose slots were overwritten since the draw.
+
+        Args:
+            slots: int64 [n].
+            stamp: generations at the draw, int64 [n]; None if unknown.
+
+        Returns:
+            True for late rows, bool [n]; None if there are none.
 
         Raises:
-            IndexError: if a slot is out of range, or holds nothing and was never drawn.
+            IndexError: if a slot is out of range, or is empty and was never drawn.
         """
         if stamp is not None:
             self.pending.come_back(slots)
@@ -303,14 +316,14 @@ class SlotState:
         missing = self._generation_in_range(slots) == 0
         if bool(missing.any()):
             raise IndexError(
-                f"{self.owner}.update_priority: slot {int(slots[missing][0])} is out of range: nothing is stored there."
+                f"{self.owner}.update_priority: slot {int(slots[missing][0])} is out of range: it is empty."
             )
         return None
 
     def _generation_in_range(self, slots: Tensor) -> Tensor:
         name, layout = self.owner, self.layout
         if layout.device.type != "cpu":
-            # there, an index out of range would stop the device
+            # on an accelerator, an index out of range would make the device unusable
             require_in_range(name, slots, layout.size, layout.shape)
         try:
             return self.log.generation.index_select(0, slots)
@@ -319,13 +332,13 @@ class SlotState:
             raise
 
     def update(self, slots: Tensor, error: Tensor, late: Tensor | None, largest: float) -> None:
-        """Set priorities from TD errors that were checked.
+        """Set priorities from valid TD errors.
 
         Args:
             slots: int64 [n].
             error: TD errors, float32 [n].
-            late: rows that are left out, bool [n], or None.
-            largest: the largest TD error.
+            late: True for rows to skip, bool [n]; None to skip none.
+            largest: the largest of ``error``.
         """
         if late is not None:
             self.counters["dropped_updates"].add_(late.sum())
@@ -339,21 +352,21 @@ class SlotState:
         self._step()
 
     def update_compiled(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
-        """Set priorities from TD errors [n] in a graph; what would be an error elsewhere is left out and counted.
+        """Set priorities from TD errors in a graph. Invalid rows are skipped and counted, since graphs cannot raise.
 
         Args:
             slots: int64 [n].
-            error: TD errors.
-            stamp: the generations of the rows, int64 [n]; -1 for padded ones.
+            error: TD errors, one number or [n].
+            stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
         """
         error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
         priority = self.priorities.from_td_error(error)
         given, slots = slots, slots.clamp(0, self.layout.num_slots - 1)
-        # False for NaN too
+        # also False for NaN
         valid = (error >= 0) & (priority <= self._max_priority) & (given == slots)
         generation = self.generation(slots)
         is_current = generation > 0
-        # generation -1: a padded row, which is no update
+        # padded rows, marked by -1, are not counted
         is_padded = torch.zeros_like(is_current) if stamp is None else stamp.reshape(-1) < 0
         if stamp is not None:
             is_current = is_current & (generation == stamp.reshape(-1))
@@ -370,7 +383,7 @@ class SlotState:
         self._step()
 
     def _step(self) -> None:
-        """Count an update, move the schedules along, and apply an annealed alpha to what is stored."""
+        """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
         for hyperparameter in self._hyperparameters.values():
             hyperparameter.step()
         alpha = self._hyperparameters.get("alpha")
@@ -387,14 +400,14 @@ class SlotState:
             self.distribution.reweight(slots)
 
     def reweight(self) -> None:
-        """Recompute the density of everything stored, after an exponent was changed."""
+        """Recompute all densities after an exponent was changed."""
         with self.log.transaction():
             self.distribution.reweight(None)
 
     # --- state
 
     def clear(self) -> None:
-        """Nothing was ever stored."""
+        """Restore the initial state."""
         for part in self._parts:
             part.clear()
         self.log.clear()
@@ -404,14 +417,14 @@ class SlotState:
         self.holds_only_rejected_write = self._order_is_unknown = False
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state to save, which is restored in place."""
+        """The state to save. It is restored in place."""
         tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.counters}
         for part in self._parts:
             tensors |= part.tensors()
         return tensors
 
     def rebuild(self) -> None:
-        """Recompute derived state, after :meth:`tensors` were replaced."""
+        """Recompute derived state after :meth:`tensors` were replaced."""
         self.hyperparameters_changed()
         self.log.rebuild()
         self.priorities.rebuild()
@@ -420,7 +433,7 @@ class SlotState:
             part.rebuild()
 
     def stats(self) -> dict[str, Tensor]:
-        """Numbers worth logging, scalars."""
+        """Statistics for logging, scalars."""
         density = self.distribution.density(self.distribution.stored_slots())
         count = density.numel()
         if not count or not bool(density.sum() > 0):
@@ -440,14 +453,14 @@ class SlotState:
         }
 
     def check_valid(self) -> None:
-        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        """Raise AssertionError if the state is inconsistent. O(N)."""
         self.log.check_valid()
         self.priorities.check_valid(self.log.generation)
         for part in self._parts:
             part.check_valid()
 
     def __getstate__(self) -> dict[str, Any]:
-        # draws belong to one process
+        # pending draws belong to this process only
         return {**vars(self), "pending": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which transitions of a write enter which event table, from the unfinished episode of each stream."""
+"""Finds the transitions that enter each event table, from a write and the unfinished episode of each stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl_replay_ext.core.event_tables import EventTables
 
 _NEVER = np.iinfo(np.int64).max
-# The number of tails from which on abandoned episodes are looked for.
+# With more tails than this, search for abandoned episodes.
 _MANY_TAILS = 64
 
 
@@ -21,10 +21,10 @@ class Tail:
     """The newest transitions of an unfinished episode.
 
     Args:
-        slot: the slots that hold them, int64 [n].
-        number: transition numbers, counted as they are written, int64 [n].
-        sent: True where the transition was sent to a table, bool [n, tables].
-        trajectory: trajectory id of the episode, or -1.
+        slot: their slots, int64 [n].
+        number: transition numbers, in the order of writing, int64 [n].
+        sent: True if the transition has already entered a table, bool [n, tables].
+        trajectory: trajectory id of the episode; -1 if unknown.
     """
 
     slot: np.ndarray
@@ -42,8 +42,8 @@ class Rows:
 
     Args:
         stream: stream of each row, int64 [n].
-        trajectory: trajectory id, or -1, int64 [n].
-        ends: True at the last row of an episode, bool [n].
+        trajectory: trajectory id, int64 [n]; -1 if unknown.
+        ends: True if the row is the last of an episode, bool [n].
         begins: True if the row is marked as the first of an episode, bool [n].
     """
 
@@ -61,14 +61,14 @@ class Rows:
 
 @dataclass
 class Timeline:
-    """The rows of a write, grouped by stream, in time order, each stream after its tail.
+    """The rows of a write, grouped by stream. Each stream is in time order and starts with its tail.
 
     Args:
-        row: row of the write, -1 for a transition of a tail, int64 [m].
-        slot: the slot that holds the transition, -1 if it is not written yet, int64 [m].
+        row: row of the write, int64 [m]; -1 for a transition of a tail.
+        slot: the slot of the transition, int64 [m]; -1 if it is not written yet.
         number: transition number, int64 [m].
-        episode: equal for transitions of the same episode, int64 [m].
-        sent: True where the transition was sent to a table, bool [m, tables].
+        episode: number of the episode within this timeline, int64 [m].
+        sent: True if the transition has already entered a table, bool [m, tables].
     """
 
     row: np.ndarray
@@ -78,12 +78,12 @@ class Timeline:
     sent: np.ndarray
 
     def set_slots(self, slots: np.ndarray) -> None:
-        """Set the slots of the rows that were written, int64 [n]."""
+        """Set ``slots`` [n] of the rows of the write, int64."""
         new = self.row >= 0
         self.slot[new] = slots[self.row[new]]
 
 
-# For each table that rows enter: their places in the timeline, in the order of entering, and the row of the event.
+# For each table: the timeline indices of the transitions that enter it, in order, and the row of each event.
 Entering = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
@@ -97,7 +97,7 @@ class EpisodeTails:
     def __init__(self, tables: EventTables):
         self._tables = tables
         self._table_of_spec = [tables.table_of(spec) for spec in tables.specs]
-        # how many transitions of an unfinished episode may still enter a table or be part of a context
+        # maximum number of transitions of an unfinished episode that can still enter a table or be part of a context
         self._length = max(max(spec.history - 1, spec.context) for spec in tables.specs)
         self._tails: dict[int, Tail] = {}
         self._many = _MANY_TAILS
@@ -106,12 +106,12 @@ class EpisodeTails:
         return len(self._tails)
 
     def clear(self) -> None:
-        """Forget all unfinished episodes."""
+        """Discard all unfinished episodes."""
         self._tails.clear()
         self._many = _MANY_TAILS
 
     def timeline(self, rows: Rows) -> Timeline:
-        """Append the rows of a write to the tails of their streams."""
+        """Concatenate the tail of each stream and its rows of a write."""
         written, num_tables = self._tables.num_written, len(self._tables)
         order = np.argsort(rows.stream, kind="stable")
         streams, first = np.unique(rows.stream[order], return_index=True)
@@ -132,11 +132,11 @@ class EpisodeTails:
         return Timeline(row, slot, number, starts.cumsum(), sent)
 
     def plan(self, timeline: Timeline, occurred: np.ndarray) -> Entering:
-        """Find what enters which table, and mark it as sent in ``timeline``.
+        """Find the transitions that enter each table, and mark them as sent in ``timeline``.
 
         Args:
             timeline: from :meth:`timeline`.
-            occurred: True where an event occurs in a row, bool [n, events].
+            occurred: True if an event occurs in a row, bool [n, events].
         """
         entering: Entering = {}
         if not occurred.any():
@@ -157,7 +157,7 @@ class EpisodeTails:
                 found = np.minimum(following, size - 1)
                 reached = (following < size) & (following - here < spec.history)
                 reached &= timeline.episode[found] == timeline.episode
-                # a transition that was overwritten before the event cannot be sent
+                # transitions that were overwritten before the event cannot enter
                 reached &= timeline.number[found] - timeline.number < reach
                 reached &= timeline.number >= oldest
                 trigger = np.minimum(trigger, np.where(reached, following, _NEVER))
@@ -170,7 +170,7 @@ class EpisodeTails:
         return entering
 
     def update(self, rows: Rows, timeline: Timeline) -> None:
-        """Keep the end of each stream's last episode if it is unfinished. Call it after the rows were written."""
+        """Update the tail of each stream. Call it after the rows were written."""
         order = np.flatnonzero(timeline.row >= 0)
         stream = rows.stream[timeline.row[order]]
         last = order[np.append(np.flatnonzero(np.diff(stream)), len(stream) - 1)]
@@ -189,13 +189,13 @@ class EpisodeTails:
             self._discard_overwritten()
 
     def _discard_overwritten(self) -> None:
-        """Forget episodes that were never finished, once their transitions are overwritten."""
+        """Discard unfinished episodes whose transitions are all overwritten."""
         oldest = self._tables.oldest
         self._tails = {name: tail for name, tail in self._tails.items() if tail.number[-1] >= oldest}
         self._many = 2 * len(self._tails) + _MANY_TAILS
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the state, to be saved."""
+        """A copy of the state to save."""
         tails = [*self._tails.values()]
         none = Tail(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(self._tables)), bool), -1)
         return {
@@ -214,6 +214,6 @@ class EpisodeTails:
         columns = [np.split(state[key].cpu().numpy().copy(), ends) for key in ("slot", "number", "sent")]
         streams, trajectories = state["stream"].tolist(), state["trajectory"].tolist()
         self.clear()
-        # not strict: the split of nothing has one part
+        # not strict: np.split of an empty array returns one part
         for stream, trajectory, slot, number, sent in zip(streams, trajectories, *columns, strict=False):
             self._tails[stream] = Tail(slot, number, sent, trajectory)

@@ -27,33 +27,34 @@ _TRAJECTORY = ("collector", "traj_ids")
 class EventTableWriter(CompilableWriter):
     """Writes transitions in order and fills event tables (SSET, Kompella et al. 2022, Algorithm 1).
 
-    If an event occurs at step t, the last τ transitions of the same episode of the same stream, t included, enter the
-    event's table, oldest first. A transition enters a table once, even if it has left the table since. A transition
-    that is no longer in the default table does not enter. An episode ends with ``done_key``, terminated or truncated,
-    or where ``init_key`` marks the first transition of the next one. The tables do not depend on how the data is split
-    into calls of ``extend``.
+    If an event occurs at step t, the last τ transitions of the same episode of the same stream, including step t, enter
+    the event's table, oldest first. A transition enters a table at most once, even if it was removed from the table in
+    the meantime. Only transitions that are still in the default table can enter. An episode ends where ``done_key`` is
+    True (terminated or truncated), or before a transition that ``init_key`` marks as the first one of an episode. The
+    tables do not depend on how the data is split into calls of ``extend``.
 
     Streams: in flat storage, the entry ``stream_key`` identifies the stream of a transition. TorchRL's collectors write
-    it (as a trajectory id, so each episode is a stream of its own). Data without this entry is one stream. In a storage
-    of ``ndim`` >= 2 each column is a stream, and the entry, if present, separates its episodes. If trajectory ids
-    restart, for example with a new collector, they must not continue an episode that was left unfinished: end that
-    episode, or mark first transitions by ``init_key`` (torchrl's ``InitTracker``).
+    a trajectory id to this entry, so each episode is a separate stream. Data without this entry is one stream. In a
+    storage with ``ndim`` >= 2 each column is a stream, and the entry, if present, separates its episodes. Trajectory
+    ids can restart, for example with a new collector. Then a restarted id would continue an unfinished episode with the
+    same id; end that episode first, or mark first transitions with ``init_key`` (TorchRL's ``InitTracker``).
 
-    Writing events cannot be part of a graph. A :class:`~torchrl_replay_ext.CompilableReplayBuffer` can sample and
-    update priorities in a graph, but call its ``extend`` outside of it.
+    Events cannot be detected in a compiled graph. With a :class:`~torchrl_replay_ext.CompilableReplayBuffer`, sampling
+    and priority updates can be compiled, but ``extend`` must be called outside of the graph.
+
+    If a write raises an error, nothing is written.
 
     Args:
         tables: the tables to fill.
-        stream_key: entry with the stream of each transition, integers; None: one stream. Any key but the default,
-            ``("collector", "traj_ids")``, must be present.
+        stream_key: entry with the stream of each transition, integers. None: all data is one stream. The entry is
+            optional only for the default key. Default: ``("collector", "traj_ids")``.
         done_key: entry that marks the end of an episode, bool. Default: ``("next", "done")``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
 
     Raises:
         TypeError: if an argument has the wrong type; at a write, if the data is not a TensorDict or an entry has the
             wrong dtype.
-        KeyError: at a write, if an entry is missing, or if the rows have an entry that stored rows do not have. Nothing
-            is written then, as in all these cases.
+        KeyError: at a write, if an entry is missing, or if the data has an entry that stored rows do not have.
         ValueError: at a write, if an entry has the wrong shape, or the data of several streams is not flat.
 
     Examples:
@@ -97,12 +98,12 @@ class EventTableWriter(CompilableWriter):
         self._tables = tables
         self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
         self._tails = EpisodeTails(tables)
-        # num_resets of the tables when the tails were last valid
+        # num_resets of the tables at the time when the tails were valid
         self._resets = 0
 
     @property
     def tables(self) -> EventTables:
-        """The tables it fills."""
+        """The tables that the writer fills."""
         return self._tables
 
     @property
@@ -110,14 +111,21 @@ class EventTableWriter(CompilableWriter):
         return self._tables.retention == "pinned"
 
     def register_storage(self, storage: Storage) -> None:
-        """Called by the buffer. A sampler that was built apart finds the tables through the storage."""
+        """Called by the buffer. Stores the tables at the storage, where the sampler finds them."""
         if getattr(storage, STORAGE_ATTRIBUTE, self._tables) is not self._tables:
-            raise ValueError("EventTableWriter: another writer fills event tables of this storage already.")
+            raise ValueError(
+                "EventTableWriter: another writer already fills event tables for this storage; use one writer for each "
+                "storage."
+            )
         if self._pinned and storage.ndim != 1:
-            raise ValueError("EventTableWriter: retention='pinned' needs a flat storage (ndim=1).")
+            raise ValueError(
+                f"EventTableWriter: retention='pinned' needs a flat storage (ndim=1), not ndim={storage.ndim}."
+            )
         self._tables.check(storage.max_size)
         if self._tables.num_written and storage is not self._storage:
-            raise ValueError("EventTableWriter: the tables are in use with another storage; give each buffer its own.")
+            raise ValueError(
+                "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
+            )
         super().register_storage(storage)
         setattr(storage, STORAGE_ATTRIBUTE, self._tables)
 
@@ -130,7 +138,9 @@ class EventTableWriter(CompilableWriter):
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n], or [t, e] in a storage of two dimensions, and fill the tables."""
         refuse_in_graph(
-            lambda: RuntimeError("EventTableWriter: events cannot be part of a graph; call extend outside of it.")
+            lambda: RuntimeError(
+                "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
+            )
         )
         if not is_tensor_collection(data):
             raise TypeError(f"EventTableWriter: the data must be a TensorDict, not {type(data).__name__}.")
@@ -139,14 +149,14 @@ class EventTableWriter(CompilableWriter):
             raise ValueError(
                 f"EventTableWriter: data of shape {tuple(data.shape)} does not fit a storage of ndim={storage.ndim}. "
                 "Flatten it, with the stream of each transition as stream_key: "
-                "rb.append_transform(lambda td: td.reshape(-1), invert=True); or use a storage of that ndim."
+                f"rb.append_transform(lambda td: td.reshape(-1), invert=True); or use a storage with ndim={data.ndim}."
             )
         if not data.shape[0]:
-            raise RuntimeError("EventTableWriter.extend: there is nothing to write.")
+            raise RuntimeError("EventTableWriter.extend: the data has no rows; write at least one transition.")
         self._check(data, storage.ndim)
         self._tables.recover()
         if self._resets != self._tables.num_resets:
-            # by another process
+            # another process has reset the tables
             self._forget()
         flat = data.reshape(-1) if data.ndim > 1 else data
         steps, width = data.shape[0], data.shape[1:].numel()
@@ -169,7 +179,9 @@ class EventTableWriter(CompilableWriter):
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
         if self._pinned:
-            raise RuntimeError("EventTableWriter.write_at: with retention='pinned' the tables choose the slots.")
+            raise RuntimeError(
+                "EventTableWriter.write_at: with retention='pinned' the tables choose the slots; use extend or add."
+            )
         result = super().write_at(index, data)
         if self._tables.num_slots:
             is_index = isinstance(result, Tensor) and result.ndim > 1
@@ -185,8 +197,8 @@ class EventTableWriter(CompilableWriter):
         if column is None:
             if required:
                 raise KeyError(
-                    f"EventTableWriter: the data has no entry {key!r}; pass the name of the entry that holds it, or "
-                    "let the environment or collector write it."
+                    f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
+                    "argument, or let the environment or collector write it."
                 )
             return None
         if column.numel() != data.shape[0]:
@@ -204,7 +216,10 @@ class EventTableWriter(CompilableWriter):
         if self._stream_key is not None:
             trajectory = self._column(data, self._stream_key, required=self._stream_key != _TRAJECTORY)
         if trajectory is not None and trajectory.dtype.kind not in "iu":
-            raise TypeError(f"EventTableWriter: the entry {self._stream_key!r} must hold integers.")
+            raise TypeError(
+                f"EventTableWriter: the entry {self._stream_key!r} must hold integers, not {trajectory.dtype}; pass "
+                "the entry with the stream of each transition as stream_key=, or None for one stream."
+            )
         unknown = np.full(count, -1)
         trajectory = unknown if trajectory is None else trajectory.astype(np.int64)
         has_columns = self._storage.ndim > 1
@@ -240,7 +255,7 @@ class EventTableWriter(CompilableWriter):
         return occurred
 
     def _stored(self, timeline: Timeline, places: np.ndarray) -> TensorDictBase | None:
-        """The stored transitions at ``places`` of the timeline after the last overwritten one; None if none is left."""
+        """The transitions at ``places`` of the timeline after the last overwritten one; None if there are none."""
         overwritten = np.flatnonzero(timeline.number[places] < self._tables.oldest)
         if len(overwritten):
             places = places[overwritten[-1] + 1 :]
@@ -253,7 +268,7 @@ class EventTableWriter(CompilableWriter):
     # --- writing
 
     def _write(self, data: TensorDictBase, rows: Rows, occurred: np.ndarray) -> Tensor:
-        """Write rows that fit into the default table."""
+        """Write at most as many rows as fit into the default table."""
         tables = self._tables
         if self._pinned:
             if not tables.num_slots:
@@ -275,7 +290,7 @@ class EventTableWriter(CompilableWriter):
                 self._insert(table, timeline, places)
         else:
             self._fill_ring(slots, timeline, entering)
-        # last: if the lists are not complete, recovery must find that these slots were written halfway
+        # last: if filling the lists is interrupted, recovery then removes these slots from the tables
         tables.written(slots)
         self._tails.update(rows, timeline)
         return index
@@ -286,7 +301,7 @@ class EventTableWriter(CompilableWriter):
         self._tables.list_of(table).insert(slots, numbers)
 
     def _fill_ring(self, slots: Tensor, timeline: Timeline, entering: Entering) -> None:
-        """Remove what was overwritten and insert what enters, with the result of writing row after row."""
+        """Remove overwritten entries and insert new ones. The result is the same as for one write per row."""
         tables = self._tables
         if not entering:
             tables.overwrite(slots)
@@ -297,7 +312,7 @@ class EventTableWriter(CompilableWriter):
         for table, (places, _) in entering.items():
             full = tables.size(table) + len(places) > tables.capacity_of(table)
             if full and (dying[table - 1] or not alive[places].all()):
-                # in an ordered list the overwritten entries are those that must make room anyway
+                # in an ordered list, the overwritten entries are the oldest, which are removed first in any case
                 numbers = torch.from_numpy(timeline.number[places]).to(tables.device)
                 row_by_row |= not tables.list_of(table).stays_ordered(numbers)
         if not row_by_row:
@@ -326,7 +341,7 @@ class EventTableWriter(CompilableWriter):
         try:
             index = super().extend(data)
         except BaseException:
-            # if the cursor has moved, the rows may be in the storage although the sampler rejected them
+            # if the cursor has moved, the sampler rejected the rows, but they may be in the storage already
             if tables.num_slots and int(self._write_count) != write_count:
                 tables.overwrite(torch.arange(first, first + data.numel(), device=tables.device) % tables.num_slots)
                 self._tails.clear()
@@ -365,7 +380,7 @@ class EventTableWriter(CompilableWriter):
         self._tables.allocate(int(np.prod(known[0])), known[1])
 
     def _flat(self, index: Tensor) -> Tensor:
-        """Row-major slots of an index [n] or [n, ndim]."""
+        """Row-major slots for an index [n] or [n, ndim]."""
         known = shape_and_device(self._storage) if index.ndim > 1 else None
         return index if known is None else row_major(index, known[0])
 
@@ -375,7 +390,6 @@ class EventTableWriter(CompilableWriter):
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the unfinished episodes."""
         self._tails.clear()
         self._resets = self._tables.num_resets
 
@@ -384,9 +398,9 @@ class EventTableWriter(CompilableWriter):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None and self._storage is not None and not self._tables.num_slots:
             raise RuntimeError(
-                "EventTableWriter: the buffer must have been written to before it is sent to another process, so that "
-                "both processes share the tables: rb.extend(data), then rb.empty(). (TorchRL's collectors do this, "
-                "except with a storage of shared_init=True, or with policy_factory= instead of policy=.)"
+                "EventTableWriter: the buffer is sent to another process before its first write, so the processes "
+                "would not share the tables. Call rb.extend(data), then rb.empty(), before. (TorchRL's collectors do "
+                "this, except with a storage of shared_init=True, or with policy_factory= instead of policy=.)"
             )
         return super().__getstate__()
 
@@ -394,7 +408,7 @@ class EventTableWriter(CompilableWriter):
         return [self._tables.retention, *self._tables.names]
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the cursor, the tables and the newest transitions of the unfinished episodes."""
+        """A copy of the cursor, the tables and the newest transitions of each unfinished episode."""
         tables: dict[str, Tensor] = {}
         num_slots = self._tables.num_slots
         if num_slots:
@@ -408,27 +422,31 @@ class EventTableWriter(CompilableWriter):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; ValueError if it does not fit, with nothing changed."""
+        """Restore a state from :meth:`state_dict`.
+
+        Raises:
+            ValueError: if the state does not fit this writer; nothing is changed then.
+        """
         episodes, saved = state_dict["episodes"], state_dict["tables"]
         num_slots = int(episodes["num_slots"])
         tables = self._tables
         if state_dict["described"] != self._described():
             raise ValueError(
                 f"EventTableWriter.load_state_dict: the state is for the tables {state_dict['described']}, this writer "
-                f"has {self._described()} (retention first)."
+                f"has {self._described()} (retention first); create it with the same events and retention."
             )
         if "next" in saved and not self._pinned:
             raise ValueError(
-                "EventTableWriter.load_state_dict: this state was saved by an earlier version of torchrl_replay_ext, "
-                "which numbered the transitions of a ring in another way. Load it with the version that saved it, or "
+                "EventTableWriter.load_state_dict: this state was saved by an earlier version of torchrl_replay_ext "
+                "with a different numbering of the transitions. Load it with the version that saved it, or "
                 "start with an empty buffer."
             )
         if num_slots:
             same = torch.equal(saved["begins"].cpu(), torch.tensor(tables.regions(num_slots)))
             if not same or (tables.num_slots and tables.num_slots != num_slots):
                 raise ValueError(
-                    "EventTableWriter.load_state_dict: the state is for tables of other capacities, or for a storage "
-                    f"of {num_slots} slots."
+                    "EventTableWriter.load_state_dict: the state is for tables of other capacities or another storage "
+                    f"size ({num_slots} slots); create the buffer with the same capacities and size."
                 )
             known = None if self._storage is None else shape_and_device(self._storage)
             current = tables.device if tables.num_slots else saved["slot_at"].device
@@ -444,13 +462,13 @@ class EventTableWriter(CompilableWriter):
             bind_samplers(self._storage)
 
     def dumps(self, path: str | Path) -> None:
-        """Save the state under the directory ``path``."""
+        """Save the state to the directory ``path``."""
         super().dumps(path)
         state = self.state_dict()
         torch.save({key: state[key] for key in ("tables", "episodes", "described")}, Path(path) / "event_tables.pt")
 
     def loads(self, path: str | Path) -> None:
-        """Restore what :meth:`dumps` saved."""
+        """Restore a state that :meth:`dumps` saved to the directory ``path``."""
         saved = torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu")
         self.load_state_dict({**super().state_dict(), **saved})
         super().loads(path)
