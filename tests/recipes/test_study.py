@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -309,3 +310,16 @@ def test_published_studies_are_those_of_the_configurations(name):
     published = OmegaConf.load(study.Path(report.__file__).parent / "results" / name / study.STUDY)
     config = OmegaConf.structured(study.parse_config(configuration(name=name), study.Config).study)
     assert {**published, "seeds": None} == {**config, "seeds": None}
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
+def test_published_ratios_are_those_of_the_tables(page):
+    results = study.Path(report.__file__).parent / "results"
+    found = {cell for path in results.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
+    # the only ratio to another variant than the baseline
+    sset = report.read_study(results / "sset")
+    sset.config.baseline = "sset"
+    found |= set(report.format_table(sset).split(" | "))
+    ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", (ROOT / page).read_text("utf-8"))
+    assert len(ratios) >= 5
+    assert [ratio for ratio in ratios if ratio not in found] == []
