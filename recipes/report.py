@@ -139,7 +139,7 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     """
     if censored.all():
         return "neither reached"
-    baseline, variant = censored.any(0)
+    baseline, variant = (bool(column.any()) for column in censored.T)
     sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
     # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
     if censored[:, 1].all():

@@ -309,7 +309,7 @@ def test_published_studies_are_those_of_the_configurations(name):
     """Else, `python -m recipes.study` would refuse to add runs to them."""
     published = OmegaConf.load(study.Path(report.__file__).parent / "results" / name / study.STUDY)
     config = OmegaConf.structured(study.parse_config(configuration(name=name), study.Config).study)
-    assert {**published, "seeds": None} == {**config, "seeds": None}
+    assert {**dict(published), "seeds": None} == {**dict(config), "seeds": None}
 
 
 @pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
