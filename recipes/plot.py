@@ -8,14 +8,14 @@
 There is one panel per environment and column, and one line per sampler, or per value of the configuration keys in
 `--by`. A run that stopped because it reached the reward threshold counts with its last return at later steps. A run
 that ended otherwise ends the line of its group. `--solved` prints the steps until a run solved its task: the first of
-three consecutive evaluations whose value in the last column is at least the given value.
+three consecutive evaluations whose value in the last column is at least the given value. For a run that did not solve
+its task it prints "≥" and the length of the run.
 
 For a study (study=<name or directory>, see recipes.study), it prints the table and writes table and figure into the
 directory of the study.
 """
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -36,6 +36,9 @@ RESAMPLES = 1000
 RETURN = "return_mean"
 IN_A_ROW = 3
 SAMPLER = ("sampler.name",)
+# The legend is below the axes for up to this many groups, and beside the axes for more.
+GROUPS_BELOW = 4
+PANEL_WIDTH, LEGEND_WIDTH = 6.4, 3.1  # inches
 LABELS = {
     RETURN: "return (mean of an evaluation)",
     "training_return": "return (mean of the last 100 episodes of training)",
@@ -120,8 +123,19 @@ def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_
     return low, high
 
 
+def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, bool]:
+    """The median of steps [n], and whether it is only a lower bound because runs were `censored` [n]."""
+    median = float(np.median(steps))
+    return median, bool(median != np.median(np.where(censored, np.inf, steps)))
+
+
+def panel_width(num_groups: int, width: float = PANEL_WIDTH) -> float:
+    """Width in inches of a panel with `num_groups` lines: `width`, and room for a legend beside the axes."""
+    return width + LEGEND_WIDTH * (num_groups > GROUPS_BELOW)
+
+
 def draw_curves(axes: Axes, groups: dict[str, list[Run]], column: str) -> None:
-    """Draw one line per group of runs, and the reward threshold."""
+    """Draw one line per group of runs, the reward threshold, and a legend outside the axes."""
     for group, runs in groups.items():
         steps = np.unique(np.concatenate([run.steps for run in runs]))
         values = np.stack([run.at(steps, column) for run in runs])
@@ -134,7 +148,12 @@ def draw_curves(axes: Axes, groups: dict[str, list[Run]], column: str) -> None:
     first = next(iter(groups.values()))[0]
     if first.threshold is not None and column == first.column:
         axes.axhline(first.threshold, color="grey", linestyle="--", linewidth=1, label=f"threshold {first.threshold:g}")
-    axes.legend()
+    axes.locator_params(axis="x", nbins=6)
+    if len(groups) > GROUPS_BELOW:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    else:
+        # the padding, in font sizes, leaves room for the tick labels and the label of the x axis
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=2, frameon=False)
 
 
 def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> None:
@@ -144,7 +163,8 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
         run = read_run(run_dir, columns, by)
         by_env[run.env][run.group].append(run)
     panels = [(env, column) for env in by_env for column in columns]
-    figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
+    width = panel_width(max(map(len, by_env.values())))
+    figure = Figure(figsize=(width * len(panels), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (env, column) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_curves(axes, by_env[env], column)
@@ -152,24 +172,29 @@ def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,
     figure.savefig(out, dpi=120)
 
 
-def steps_to_solved(run: Run, least: float, column: str = RETURN) -> float:
-    """Env steps at the first of IN_A_ROW consecutive evaluations with values >= `least`; inf if there are none."""
-    steps = steps_to_reach(run.steps.tolist(), run.values[column].tolist(), least, IN_A_ROW)
-    return math.inf if steps is None else float(steps)
-
-
 def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: Sequence[str] = SAMPLER) -> str:
-    """A table with one line per environment and group: median steps to solved, and the steps of each seed."""
-    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    """A table with one line per environment and group: median steps to solved, and the steps of each seed.
+
+    A run is solved at the first of IN_A_ROW consecutive evaluations with values >= `least`. Of a run that did not get
+    there, the table has the length, marked "≥".
+    """
+    found: dict[tuple[str, str], dict[int, tuple[int, bool]]] = defaultdict(dict)
     for run_dir in run_dirs:
         run = read_run(run_dir, [column], by)
-        found[run.env, run.group][run.seed] = steps_to_solved(run, least, column)
+        solved = steps_to_reach(run.steps.tolist(), run.values[column].tolist(), least, IN_A_ROW)
+        found[run.env, run.group][run.seed] = (int(run.steps[-1]), True) if solved is None else (solved, False)
     width = 2 + max(len("sampler"), *(len(group) for _, group in found))
     heading = "sampler" if tuple(by) == SAMPLER else "runs"
+
+    def text(steps: float, censored: bool) -> str:
+        return f"{'≥' * censored}{steps:.0f}"
+
     lines = [f"{'environment':<16}{heading:<{width}}{'median steps':>12}  by seed"]
-    for (env, group), steps in sorted(found.items()):
-        each = " ".join(f"{steps[seed]:.0f}" for seed in sorted(steps))
-        lines.append(f"{env:<16}{group:<{width}}{np.median(list(steps.values())):>12.0f}  {each}")
+    for (env, group), runs in sorted(found.items()):
+        steps, censored = np.array([runs[seed] for seed in sorted(runs)]).T
+        each = " ".join(text(*runs[seed]) for seed in sorted(runs))
+        median = text(*median_with_bound(steps, censored == 1))
+        lines.append(f"{env:<16}{group:<{width}}{median:>12}  {each}")
     return "\n".join(lines)
 
 

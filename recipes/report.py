@@ -11,7 +11,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from recipes.plot import LABELS, Run, Statistic, bootstrap_interval, draw_curves, interquartile_mean
+from recipes.plot import (
+    LABELS,
+    Run,
+    Statistic,
+    bootstrap_interval,
+    draw_curves,
+    interquartile_mean,
+    median_with_bound,
+    panel_width,
+)
 from recipes.run import ConfigError, parse_config
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
@@ -46,6 +55,11 @@ class Study:
 def steps_of(row: dict[str, str]) -> float:
     """Env steps to the threshold; all env steps if the run did not reach it."""
     return float(row["reached"] or row["env_steps"])
+
+
+def censored_of(row: dict[str, str]) -> bool:
+    """Whether the run ended before it reached the threshold, so that `steps_of` is a lower bound."""
+    return row["reached"] == ""
 
 
 def final_of(row: dict[str, str]) -> float:
@@ -99,19 +113,60 @@ def with_interval(values: np.ndarray, statistic: Statistic, form: str) -> str:
     return f"{form} [{form}, {form}]".format(statistic(values), low, high)
 
 
-def format_table(study: Study) -> str:
-    """A Markdown table with one row per environment and variant.
+def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
+    """The text of the median of steps [n] with its interval; "≥" marks numbers that censored runs make lower bounds."""
+    median, bounded = median_with_bound(steps, censored)
+    if censored.all():
+        return f"≥ {median:,.0f}"
+    ends = bootstrap_interval(steps, np.median)
+    # An end depends on censored runs if it moves when these runs are longer.
+    longer = bootstrap_interval(np.where(censored, 2 * steps, steps), np.median)
+    low, high = ("≥ " * bool(end != other) + f"{end:,.0f}" for end, other in zip(ends, longer, strict=True))
+    return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
 
-    A run that did not reach the threshold counts with all its steps. The share of steps saved against the baseline is
-    given twice: as the median over pairs with the same seed, and as the share of the mean steps, as the papers report
-    it. "Last evaluations" are the last tenth of the evaluations of each run; their gain is the mean over pairs with the
-    same seed.
+
+def ratio_of_means(pairs: np.ndarray) -> np.floating:
+    """Mean of the second column of `pairs` [n, 2], divided by the mean of the first."""
+    return pairs[:, 1].mean() / pairs[:, 0].mean()
+
+
+def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
+    """The text of the ratio of mean steps with its interval, marked as a bound if runs are censored.
+
+    Args:
+        pairs: steps of (baseline, variant) for each seed, [n, 2].
+        censored: whether these runs ended before they reached the threshold, [n, 2].
     """
+    if censored.all():
+        return "neither reached"
+    baseline, variant = (bool(column.any()) for column in censored.T)
+    sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
+    # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
+    if censored[:, 1].all():
+        return f"{sign}{ratio_of_means(pairs):.2f}"
+    return sign + with_interval(pairs, ratio_of_means, "{:.2f}")
+
+
+def caption(config: StudyConfig) -> str:
+    """What the columns of the table mean."""
+    baseline = config.baseline
+    return (
+        f"Steps: environment steps to the threshold. Ratio: mean steps of the variant divided by the mean steps of "
+        f"{baseline}, over the seeds that both have; 0.5 means half as many steps, 2 twice as many. A run that did not "
+        "reach the threshold counts with its full length. This makes a number a lower bound (≥) or an upper bound (≤); "
+        "~ marks a ratio that is no bound, because both sides have such runs. Last evaluations: the last tenth of each "
+        f"run; their interquartile mean (IQM) over seeds, and the mean difference to {baseline} over pairs of the same "
+        "seed. In brackets: 95 % bootstrap intervals over seeds; beside a bound, the interval of the bound."
+    )
+
+
+def format_table(study: Study) -> str:
+    """A Markdown table with one row per environment and variant; `caption` defines its columns."""
     config = study.config
     lines = [
-        f"| | variant | runs | reached | steps: median | mean | saved against {config.baseline}, paired: median | "
-        "of the means | in the source | last evaluations: IQM | gain, paired: mean |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| | variant | reached | steps: median | mean | ratio to {config.baseline} | in the source | "
+        f"last evaluations: IQM | difference to {config.baseline} |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for env in config.envs:
         for variant in config.variants:
@@ -119,25 +174,22 @@ def format_table(study: Study) -> str:
             if not seeds:
                 continue
             steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
-            reached = sum(row["reached"] != "" for row in seeds.values())
+            censored = study.values(env, variant, censored_of)
             pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
-            saved = of_means = gain = ""
+            ratio = difference = ""
             if variant != config.baseline and len(pairs):
-                gain = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
-                saved = with_interval(pairs, lambda p: np.median(1 - p[:, 1] / p[:, 0]), "{:.1%}")
-                of_means = with_interval(pairs, lambda p: 1 - p[:, 1].mean() / p[:, 0].mean(), "{:.1%}")
+                ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
+                difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
             cells = [
                 env,
                 variant,
-                str(len(seeds)),
-                f"{reached}/{len(seeds)}",
-                with_interval(steps, np.median, "{:,.0f}"),
-                f"{steps.mean():,.0f}",
-                saved,
-                of_means,
+                f"{(~censored).sum()} of {len(seeds)}",
+                format_median(steps, censored),
+                f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
+                ratio,
                 config.claims.get(env, {}).get(variant, ""),
                 with_interval(final, interquartile_mean, "{:.1f}"),
-                gain,
+                difference,
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -159,45 +211,40 @@ def draw(study: Study, out: Path) -> None:
     config = study.config
     envs = [env for env in config.envs if env in study.runs]
     cycle = colormaps["tab10" if len(config.variants) <= 10 else "tab20"]
-    # with more than 4 variants, the legend would hide the curves
-    beside_curves = len(config.variants) > 4
-    figure = Figure(figsize=((8.5 if beside_curves else 5.4) * len(envs), 8), layout="constrained")
+    figure = Figure(figsize=(panel_width(len(config.variants), 5.4) * len(envs), 8.4), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, len(envs), squeeze=False)
     for axes, dots, env in zip(above, below, envs, strict=True):
         groups = {variant: study.runs[env][variant] for variant in config.variants if study.runs[env][variant]}
         axes.set_prop_cycle(color=[cycle(place) for place in range(cycle.N)])
         draw_curves(axes, {variant: list(runs.values()) for variant, runs in groups.items()}, config.column)
-        if beside_curves:
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(config.column, config.column))
         for place, variant in enumerate(groups):
             steps = study.values(env, variant, steps_of)
-            missed = np.array([row["reached"] == "" for row in study.rows[env][variant].values()])
+            censored = study.values(env, variant, censored_of)
             beside = place + np.linspace(-0.25, 0.25, len(steps)) if len(steps) > 1 else np.array([place])
             color = cycle(place)
-            dots.scatter(beside[~missed], steps[~missed], s=14, color=color, alpha=0.6)
-            dots.scatter(beside[missed], steps[missed], s=18, color=color, marker="x", alpha=0.6)
+            dots.scatter(beside[~censored], steps[~censored], s=14, color=color, alpha=0.6)
+            dots.scatter(beside[censored], steps[censored], s=18, color=color, marker="x", alpha=0.6)
             low, high = bootstrap_interval(steps, np.median)
-            middle = np.median(steps)
-            dots.errorbar(
-                place, middle, yerr=[[middle - low], [high - middle]], fmt="_", color="black", markersize=30, capsize=5
-            )
-        dots.set(ylabel="steps to the threshold (x: not reached)", ylim=(0, None))
+            median, bounded = median_with_bound(steps, censored)
+            error, mark = [[median - low], [high - median]], {"fmt": "^"} if bounded else {"fmt": "_", "markersize": 30}
+            dots.errorbar(place, median, yerr=error, color="black", capsize=5, **mark)
+        dots.set(ylabel="steps to the threshold\n(x: not reached; ▲: lower bound of the median)", ylim=(0, None))
         dots.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
     figure.suptitle(provenance(study), fontsize=7, y=-0.01, va="top")
     figure.savefig(out / FIGURE, dpi=110, bbox_inches="tight")
 
 
 def full_table(study: Study) -> str:
-    """The table and its provenance."""
-    return f"{format_table(study)}\n\n{provenance(study)}\n"
+    """The table with its caption and its provenance."""
+    return f"{caption(study.config)}\n\n{format_table(study)}\n\n{provenance(study)}\n"
 
 
 def report(out: Path) -> str:
     """Write figure and table to the directory of the study and return the table."""
     study = read_study(out)
     table = full_table(study)
-    (out / TABLE).write_text(table)
+    (out / TABLE).write_text(table, encoding="utf-8")
     draw(study, out)
     return table

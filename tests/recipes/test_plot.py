@@ -3,6 +3,8 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from recipes import plot
@@ -54,15 +56,56 @@ def test_values_between_and_beyond_evaluations(tmp_path):
     np.testing.assert_array_equal(solved.at(steps, "return_mean"), [np.nan, 1, 1, 3, 3])
 
 
-def test_steps_until_a_return_is_kept_up(tmp_path):
+def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp_path):
     runs = [
         write_run(tmp_path / "a", [0, 5, 0, 5, 5, 5, 0], seed=1),
         write_run(tmp_path / "b", [5, 5, 0], seed=2),
         write_run(tmp_path / "c", [5, 6, 7], seed=3, sampler="sset"),
     ]
     lines = plot.format_solved(runs, 5.0).splitlines()
-    assert lines[1].split() == ["cartpole", "per", "inf", "40", "inf"]
+    assert lines[1].split() == ["cartpole", "per", "≥35", "40", "≥30"]
     assert lines[2].split() == ["cartpole", "sset", "10", "10"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "censored", "median", "bounded"),
+    [
+        ([10, 20, 30], [False, False, False], 20, False),
+        ([10, 20, 30], [False, False, True], 20, False),
+        ([10, 30, 30], [False, True, True], 30, True),
+        # the mean of the second and the third
+        ([10, 20, 30, 30], [False, False, True, True], 25, True),
+        ([10, 20, 20, 30], [False, False, False, True], 20, False),
+        # a run that ended early may have needed most steps
+        ([10, 20, 30], [True, False, False], 20, True),
+    ],
+)
+def test_a_median_is_a_lower_bound_if_longer_runs_could_change_it(steps, censored, median, bounded):
+    assert plot.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 5, 12])
+def test_the_legend_does_not_cover_the_curves(tmp_path, number):
+    figure = Figure(figsize=(plot.panel_width(number), 4.8), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    groups = {
+        f"sampler{i}": [
+            plot.read_run(write_run(tmp_path / f"{i}-{seed}", [1, 2], seed=seed, threshold=2)) for seed in range(2)
+        ]
+        for i in range(number)
+    }
+    plot.draw_curves(axes, groups, plot.RETURN)
+    axes.set(title="cartpole", xlabel="environment steps", ylabel="return")
+    canvas.draw()
+    legend = axes.get_legend()
+    assert legend is not None
+    place = legend.get_window_extent()
+    assert not place.overlaps(axes.get_window_extent())
+    assert not place.overlaps(axes.xaxis.label.get_window_extent())
+    # the figure holds all of it
+    assert min(place.x0, place.y0) >= 0
+    assert place.x1 <= figure.bbox.width and place.y1 <= figure.bbox.height
 
 
 def test_interquartile_mean_and_its_band():

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -200,13 +201,13 @@ def test_a_report(finished, monkeypatch, capsys):
     table = capsys.readouterr().out
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| c")]
     by_variant = {line[1]: line[2:] for line in lines}
-    assert by_variant["per"][:4] == ["5", "5/5", "300 [300, 300]", "300"]
-    assert by_variant["per"][4:7] == ["", "", ""]
-    assert by_variant["reaper"][2:7] == ["200 [200, 200]", "200", *["33.3% [33.3%, 33.3%]"] * 2, "23.24 %"]
-    # not reached: all its steps
-    assert by_variant["uniform"][1:3] == ["0/5", "300 [300, 300]"]
+    assert by_variant["per"][:5] == ["5 of 5", "300 [300, 300]", "300", "", ""]
+    assert by_variant["reaper"][:5] == ["5 of 5", "200 [200, 200]", "200", "0.67 [0.67, 0.67]", "0.77"]
+    # no run reached the threshold: all its steps, as a lower bound
+    assert by_variant["uniform"][:4] == ["0 of 5", "≥ 300", "≥ 300", "≥ 1.00"]
     assert "seeds 0 to 4; commit" in table
-    assert (finished / report.TABLE).read_text().strip() == table.strip()
+    assert "mean steps of the variant divided by the mean steps of per, over the seeds that both have" in table
+    assert (finished / report.TABLE).read_text(encoding="utf-8").strip() == table.strip()
     assert (finished / report.FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
@@ -230,9 +231,62 @@ def test_pairs_are_of_the_same_seed(finished):
     pairs = found.pairs("cartpole", "reaper", report.steps_of)
     assert pairs.tolist() == [[100, 50], [200, 300], [400, 100], [100, 100]]
     line = next(line for line in report.format_table(found).splitlines() if "| cartpole | reaper" in line)
-    # of .5, -.5, .75, 0; means 200 and 137.5
-    assert "| 25.0% [" in line and "| 31.2% [" in line
+    # the means are 200 and 137.5
+    assert "| 0.69 [" in line
     assert line.endswith("| 10.0 [10.0, 10.0] |")
+
+
+def cells_of(found, steps):
+    """The cells "reached", "steps: median", "mean" and "ratio" of a variant, given (baseline, variant) of each seed.
+
+    A number of steps that ends in "+" is of a run that did not reach the threshold.
+    """
+    rows = found.rows["cartpole"]
+    for seed, pair in enumerate(steps):
+        for variant, text in zip(("per", "reaper"), pair.split(), strict=True):
+            number = text.removesuffix("+")
+            rows[variant][seed] |= {"reached": number if number == text else "", "env_steps": number}
+    line = next(line for line in report.format_table(found).splitlines() if "| cartpole | reaper" in line)
+    return [cell.strip() for cell in line.split("|")[3:7]]
+
+
+def test_a_slower_method_has_a_ratio_above_1(finished):
+    ratio = cells_of(report.read_study(finished), ["100 230"] * 5)[-1]
+    assert ratio == "2.30 [2.30, 2.30]"
+
+
+def test_the_interval_of_the_ratio_is_that_of_the_means_over_resampled_pairs(finished):
+    steps = np.array([[100, 250], [200, 300], [400, 900], [100, 150], [300, 800]])
+    rng = np.random.default_rng(0)
+    drawn = [steps[rng.integers(5, size=5)].sum(0) for _ in range(plot.RESAMPLES)]
+    low, high = np.quantile([ours / theirs for theirs, ours in drawn], [0.025, 0.975])
+    ratio = cells_of(report.read_study(finished), [f"{a} {b}" for a, b in steps])[-1]
+    assert ratio == f"{2400 / 1100:.2f} [{low:.2f}, {high:.2f}]"
+
+
+@pytest.mark.parametrize(
+    ("steps", "cells"),
+    [
+        # a run of the variant is censored: its mean and the ratio are lower bounds, its median is not
+        (["100 100"] * 4 + ["100 600+"], ["4 of 5", "100 [100, ≥ 600]", "≥ 200", "≥ 2.00 [1.00, 4.00]"]),
+        (["100 100"] * 2 + ["100 600+"] * 3, ["2 of 5", "≥ 600 [100, ≥ 600]", "≥ 400", "≥ 4.00 [2.00, 6.00]"]),
+        (["100 160+"] * 5, ["0 of 5", "≥ 160", "≥ 160", "≥ 1.60"]),
+        # a run of the baseline is censored: the ratio is an upper bound
+        (["200 100"] * 4 + ["200+ 100"], ["5 of 5", "100 [100, 100]", "100", "≤ 0.50 [0.50, 0.50]"]),
+        # both have censored runs: the ratio is no bound
+        (["200 200"] * 4 + ["200+ 200+"], ["4 of 5", "200 [200, ≥ 200]", "≥ 200", "~ 1.00 [1.00, 1.00]"]),
+        (["200+ 200+"] * 5, ["0 of 5", "≥ 200", "≥ 200", "neither reached"]),
+    ],
+)
+def test_numbers_from_censored_runs_are_marked(finished, steps, cells):
+    assert cells_of(report.read_study(finished), steps) == cells
+
+
+def test_censored_runs_can_be_drawn(finished):
+    found = report.read_study(finished)
+    cells_of(found, ["100 100"] * 2 + ["100 600+"] * 3)
+    report.draw(found, finished)
+    assert (finished / report.FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_study_there(tmp_path, monkeypatch, capsys):
@@ -247,4 +301,25 @@ def test_published_studies_can_be_drawn(tmp_path):
     for path in results.glob(f"*/{study.RUNS}"):
         found = report.read_study(path.parent)
         assert OmegaConf.structured(found.config).name == path.parent.name
-        assert (path.parent / report.TABLE).read_text() == report.full_table(found)
+        assert (path.parent / report.TABLE).read_text(encoding="utf-8") == report.full_table(found)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_published_studies_are_those_of_the_configurations(name):
+    """Else, `python -m recipes.study` would refuse to add runs to them."""
+    published = OmegaConf.load(study.Path(report.__file__).parent / "results" / name / study.STUDY)
+    config = OmegaConf.structured(study.parse_config(configuration(name=name), study.Config).study)
+    assert {**dict(published), "seeds": None} == {**dict(config), "seeds": None}
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
+def test_published_ratios_are_those_of_the_tables(page):
+    results = study.Path(report.__file__).parent / "results"
+    found = {cell for path in results.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
+    # the only ratio to another variant than the baseline
+    sset = report.read_study(results / "sset")
+    sset.config.baseline = "sset"
+    found |= set(report.format_table(sset).split(" | "))
+    ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", (ROOT / page).read_text("utf-8"))
+    assert len(ratios) >= 5
+    assert [ratio for ratio in ratios if ratio not in found] == []
