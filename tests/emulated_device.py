@@ -16,7 +16,8 @@ CPU in three ways:
   ``torch.cuda.set_sync_debug_mode`` reports. A copy to the CPU always counts, since its result must be waited for.
 * Each operation that would launch a kernel is counted.
 
-Streams, CUDA graphs and other processes are not emulated. The device is registered with torch once per process, under
+Gradients need a process whose first backward pass comes after the device was made. Streams, CUDA graphs and other
+processes are not emulated. The device is registered with torch once per process, under
 torch's key for additional backends (PrivateUse1), and reports that it is available only inside the ``with`` block.
 """
 
@@ -32,7 +33,9 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
+import tensordict
 import torch
+import torchrl
 from tensordict import MemoryMappedTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -44,7 +47,7 @@ from torch.utils.backend_registration import (
 
 NAME = "emulated"
 # Lines of these packages are reported as places, besides those of the packages that the caller names.
-LIBRARIES = ("torchrl", "tensordict")
+LIBRARIES = (torchrl, tensordict)
 
 _aten = torch.ops.aten
 _READS = {
@@ -198,7 +201,7 @@ class EmulatedDevice(TorchDispatchMode):
         self.callers: dict[str, set[str]] = {}
         self.operations: Counter[str] = Counter()
         self._packages = [_directory(sys.modules[name]) for name in packages]
-        self._libraries = [_directory(sys.modules[name]) for name in LIBRARIES]
+        self._libraries = [_directory(library) for library in LIBRARIES]
 
     def __enter__(self) -> EmulatedDevice:
         EmulatedDevice.current = self

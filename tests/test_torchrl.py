@@ -67,6 +67,7 @@ INHERITED = {
         "_rand_given_ndim",
         "_rng",
         "_set_last_cursor",
+        "_storage",
         "_total_shape",
     },
     "TensorDictRoundRobinWriter": {
