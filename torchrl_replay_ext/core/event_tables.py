@@ -449,7 +449,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return self._free.pop(torch.ones(count, dtype=torch.bool, device=self.device))
 
     def give_back(self, slots: Tensor) -> None:
-        """Pinned: free ``slots`` [n] that :meth:`take` returned, because the write failed."""
+        """Pinned: free those of ``slots`` [n] that no table holds, after the write for which they were taken failed."""
         self._release(slots)
 
     def _release(self, slots: Tensor, needed: Iterable[Tensor] = ()) -> None:

@@ -16,6 +16,9 @@ class Recoverable:
     cheap.
     """
 
+    # number of nested transactions of this process
+    _depth = 0
+
     def __init__(self):
         self._dirty = torch.zeros((), dtype=torch.bool)
 
@@ -24,13 +27,17 @@ class Recoverable:
         """Mark the state as dirty while the block modifies it. Transactions can be nested."""
         was_dirty = bool(self._dirty)
         self._dirty.fill_(True)
-        yield
-        self._dirty.fill_(was_dirty)
+        self._depth += 1
+        try:
+            yield
+            self._dirty.fill_(was_dirty)
+        finally:
+            self._depth -= 1
 
     @property
     def needs_recovery(self) -> bool:
-        """True if a change was interrupted or is in progress."""
-        return bool(self._dirty)
+        """True if a change was interrupted; False while a thread of this process is making one."""
+        return bool(self._dirty) and not self._depth
 
     def mark_dirty(self) -> None:
         """Require a rebuild of the state before its next use."""

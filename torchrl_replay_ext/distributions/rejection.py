@@ -177,7 +177,8 @@ class Rejection:
         row = torch.arange(len(found), device=self._device) - gather_in_bounds(_with_zero(rows.ends), rows.table)
         number = gather_in_bounds(ahead, rows.table) + row % found.clamp_min(1) + 1
         target = gather_in_bounds(low, rows.table) + uniform(len(found), device=self._device) * width
-        by_factor = torch.searchsorted(share, target, right=True) - 1
+        # the target may have been rounded up to the end, and all factors of a table may be 0
+        by_factor = torch.minimum(torch.searchsorted(share, target, right=True), gather_in_bounds(ends, rows.table)) - 1
         return where_int64(found > 0, torch.searchsorted(accepted, number), by_factor)
 
     def _from_all(self, generator: torch.Generator | None, rows: Rows) -> tuple[Tensor, Tensor]:

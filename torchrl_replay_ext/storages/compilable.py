@@ -130,9 +130,9 @@ class CompilableTensorStorage(LazyTensorStorage):
         return map_tensors(stored_data(self), lambda column: gather_in_bounds(column, index), index.shape)
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
-        """:meth:`take` of some entries."""
+        """:meth:`take` of some entries, for an index on any device."""
         stored = stored_data(self).select(*keys)
-        return map_tensors(stored, lambda column: gather_in_bounds(column, index), index.shape)
+        return map_tensors(stored, lambda column: gather_in_bounds(column, index.to(column.device)), index.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""

@@ -363,7 +363,8 @@ class EventTableWriter(CompilableWriter):
             storage.set(slots, data)  # pyright: ignore[reportArgumentType]: the annotation names single slots only
             self._mark_update_entities(slots)
         except BaseException:
-            tables.give_back(slots)
+            # transitions that were about to enter a table may have left the default one
+            tables.give_back(torch.cat([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
             self._tails.clear()
             tables.mark_clean()
             raise

@@ -11,7 +11,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
-from torchrl_replay_ext._torchrl import attached_buffers, last_step, rows_of_ring, stored_data
+from torchrl_replay_ext._torchrl import attached_buffers, last_step, rows_of_ring, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
@@ -28,7 +28,7 @@ def _counter(name: str) -> Any:
 def bind_samplers(storage: Any) -> None:
     """Let samplers take shape and device from a storage that holds data, as they do at a write."""
     columns = (storage.ndim,) if storage.ndim > 1 else ()
-    for buffer in attached_buffers(storage) if storage.initialized else ():
+    for buffer in attached_buffers(storage) if shape_and_device(storage) is not None else ():
         buffer.mark_update(torch.empty(0, *columns, dtype=torch.int64))
 
 
@@ -78,6 +78,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         if not is_tensor_collection(stored):
             return
         name = type(self).__name__
+        if ndim > 1 and data.shape[1:ndim] != stored.shape[1:ndim]:
+            raise ValueError(
+                f"{name}: data of shape {tuple(data.shape)} does not fit a storage of shape {tuple(stored.shape)}; each "
+                f"step needs {tuple(stored.shape[1:ndim])} rows."
+            )
         columns = dict(data.items(True, True))
         columns.pop("index", None)
         for key, known in stored.items(True, True):
@@ -116,7 +121,10 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         try:
             return write(data)
         except BaseException:
-            if last_step(storage) == before[0] and int(self._write_count_value) - before[2] < storage.max_size:
+            known = shape_and_device(storage)
+            # a write of the whole ring ends where the one before it has ended
+            steps = storage.max_size if known is None else known[0][0]
+            if last_step(storage) == before[0] and int(self._write_count_value) - before[2] < steps:
                 self._cursor, self._write_count = before[1:]
             raise
 
