@@ -325,7 +325,7 @@ def test_only_the_learner_makes_the_state():
     multiprocessing.context.set_spawning_popen(None)
     buffer = buffer_with(sampler, 9, ndim=2, batch_size=2)
     with pytest.raises(
-        RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\): the learner would not see it"
+        RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\), because the learner would not see it"
     ):
         buffer.extend(rows([[0, 0], [1, 1]]))
 
