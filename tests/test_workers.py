@@ -236,7 +236,7 @@ def test_the_learner_writes_what_workers_collected():
     finally:
         collector.shutdown()
     learner.check_all()
-    assert "several workers or collectors write to the same columns" in refused
+    assert "several workers or collectors alternate in the same columns" in refused
 
 
 def flat(data):

@@ -22,10 +22,11 @@ class Draw(NamedTuple):
 
     Args:
         slots: int64 [B].
-        density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn. None:
-            all are equally likely, and rows carry no weight.
-        smallest: the smallest positive density of any stored slot; None: weights are normalised over the batch.
-        extras: further columns of the batch, [B] each.
+        density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn. None
+            (default): all slots are equally likely, and rows carry no weight.
+        smallest: the smallest positive density of any stored slot. None (default): weights are normalised over the
+            batch.
+        extras: further columns of the batch, [B] each. None (default): none.
     """
 
     slots: Tensor

@@ -43,7 +43,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     r"""Draws slices of trajectories with the behaviour statistics that Retrace and ACER need (Wang et al. 2017).
 
     ``rb.sample(batch_size)`` returns a flat batch of ``batch_size`` transitions. ``batch.reshape(-1, slice_len)`` has
-    one slice per row: up to ``slice_len`` consecutive steps of one episode, beginning at a randomly drawn start ("sample
+    one slice per row: up to ``slice_len`` consecutive steps of one episode, beginning at a drawn start ("sample
     trajectory from the replay memory", Algorithms 1 and 2 and Sec. 3). A slice ends at the end of an episode and before
     the write position of the ring. It contains steps of one stream only.
 
