@@ -281,7 +281,7 @@ def test_columns_belong_to_one_environment_each(name):
     mixed.extend(rows(first))
     # a new trajectory is accepted: the first one may have been interrupted
     mixed.extend(rows(second))
-    with pytest.raises(ValueError, match=r"trajectory 0 goes on in a column .*\(ndim=1\) with num_streams"):
+    with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with num_streams"):
         mixed.extend(rows(first))
     # an id may be used again if its first row is marked as initial
     again = buffer()
