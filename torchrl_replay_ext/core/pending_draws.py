@@ -135,7 +135,7 @@ class PendingDraws:
         return True, late
 
     def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
-        """For few rows: the draw that equals ``slots`` [n], if there is one; and whether the rows were drawn at all."""
+        """For few rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
         waiting = [draw for draw in self._draws.values() if draw.waiting > 0 and len(draw.slots) == len(slots)]
         equal = [draw for draw in waiting if torch.equal(draw.slots, slots)]
         if len(equal) == 1:
@@ -144,7 +144,7 @@ class PendingDraws:
         return None, any(torch.equal(draw.slots.sort().values, order) for draw in waiting)
 
     def _attribute_many(self, slots: Tensor) -> tuple[_Draw | None, bool]:
-        """For many rows: the draw that equals ``slots`` [n], if there is one; and whether the rows were drawn at all."""
+        """For many rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
         draws = list(self._draws.values())
         waiting = [draw for draw in reversed(draws) if draw.waiting > 0]
         for draw in waiting[:_COMPARED]:
@@ -224,7 +224,7 @@ class PendingDraws:
         self._present[slots] = present.clamp_min(0)
 
     def forget_contents(self) -> None:
-        """Make all draws late, because the contents of all slots were replaced. The number of writes may be smaller now."""
+        """Make all draws late: the contents of all slots were replaced, and the number of writes may have decreased."""
         if self._draws:
             self._count()
         for draw in self._draws.values():
