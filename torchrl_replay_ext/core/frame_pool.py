@@ -250,9 +250,7 @@ class FramePool:
             raise ValueError(f"the saved frames do not fit into a pool of {self.capacity} frames.")
         for name, tensor in own.items():
             if name not in state or (name != "frames" and state[name].shape != tensor.shape):
-                raise ValueError(
-                    f"the saved {name} is missing or has another shape; the pool was saved with other sizes."
-                )
+                raise ValueError(f"the saved entry {name!r} is missing or has another shape; other sizes were saved.")
         for name, tensor in own.items():
             if name != "frames":
                 tensor.copy_(state[name])
