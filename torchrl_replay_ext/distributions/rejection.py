@@ -137,14 +137,14 @@ class Rejection:
         return drawn[0], drawn[1]
 
     def _num_proposals(self, rows: Count, tables: Count) -> Count:
-        """Number of proposals for ``rows`` rows of ``tables`` tables. If R is uniform in (0, 1), one of 1 + ω is accepted."""
+        """Number of proposals for ``rows`` rows. If R is uniform in (0, 1), one of 1 + ω proposals is accepted."""
         per_16 = math.ceil(20 * (1 + min(self._reliability.omega.bound, _MAX_OMEGA)))
         return (rows * per_16 + 15) // 16 + _SPARE * tables
 
     def _propose(
         self, num: int, ends: Tensor | None, generator: torch.Generator | None, rows: Rows | None
     ) -> tuple[Tensor, ...]:
-        """Propose leaves: ``num`` leaves that follow m, their R^ω and Ψ, and the running count of accepted ones; [num] each.
+        """Propose ``num`` leaves that follow m: leaves, R^ω, Ψ, and the running count of accepted leaves; [num] each.
 
         ``ends``: number of proposals for tables 0 to k for each k, int64 [tables].
         """
@@ -212,7 +212,7 @@ class Rejection:
 
 
 def propose(tree: SumTree, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Leaves that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n]; and their masses."""
+    """Leaves (and masses) that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n]."""
     target = torch.minimum((u * total).to(torch.int64), total - 1)
     return tree.find((low + target).clamp_min(0))
 
