@@ -259,7 +259,7 @@ class EventTableMixture(Distribution):
     # --- draws
 
     def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """η (0 for tables that are too small), sum of the masses before each table, sum of its masses; [tables] each."""
+        """η (0 for tables that are too small), sum of masses before each table, sum of its masses, [tables] each."""
         ends = self._tree.prefix(self._begins)
         low, total = ends[:-1], ends[1:] - ends[:-1]
         eta = self._shares.current
