@@ -11,7 +11,7 @@ from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
 
-# Positions per page: a row of the tree.
+# Positions per page; a page is one row of the tree.
 _PAGE = 64
 
 

@@ -47,7 +47,7 @@ class RankOrder:
         return (table << 32) - priority.view(torch.int32).to(torch.int64)
 
     def find(self, priority: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last + 1 index of the entries with each ``priority`` [n] >= 0, for one table; int64 [n] each."""
+        """Begin and end of the entries with each ``priority`` [n] >= 0, for one table; int64 [n] each."""
         key = self._key(priority, 0)
         return torch.searchsorted(self._keys, key), torch.searchsorted(self._keys, key, right=True)
 

@@ -79,7 +79,7 @@ class Proportional(Distribution):
         log, priorities: the state of the slots.
         alpha: the exponent.
         stratified: draw one slot from each of B segments of equal mass.
-        weight_norm: divide weights by the largest weight of the buffer or of the batch.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
     def __init__(

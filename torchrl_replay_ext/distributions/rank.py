@@ -47,7 +47,7 @@ class RankBased(Distribution):
         stratified: draw one slot from each of B segments of equal probability.
         segments: ``"exact"``: segments follow P exactly. ``"piecewise"``: the paper's approximation.
         stale_fraction: share of the transitions that may change before the next sort.
-        weight_norm: divide weights by the largest weight of the buffer or of the batch.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
     # a graph cannot sort; writes outside graphs sort instead
@@ -204,7 +204,7 @@ class RankBased(Distribution):
 
     @torch.no_grad()
     def sort(self) -> None:
-        """Sort all transitions; O(N log N). Call this only if all writes are part of a graph."""
+        """Sort all transitions; O(N log N). This call is needed only if all writes are part of a graph."""
         with self._log.transaction():
             self._sort()
 

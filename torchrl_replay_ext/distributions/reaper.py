@@ -27,7 +27,7 @@ class ReliabilityAdjusted(Distribution):
         log, priorities: the state of the slots.
         alpha: the exponent of d.
         make_reliability: creates the model of R from the log.
-        weight_norm: divide weights by the largest weight of the buffer or of the batch.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
         may_be_zero: True if all TD errors of an episode may be 0.
     """
 

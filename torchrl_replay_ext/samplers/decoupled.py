@@ -373,7 +373,7 @@ class _ActorSampler(Sampler):
         self.ready = False
 
     @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: the critic's
+    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
         return sampler_generator(self._decoupled)
 
     @_rng.setter

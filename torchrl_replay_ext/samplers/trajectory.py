@@ -81,7 +81,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             ``("collector", "traj_ids")``.
         behaviour_keys: required entries with statistics of the behaviour policy: ``("logits",)`` (default), ``("loc",
             "scale")``, ``("action_log_prob",)``, or () for none.
-        pad: whether slices may be shorter than ``slice_len`` and are padded, see above. Default: True.
+        pad: if True, slices may have fewer than ``slice_len`` steps and are padded, see above. Default: True.
         anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.

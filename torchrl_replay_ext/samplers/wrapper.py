@@ -57,7 +57,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
         return getattr(self.critic_sampler, "takes_priorities", isinstance(self.critic_sampler, PrioritizedSampler))
 
     @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: both samplers'
+    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
         return sampler_generator(self.critic_sampler)
 
     @_rng.setter
@@ -67,7 +67,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
 
     @property
     def default_priority(self) -> float:
-        """The priority of a new transition."""
+        """The argument of ``update_priority`` that results in the priority of a new transition."""
         return self.critic_sampler.default_priority
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
@@ -75,17 +75,17 @@ class SamplerWrapper(ShowsArguments, Sampler):
         return self.critic_sampler.sample(storage, batch_size)
 
     def add(self, index: int) -> None:
-        """Called after a write."""
+        """Called after a write of one row."""
         for sampler in self._samplers():
             sampler.add(index)
 
     def extend(self, index: Tensor) -> None:
-        """Called after a write."""
+        """Called after a write of several rows."""
         for sampler in self._samplers():
             sampler.extend(index)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Called by the writer."""
+        """Called by the writer after it has written slots."""
         for sampler in self._samplers():
             sampler.mark_update(index, storage=storage)
 

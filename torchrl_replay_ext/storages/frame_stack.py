@@ -284,7 +284,7 @@ class FrameStackStorage(CompilableTensorStorage):
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The stored data, without unused places of the frame pool."""
+        """The stored data. Places of the frame pool after the last one in use are left out."""
         return {**super().state_dict(), "frames": {} if self._pool is None else self._saved()}
 
     def _saved(self) -> dict[str, Tensor]:
