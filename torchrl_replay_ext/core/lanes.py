@@ -211,7 +211,7 @@ class Lanes:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "A trajectory began before the previous one had ended (done); the previous one is closed at its last "
+                "A trajectory began before the last one had ended (done); the unfinished one is closed at its last "
                 "stored step. This is normal once after a run was resumed from a checkpoint. If several environments "
                 "write to this buffer, pass num_streams=<number of environments>.",
                 stacklevel=2,

@@ -83,7 +83,7 @@ class SliceStarts(Distribution):
             lambda: self._tree.total() == 0,
             lambda: RuntimeError(
                 f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
-                f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len= or "
+                f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
                 "pad=True."
             ),
         )

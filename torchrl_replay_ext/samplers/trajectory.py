@@ -52,7 +52,8 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     * ``("collector", "mask")``, bool [B]: False for padded rows, which repeat the last real step of the slice.
     * ``("next", "done")``: True at the last real step of each slice and in padded rows, also if the episode continues,
       so that no trace leaves the slice. In the same rows, ``("next", "truncated")`` is True unless the episode
-      terminated: the return is completed with the value of the next state. ``("next", "terminated")`` is unchanged.
+      terminated there, so that the value of the next state completes the return. ``("next", "terminated")`` is
+      unchanged.
 
     Choice of starts:
 
