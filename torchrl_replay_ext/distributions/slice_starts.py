@@ -17,9 +17,9 @@ from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 
 BEHAVIOUR = (
-    "the statistics of the behaviour policy. The policy in the collector writes them: torchrl's ProbabilisticActor "
-    "keeps the parameters of its distribution ('logits', or 'loc' and 'scale'), and with return_log_prob=True the "
-    "log-probability; pass their names as behaviour_keys=."
+    "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
+    "ProbabilisticActor writes the parameters of its distribution ('logits', or 'loc' and 'scale'), and with "
+    "return_log_prob=True the log-probability. Pass the names of these entries as behaviour_keys=."
 )
 
 

@@ -104,7 +104,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             return
         name = type(self).__name__
         if self._bound is not None and not self.state.log.is_empty:
-            raise RuntimeError(f"{name}: this sampler belongs to another storage; create a sampler for each buffer.")
+            raise RuntimeError(f"{name}: this sampler belongs to another storage; create one sampler for each buffer.")
         is_new = self._on_bind is not None and self._on_bind(storage)
         layout = layout_of(name, storage, self.capacity)
         if layout is None:

@@ -70,7 +70,7 @@ class DecoupledSampler(SamplerWrapper):
     * **Correlated noise**: ``noise_scale`` may be a covariance matrix. For Ornstein-Uhlenbeck noise pass
       :func:`~torchrl_replay_ext.functional.ornstein_uhlenbeck_scale`.
     * **Finer choices**: uniform batches have nearly the same mean, so choosing one of K batches makes the data only a
-      few percent more on-policy. ``granularity="group"`` chooses one of K candidates for each group of 16 rows.
+      few percent more on-policy. ``granularity="group"`` chooses one of K candidates for each group of rows.
       ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more than one row).
 
     The sampler holds a reference to the policy, so parameter updates take effect at once. Copies of the sampler share
@@ -99,8 +99,8 @@ class DecoupledSampler(SamplerWrapper):
         ValueError: if an argument is out of range, or the policy does not write the required entries. At a draw, if
             the stored actions or the policy's actions are not continuous with shape [A], if ``noise_scale`` has another
             number of dimensions, or if there are too few rows for ``covariance="full"``. A policy with one-hot actions
-            is rejected if its actions are integers, or if its ``spec`` or ``distribution_class`` is discrete. Otherwise
-            one-hot floats look like continuous actions.
+            is rejected if its actions are integers, or if its ``spec`` or ``distribution_class`` is discrete. Other
+            one-hot floats cannot be distinguished from continuous actions.
         TypeError: if an argument has the wrong type.
         RuntimeError: at a draw, if the buffer is empty, or the sampler was unpickled and has no policy yet.
 
