@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from typing import Any
 
 import pytest
 from torchrl.data import ReplayBuffer
@@ -34,7 +35,7 @@ def public() -> dict[str, object]:
 PUBLIC = public()
 
 
-def parameters(value: object) -> dict[str, inspect.Parameter]:
+def parameters(value: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a function or a constructor, by name."""
     if isinstance(value, type) and issubclass(value, ReplayBuffer):
         # the metaclass of TorchRL's buffers hides the signature of their constructor
