@@ -186,7 +186,7 @@ class TestSaving:
         other = FrameStackStorage(40)
         other.set(torch.arange(2), StackedStreams(1).rollout([0, 0]))
         before = copy.deepcopy(other.state_dict())
-        with pytest.raises(ValueError, match=r"FrameStackStorage\.load_state_dict: the saved frames have another ids"):
+        with pytest.raises(ValueError, match=r"load_state_dict: the saved entry 'ids' is missing or has another shape"):
             other.load_state_dict(once.storage.state_dict())
         assert_same_state(other.state_dict(), before)
 
@@ -217,14 +217,14 @@ class TestErrors:
         self.refused(data, ValueError, "FrameStackStorage: row 0 of the data: the next observation is not")
 
     def test_other_stacks(self):
-        self.refused(StackedStreams(1, depth=3).rollout([0]), ValueError, r"what is stored needs \(1, 4, 3, 2\)")
+        self.refused(StackedStreams(1, depth=3).rollout([0]), ValueError, r"the stored stacks require \(1, 4, 3, 2\)")
         data = StackedStreams(1).rollout([0])
         data["next", "observation"] = data["next", "observation"].float()
         self.refused(data, ValueError, "both must be stacks of frames")
 
     def test_too_few_frames(self):
         data = StackedStreams(1, end=1, still=0).rollout([0] * 20)
-        self.refused(data, RuntimeError, "all 22 frames are needed.*frame_capacity=", frame_capacity=22)
+        self.refused(data, RuntimeError, "need all 22 frames.*frame_capacity=", frame_capacity=22)
 
     def test_arguments(self):
         with pytest.raises(ValueError, match=r"frame_capacity=9\): frame_capacity must be an integer >= 10"):

@@ -57,4 +57,4 @@ def test_commands_name_modules_of_the_recipes(name):
 def test_the_readme_holds_one_test_command():
     # .ci/run takes the line from there
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert sum(re.fullmatch(r"pip install .* && python -m pytest", line) is not None for line in lines) == 1
+    assert sum(re.fullmatch(r"pip install .* && python -m pytest.*", line) is not None for line in lines) == 1

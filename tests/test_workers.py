@@ -236,7 +236,7 @@ def test_the_learner_writes_what_workers_collected():
     finally:
         collector.shutdown()
     learner.check_all()
-    assert "several workers or collectors write to the same columns" in refused
+    assert "several workers or collectors alternate in the same columns" in refused
 
 
 def flat(data):
@@ -281,7 +281,7 @@ def test_columns_belong_to_one_environment_each(name):
     mixed.extend(rows(first))
     # a new trajectory is accepted: the first one may have been interrupted
     mixed.extend(rows(second))
-    with pytest.raises(ValueError, match=r"trajectory 0 goes on in a column .*\(ndim=1\) with num_streams"):
+    with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with num_streams"):
         mixed.extend(rows(first))
     # an id may be used again if its first row is marked as initial
     again = buffer()
@@ -325,7 +325,7 @@ def test_only_the_learner_makes_the_state():
     multiprocessing.context.set_spawning_popen(None)
     buffer = buffer_with(sampler, 9, ndim=2, batch_size=2)
     with pytest.raises(
-        RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\): the learner would not see it"
+        RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\), because the learner would not see it"
     ):
         buffer.extend(rows([[0, 0], [1, 1]]))
 

@@ -1,4 +1,4 @@
-"""What differs where values cannot be looked at: in a graph that is being compiled, or captured by CUDA."""
+"""Operations that differ between eager code and graphs (torch.compile or CUDA capture), which cannot read values."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 _EXACT_BITS = 53
-# Modules whose objects hold state.
+# Modules with classes that hold state tensors, for mark_static.
 _STATE = tuple(f"torchrl_replay_ext.{name}" for name in ("annealing", "core.", "distributions.", "samplers.slot_state"))
 
 
 def is_traced() -> bool:
-    """Whether this code becomes part of a graph, so that it must not wait for the value of a tensor."""
+    """True if this code becomes part of a graph. It must not read the value of a tensor then."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def values_can_be_read(tensor: Tensor) -> bool:
-    """True outside graphs on the CPU, where a choice by value is free.
+    """True outside graphs on the CPU, where a branch on a value is cheap.
 
-    Elsewhere use code without such a choice: a graph has no values, and reading one from an accelerator waits for it.
+    If False, use code without such branches: a graph has no values, and a read from an accelerator synchronizes.
     """
     return tensor.device.type == "cpu" and not is_traced()
 
 
 def raise_if(condition: Callable[[], Any], error: Callable[[], Exception]) -> None:
-    """Raise ``error()`` if ``condition()`` holds; in a graph, which cannot raise errors by value, do nothing."""
+    """Raise ``error()`` if ``condition()`` is true. In a graph, do nothing: a graph cannot raise errors by value."""
     if not is_traced() and bool(condition()):
         raise error()
 
@@ -43,27 +43,31 @@ def refuse_in_graph(error: Callable[[], Exception]) -> None:
 
 
 def rows_where(mask: Tensor) -> Tensor:
-    """The rows to compute where only those in ``mask`` [n] count: these rows, or all if values cannot be read."""
+    """The rows where ``mask`` [n] is True if values can be read; otherwise all rows."""
     return mask.nonzero().squeeze(1) if values_can_be_read(mask) else torch.arange(len(mask), device=mask.device)
 
 
 def scalar(value: Tensor) -> Any:
-    """A 0-dim tensor as a number, which is faster on the CPU; where it is traced it must stay a tensor."""
+    """A 0-dim tensor as a Python number, which is faster on the CPU; in a graph, the tensor itself."""
     return value if is_traced() else value.item()
 
 
 def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) of 53 random bits, float64.
+    """Uniform random numbers in [0, 1) with 53 random bits, float64.
 
-    In a compiled graph they come from the global generator, whatever ``generator`` is: it cannot be traced. There,
-    ``torch.rand`` would give float32 numbers, too coarse to find every leaf of a large tree.
+    A compiled graph uses the global generator and ignores ``generator``, which cannot be traced. There, ``torch.rand``
+    would produce float32 numbers, which are too coarse to reach every leaf of a large tree.
 
-    A ``generator`` of another device gives the seed instead, see :func:`generator_on`.
+    Args:
+        *size: the shape.
+        device: device of the result.
+        generator: source of randomness; if it is on another device, it seeds a new generator, see
+            :func:`generator_on`. None (default): the global generator.
     """
     if torch.compiler.is_compiling():
         return torch.randint(0, 2**_EXACT_BITS, size, device=device).to(torch.float64) * 2.0**-_EXACT_BITS
     if generator is not None and generator.device.type != device.type:
-        # a generator made now cannot be used while CUDA captures a graph
+        # CUDA cannot use a new generator while it captures a graph
         generator = None if is_traced() else generator_on(device, generator)
     return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
 
@@ -71,7 +75,7 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
 def generator_on(device: torch.device, source: torch.Generator) -> torch.Generator:
     """A new generator on ``device``, seeded by the next number of ``source``, which may be on another device.
 
-    ``source`` alone decides what is drawn: seed it, or restore its state, to repeat the draws.
+    The draws depend on ``source`` alone: to repeat them, seed ``source`` or restore its state.
 
     Examples:
         >>> source = torch.Generator().manual_seed(0)
@@ -84,21 +88,21 @@ def generator_on(device: torch.device, source: torch.Generator) -> torch.Generat
 
 
 def stratify(u: Tensor) -> Tensor:
-    """Uniform numbers ``u`` [n] in [0, 1), one moved into each of n parts of equal length, in their order."""
+    """Map uniform numbers ``u`` [n] in [0, 1) to one number in each of n consecutive intervals of length 1/n."""
     num = u.shape[0]
-    # the last may be rounded up to 1
+    # rounding may give 1 for the last one
     return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_EXACT_BITS)
 
 
 def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
-    """``torch.where`` for int64 by arithmetic: compiled for AVX2, torch.where on int64 can return wrong values."""
+    """``torch.where`` for int64 by arithmetic: compiled for AVX2, ``torch.where`` on int64 can return wrong values."""
     return no + (yes - no) * condition
 
 
 def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor:
     """``source[index]`` for an index [n] within bounds.
 
-    Compiled code makes sure that it is at each access, which takes longer than the access. Here, it is forced to be.
+    Compiled code checks the bounds at each access, which takes longer than the access. Clamping is faster.
     """
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
@@ -120,7 +124,7 @@ def scatter_in_bounds(destination: Tensor, index: Tensor, values: Tensor, *, acc
 
 
 def mark_static(*parts: Any) -> None:
-    """Tell CUDA graphs that these tensors, and those in trees, episodes, lists and dicts among them, stay in place."""
+    """Mark the addresses of tensors as static for CUDA graphs, also inside lists, dicts and stateful objects."""
     for part in parts:
         if isinstance(part, Tensor):
             if part.is_cuda:
@@ -134,24 +138,24 @@ def mark_static(*parts: Any) -> None:
 
 
 class EagerFallback:
-    """A computation that a graph on the CPU hands to eager code in the rare case that it needs it.
+    """A computation that a graph on the CPU runs as eager code in rare cases.
 
-    Eager code may loop until it is done; a graph has a fixed number of operations.
+    Eager code can loop as often as necessary; a graph has a fixed number of operations.
 
     Args:
-        compute: called with ``results`` and ``inputs`` of :meth:`replace`; returns tensors of the same shapes. It
-            may change running statistics, but no tensor of ``state``.
+        compute: called with ``results`` and ``inputs`` of :meth:`replace`; returns tensors with the shapes of
+            ``results``. It may change running statistics, but no tensor of ``state``.
         state: the tensors that ``compute`` reads and that graphs change in place.
     """
 
     def __init__(self, compute: Callable[[list[Tensor], list[Tensor]], list[Tensor]], state: list[Tensor]):
         self.compute, self.state = compute, state
-        # a custom operation takes numbers, but no objects
+        # the arguments of a custom operation can be numbers, but not Python objects
         self._number = next(_numbers)
         _fallbacks[self._number] = self
 
     def replace(self, condition: Tensor, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """``compute(results, inputs)`` if ``condition``, bool [], holds; otherwise ``results``."""
+        """``compute(results, inputs)`` if ``condition``, bool [], is True; otherwise ``results``."""
 
         def computed():
             return torch.ops.torchrl_replay_ext.eager_fallback(self._number, results, inputs, self.state)
@@ -174,7 +178,7 @@ _fallbacks: WeakValueDictionary[int, EagerFallback] = WeakValueDictionary()
 def _eager_fallback(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
     fallback = _fallbacks[number]
     pairs = zip(fallback.state, state, strict=True)
-    # plain torch.compile may keep the current values in copies until the graph ends
+    # torch.compile may keep the current values in copies until the graph ends; compute reads them from self.state
     moved = [(own, own.clone(), now) for own, now in pairs if own.data_ptr() != now.data_ptr()]
     for own, _, now in moved:
         own.copy_(now)

@@ -124,7 +124,7 @@ ONE_STREAM = {
         size, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(size)
     ),
 }
-BROKE_OFF = "is closed where it broke off"
+BROKE_OFF = "is closed at its last stored step"
 
 
 @pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)

@@ -829,7 +829,7 @@ def test_any_number_of_trajectories_may_break_off_in_one_write():
     buffer = buffer_of(200)
     buffer.extend(transitions([Step(number, number) for number in range(100)]))
     assert int(buffer.sampler.stats()["broken_off"]) == 99
-    with Refuses(buffer, ValueError, "trajectory 70 comes back"):
+    with Refuses(buffer, ValueError, "trajectory 70 continues"):
         buffer.extend(transitions([Step(150, 150), Step(151, 70)]))
 
 

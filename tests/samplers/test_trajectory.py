@@ -780,7 +780,7 @@ def test_repr():
         ({"slice_len": 0}, "slice_len must be an integer >= 1"),
         ({"slice_len": 2.0}, "slice_len must be an integer"),
         ({"num_streams": 0}, "num_streams must be an integer >= 1"),
-        ({"done_key": ("next", "terminated")}, r"\('next', 'done'\) is"),
+        ({"done_key": ("next", "terminated")}, r"use \('next', 'done'\)"),
         ({"anchors": "per"}, "anchors must be 'uniform' or a prioritized sampler"),
         ({"anchors": RandomSampler()}, "anchors must be 'uniform' or a prioritized sampler"),
         ({"anchors": ProportionalSampler(5), "pad": False}, "pad=False.*use pad=True, or anchors='uniform'"),

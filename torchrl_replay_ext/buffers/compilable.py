@@ -1,4 +1,4 @@
-"""A replay buffer whose every step can be part of one compiled graph."""
+"""A replay buffer for compiled training steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_sample
 
 _NO_SEQUENCES = (
     "CompilableReplayBuffer(sample_unit=Sequence(...)): TorchRL's Sequence cannot be part of a graph. Call sample() "
-    "and update_tensordict_priority() outside the compiled function and pass the sample to it, or use "
+    "and update_tensordict_priority() outside the compiled function and pass the sample to the function, or use "
     "TrajectoryRetraceSampler, which draws sequences in a graph."
 )
 
 
 class _TakesStamps(Protocol):
-    """A sampler that drops updates of rows that were overwritten since."""
+    """A sampler that uses write stamps to drop updates of overwritten rows."""
 
     def update_priority(self, index: Tensor, priority: Tensor, *, storage: Storage, stamp: Tensor) -> None: ...
 
@@ -40,23 +40,26 @@ def _takes_stamps(sampler: object) -> TypeGuard[_TakesStamps]:
 class CompilableReplayBuffer(TensorDictReplayBuffer):
     """A :class:`~torchrl.data.TensorDictReplayBuffer` that can be part of one compiled graph.
 
-    ``extend``, ``sample`` and ``update_tensordict_priority`` run under ``torch.compile(fullgraph=True)``, and are
-    compiled once for the whole life of the buffer: from a nearly empty one until long after the ring has wrapped, with
-    annealed exponents. In CUDA graphs (``mode="reduce-overhead"``, or tensordict's ``CudaGraphModule``) nothing waits
-    for the device. Outside graphs it behaves like its base class. It takes the same arguments; ``storage`` must be a
-    :class:`CompilableTensorStorage`.
+    ``extend``, ``sample`` and ``update_tensordict_priority`` run under ``torch.compile(fullgraph=True)``. They are
+    compiled once: no write, wrap of the ring or annealing of an exponent causes a recompilation. In CUDA graphs
+    (``mode="reduce-overhead"``, or tensordict's ``CudaGraphModule``) the host never waits for the device. Outside
+    graphs the buffer behaves like its base class.
 
-    * The first write must run outside the graph: it sets up storage and sampler.
-    * A graph draws from torch's global generator (``torch.manual_seed``) and does not use a generator that was given to
-      the buffer, since generators cannot be traced.
-    * A graph takes no locks. Do not let other threads write, sample or update while it runs; ``prefetch`` has no effect
-      in it.
-    * What eager mode refuses cannot be an error in a graph: TD errors that are negative, not finite or too large change
-      nothing and are counted in ``sampler.stats()`` as ``rejected_updates``; draws from an empty buffer are slot 0 with
-      weight 0.
-    * Samples of our prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each row.
-      ``update_tensordict_priority`` drops the rows whose slot was overwritten since, however late it comes.
+    * The first write must run outside the graph, because it sets up storage and sampler.
+    * A graph draws from torch's global generator (``torch.manual_seed``). It ignores the buffer's ``generator``, which
+      cannot be traced.
+    * A graph takes no locks. Do not let other threads write, sample or update while it runs. ``prefetch`` has no effect
+      in a graph.
+    * A graph cannot raise errors. TD errors that are negative, not finite or too large change nothing and are counted
+      in ``sampler.stats()`` as ``rejected_updates``. Draws from an empty buffer return slot 0 with weight 0.
+    * Samples of this package's prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each
+      row. ``update_tensordict_priority`` uses the stamps to drop rows whose slot was overwritten after the draw.
     * ``sample_unit=Sequence(...)`` works outside graphs only.
+
+    Args:
+        **arguments: keyword arguments of :class:`~torchrl.data.TensorDictReplayBuffer`, with its defaults except for
+            two: ``storage`` is required and must be a :class:`CompilableTensorStorage`; the default of ``writer`` is
+            :class:`~torchrl_replay_ext.writers.round_robin.CompilableWriter`.
 
     Raises:
         TypeError: if the storage is of another class.
@@ -78,7 +81,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         torch.Size([4, 3])
     """
 
-    # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which has no TD error yet
+    # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which may have no TD error
     _adding = False
     _storage: CompilableTensorStorage
     _transform: Compose | None
@@ -97,7 +100,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave; a graph may then be the first to write or sample."""
+        """Restore a ``state_dict``. The first write or sample after this call may run in a graph."""
         super().load_state_dict(state_dict)
         bind_samplers(self._storage)
 
@@ -136,7 +139,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     @contextmanager
     def _locks(self) -> Iterator[None]:
-        """Keeps other threads from using the buffer. A graph takes no locks."""
+        """Lock out other threads. A graph takes no locks."""
         if is_traced():
             yield
         else:
@@ -144,7 +147,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 yield
 
     def add(self, data: TensorDictBase) -> int:
-        """Write a single row; without a TD error it gets the default priority of a new one."""
+        """Write a single row. Without a TD error it gets the priority of a new transition."""
         self._adding = True
         try:
             return super().add(data)
@@ -154,16 +157,16 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a sample from its TD errors (the entry ``priority_key``).
 
-        Rows whose slot was overwritten since they were drawn are dropped. With ``sample_unit=Sequence(...)``, only the
+        Rows whose slot was overwritten after the draw are dropped. With ``sample_unit=Sequence(...)``, only the
         anchors of the windows are updated, each with the largest TD error of the valid rows of its windows.
 
         Args:
-            data: a sample, whole or in part, with its TD errors [B] or [B, ...]. What they must be, squared or
-                absolute, depends on the sampler.
+            data: a sample, whole or in part, with TD errors [B] or [B, ...], squared or absolute as the sampler
+                requires.
 
         Raises:
-            KeyError: if there is no entry ``priority_key``. Nothing is changed then.
-            NotImplementedError: in a graph, if the buffer draws sequences.
+            KeyError: if the entry ``priority_key`` is missing. Nothing is changed.
+            NotImplementedError: in a graph, if the buffer has ``sample_unit=Sequence(...)``.
         """
         sampler = self._sampler
         if not isinstance(sampler, PrioritizedSampler):
@@ -174,7 +177,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             raise KeyError(
                 f"CompilableReplayBuffer.update_tensordict_priority: the sample has no entry {self.priority_key!r} "
                 f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
-                "written them, or pass the name that the loss uses as priority_key= to the buffer."
+                "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
         anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
         if anchored:
@@ -195,11 +198,11 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 def _largest_of_anchors(
     anchor: Tensor, stamp: Tensor, priority: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct pairs of anchor and write stamp of rows [n], and the largest priority of each pair's valid rows.
+    """Return the distinct pairs of anchor and stamp, and the largest priority of each pair's valid rows.
 
     Args:
-        anchor: index of the row's anchor, int64 [n] or [n, ndim].
-        stamp: number of the write of the anchor, int64 [n].
+        anchor: index of each row's anchor, int64 [n] or [n, ndim].
+        stamp: write stamp of the anchor, int64 [n].
         priority: float [n].
         valid: bool [n].
 

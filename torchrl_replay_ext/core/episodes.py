@@ -1,4 +1,4 @@
-"""Which slots form which episode, and the sum of TD errors from the start of the episode up to each slot."""
+"""Index of the episodes in a ring buffer, with prefix sums of TD errors along each episode."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
 
-# Positions per page: a row of the tree.
+# Positions per page; a page is one row of the tree.
 _PAGE = 64
 
 
 class EpisodeIndex:
     r"""The episodes in a ring buffer, and prefix sums of a mass (\|δ\|) along each episode.
 
-    Transitions lie in lanes, one for each stream of experience, in time order. Within its lane an episode is a run of
-    positions, cyclic if the ring has wrapped. One sum tree over all positions gives the prefix sum of any transition in
-    O(log N) for episodes of any length. Overwritten transitions leave the sums, so an episode loses its oldest
-    transitions first. Layouts:
+    Each lane holds the transitions of one stream of experience in time order. An episode is a run of consecutive
+    positions in its lane, cyclic if the ring has wrapped. One sum tree over all positions gives the prefix sum of any
+    transition in O(log N), whatever the length of the episode. Overwritten transitions are removed from the sums, so an
+    episode loses its oldest transitions first. Layouts:
 
     * ``assigned=False``: the storage fixes the lanes. Slot t·lanes + e is step t of lane e. One environment in flat
       storage is a single lane.
     * ``assigned=True``, for several environments in one flat storage: the trajectory id determines the lane of a
-      transition. A lane takes pages from a common pool and returns them, so lanes may have any length.
+      transition. Lanes take pages from a common pool and return them, so a lane may have any length.
 
-    All shapes are static. Only the check for too many trajectories reads from the device; in a graph they are counted
-    instead.
+    All shapes are static. Only the check for too many trajectories reads from the device; a graph counts excess
+    trajectories instead.
 
     Args:
-        steps: length of the ring in slots per lane if fixed, in slots if assigned.
-        lanes: number of lanes.
-        assigned: lanes are assigned by trajectory id.
-        device: where the tensors live.
+        steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
+        lanes: number of lanes. Default: 1.
+        assigned: lanes are assigned by trajectory id. Default: False.
+        device: device of the tensors. Default: None, the CPU.
     """
 
     def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
@@ -51,7 +51,7 @@ class EpisodeIndex:
             blocks = -(-steps // _PAGE) + 2
             self.span = blocks * _PAGE
             num_pages = -(-steps // _PAGE) + 2 * lanes
-            # the last block is never stored; unwritten slots point to it
+            # unwritten slots point to the last block, which never has a page
             page_table = torch.full((lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
             self._nowhere = lanes * self.span
             wide = torch.int32 if self._nowhere < 2**31 else torch.int64
@@ -71,7 +71,7 @@ class EpisodeIndex:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         narrow = torch.int32 if positions < 2**31 else torch.int64
-        # One record per episode. The record after the last one takes writes that are masked out; its total stays 0.
+        # One record per episode. The extra record at the end receives masked writes; its total stays 0.
         records = size + lanes
         self._none = records
         self.episode = full(size, records, narrow)
@@ -82,7 +82,7 @@ class EpisodeIndex:
         self._finished = full(records + 1, 0, torch.bool)
         self._open = full(records + 1, 0, torch.bool)
         self._records = FreeList(records, device=device)
-        # of each lane: its unfinished episode (the last record if there is none), sum, place of its next transition
+        # per lane: its unfinished episode (the extra record if there is none), sum, and offset of its next transition
         self._lane_episode = full(lanes, records)
         self._lane_total = full(lanes, 0)
         self._lane_next = full(lanes, 0)
@@ -93,7 +93,7 @@ class EpisodeIndex:
         return self._tree.page_table
 
     def holds(self, slots: Tensor) -> Tensor:
-        """True if a slot of ``slots`` [n] belongs to an episode, bool [n]."""
+        """True where a slot of ``slots`` [n] belongs to an episode, bool [n]."""
         return gather_in_bounds(self.episode, slots) != self._none
 
     def prepare(self) -> None:
@@ -102,11 +102,11 @@ class EpisodeIndex:
         self._totals.prepare()
 
     def drop(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], the oldest first. Unfinished episodes do not continue after them."""
+        """Remove ``slots`` [n], the oldest first. Unfinished episodes do not continue afterwards."""
         position = self.positions(slots)
         self._evict(slots, slots % self.lanes)
         if not self.assigned:
-            # unlike in a write, no new mass replaces it
+            # a write would replace the mass
             self._tree.write(position, torch.zeros_like(position))
             self._abandon(self._lane_episode)
             self._lane_episode.fill_(self._none)
@@ -124,8 +124,9 @@ class EpisodeIndex:
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        ``mass``, int64 [], is that of each new transition. Where ``ended`` and ``finished``, bool [n], reliability is
-        that of a finished episode. For the other arguments see :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
+        ``mass``, int64 [], is the mass of each new transition. ``finished``, bool [n]: where ``ended`` is True,
+        whether reliability treats the episode as finished. For the other arguments see
+        :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
@@ -146,7 +147,7 @@ class EpisodeIndex:
         begun = new.cumsum(0)
         begun_before_lane = where_int64(first, begun - new.to(torch.int64), torch.zeros_like(begun)).cummax(0).values
         record = where_int64(begun == begun_before_lane, going_on, self._records.pop(new))
-        # an episode that stops without an end keeps the reliability of an unfinished one
+        # reliability treats an episode that stops without an end as unfinished
         before = where_int64(first, going_on, shifted(record, self._none))
         abandoned = where_int64(new & ~shifted(ended, False) | new & first, before, torch.full_like(before, self._none))
 
@@ -198,23 +199,23 @@ class EpisodeIndex:
         self.episode.index_fill_(0, slots, self._none)
 
     def forget(self) -> None:
-        """Remove all content before a write of more rows than slots. The first rows of such a write are not seen."""
+        """Remove all content before a write of more rows than slots, whose first rows are not inserted."""
         self.drop(torch.arange(self.size, device=self.device))
         self.streams.lose_track(self._lane_episode != self._none)
 
     def _free(self, record: Tensor) -> None:
-        """Free those of ``record`` [n] that are empty and not open."""
+        """Free the records of ``record`` [n] that are empty and not open."""
         once = is_last_occurrence(record)
         empty = (self._count.index_select(0, record) == 0) & ~self._open.index_select(0, record)
         self._records.push(record, once & empty & (record != self._none))
 
     def _abandon(self, record: Tensor) -> None:
-        """Close these episodes, which did not end."""
+        """Close the episodes ``record`` [n], which did not end."""
         self._open.index_fill_(0, record, False)
         self._free(record)
 
     def _place(self, slots: Tensor, lane: Tensor, first: Tensor, rows: Tensor) -> Tensor:
-        """Positions for new transitions, sorted by lane."""
+        """Assign positions to new transitions, which are sorted by lane."""
         if not self.assigned:
             return self.positions(slots)
         rank = rows - where_int64(first, rows, torch.zeros_like(rows)).cummax(0).values
@@ -232,7 +233,7 @@ class EpisodeIndex:
         return position
 
     def positions(self, slots: Tensor) -> Tensor:
-        """Positions of ``slots`` [n] in their lanes' order, int64."""
+        """Positions of ``slots`` [n], lane by lane in time order, int64 [n]."""
         if self.assigned:
             return gather_in_bounds(self._position, slots).to(torch.int64)
         if self.lanes == 1:
@@ -243,10 +244,10 @@ class EpisodeIndex:
         """Set the masses of ``slots`` [n].
 
         Args:
-            slots: int64 [n]; each valid row must name a slot with a transition.
-            mass: int64 [n]; of duplicates the last one wins, unless ``mask`` says otherwise.
-            clock: number of the last write: the transitions of these episodes are no longer new. None: no change.
-            mask: masks for a compiled update, where data-dependent branching is impossible.
+            slots: int64 [n]; in valid rows, the slot must hold a transition.
+            mass: int64 [n]; of duplicates the last one wins, or the one that ``mask`` selects.
+            clock: number of the last write. The transitions of the updated episodes are no longer new. None: no change.
+            mask: masks for a compiled update, where data-dependent branching is impossible. Default: None.
         """
         position = self.positions(slots)
         record = gather_in_bounds(self.episode, slots).to(torch.int64)
@@ -266,7 +267,7 @@ class EpisodeIndex:
         if self.lanes == 1:
             self._lane_total.add_(change.sum())
         else:
-            # positions of slots that are not stored lie behind the last lane
+            # positions of empty slots lie after the last lane
             scatter_in_bounds(
                 self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True
             )
@@ -279,8 +280,8 @@ class EpisodeIndex:
         Args:
             slots: int64 [n].
             stamp: int64 [size], write number of each slot.
-            exact: if True, float64, and 1 for episodes without mass. If False, float32, and NaN for these: it takes
-                fewer operations and is enough for a draw.
+            exact: if True (default), the result is float64, and 1 for episodes without mass. If False, it is float32,
+                and NaN for episodes without mass. This takes fewer operations and is sufficient for a draw.
 
         Returns:
             [n].
@@ -297,7 +298,7 @@ class EpisodeIndex:
         totals = gather_in_bounds(self._totals.leaves, record)
         whole = torch.where(gather_in_bounds(self._finished, record), totals, self._totals.max())
         is_new = gather_in_bounds(stamp, slots) > gather_in_bounds(self._touched, record)
-        # empty slots belong to the last record and may lie before its start, so clamp
+        # clamp: empty slots belong to the extra record and may lie before its start
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
 
@@ -313,7 +314,7 @@ class EpisodeIndex:
         return self._tree.max_priority
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, by name. The rest is recomputed from it."""
+        """The state by name; :meth:`rebuild_` recomputes derived state."""
         state = {
             "masses": self._tree.rows,
             "episode": self.episode,
@@ -367,25 +368,25 @@ class EpisodeIndex:
         per_record = torch.zeros_like(self._totals.leaves).index_add_(0, record, mass)
         per_lane = torch.zeros_like(self._lane_total).index_add_(0, position // self.span, mass)
         if not torch.equal(per_record, self._totals.leaves) or not torch.equal(per_lane, self._lane_total):
-            raise AssertionError("EpisodeIndex: a sum is not that of its transitions")
+            raise AssertionError("EpisodeIndex: a sum differs from the sum over its transitions")
         if int(self._tree.total()) != int(mass.sum()):
-            raise AssertionError("EpisodeIndex: a position that holds nothing has mass")
+            raise AssertionError("EpisodeIndex: an empty position has mass")
         count = record.bincount(minlength=self._none + 1)
         if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
-            raise AssertionError("EpisodeIndex: an episode has another number of transitions")
+            raise AssertionError("EpisodeIndex: the number of transitions of an episode is wrong")
         in_use = (count > 0) | self._open
         if not torch.equal(self._records.free(), ~in_use[:-1]):
             raise AssertionError("EpisodeIndex: the free records are wrong")
         going_on = self._lane_episode[self._lane_episode != self._none]
         expected = torch.zeros_like(self._open).index_fill_(0, going_on, True)
         if not torch.equal(expected, self._open):
-            raise AssertionError("EpisodeIndex: an episode that goes on is in no lane")
+            raise AssertionError("EpisodeIndex: the open episodes differ from the unfinished episodes of the lanes")
         start = self._start[record].to(torch.int64)
         behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         part = upto - behind + (position < start) * self._lane_total[position // self.span]
         whole = torch.zeros_like(per_record).scatter_reduce_(0, record, part, "amax")
         if not torch.equal(whole, per_record):
-            raise AssertionError("EpisodeIndex: the transitions of an episode do not follow each other")
+            raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")
         if self.assigned:
             pages = self._page_table[self._page_table != self._no_page]
             held = pages.bincount(minlength=self._no_page)

@@ -1,4 +1,4 @@
-"""Frames of stacked observations, each stored once."""
+"""Memory for the frames of stacked observations that stores each frame once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, raise_if, rows_where, scatter_in_bounds, where_int64
 from torchrl_replay_ext.core.lanes import shifted
 
-# The frame of zeros.
+# The id of the frame of zeros.
 _BLANK = 0
 
 
@@ -18,8 +18,8 @@ class _Links(NamedTuple):
     """The frames that the rows of a write need.
 
     Args:
-        ids: int64 [n, k + 1], ids of stored frames, and -1, -2, ... for new ones.
-        new: bool [n, k + 1], True where a new frame occurs first.
+        ids: int64 [n, k + 1], ids of stored frames, and -1, -2, ... for new frames.
+        new: bool [n, k + 1], True at the first occurrence of a new frame.
         newest: bool [n], True for the last row of each trajectory.
     """
 
@@ -31,21 +31,22 @@ class _Links(NamedTuple):
 class FramePool:
     """Stores the frames of stacked observations, each frame once.
 
-    A transition needs k + 1 frames: the k frames of its observation, and the newest frame of the next observation,
-    which shares the other k - 1. The pool keeps the k + 1 frame ids of each slot, and frees a frame when its reference
-    count is 0. A transition shares frames with the one before it in its trajectory if they are equal byte by byte, so
-    reads return exactly what was written, for any layout of environments, any padding by wrappers, and in a full ring.
-    All shapes are static, and in a graph nothing reads from the device.
+    A transition needs k + 1 frames: the k frames of its observation and the newest frame of the next observation. The
+    other k - 1 frames of the next observation are shared. The pool stores k + 1 frame ids for each slot, and frees a
+    frame when its reference count is 0. A transition shares frames with the previous transition of its trajectory only
+    if they are equal byte by byte. So reads return exactly the written bytes, for any layout of environments, any
+    padding by wrappers, and in a full ring. All shapes are static, and a graph does not read from the device.
 
     Args:
         size: number of slots.
         capacity: number of frames. A transition needs one new frame. The first transition of a trajectory needs all
             its distinct frames; a frame of zeros needs no space. A frame is kept while a stored transition needs it.
         num_stacked: k.
-        shape: of a frame.
-        dtype: of a frame.
+        shape: shape of a frame.
+        dtype: dtype of a frame. Default: ``torch.uint8``.
         num_streams: number of trajectories whose last transition is remembered, the most recently written ones.
-        device: where the tensors live.
+            Default: 64.
+        device: device of the tensors. Default: None, the CPU.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class FramePool:
         device: torch.device | str | None = None,
     ):
         self.size, self.capacity, self.num_stacked = size, capacity, num_stacked
-        # place 0 is the blank frame, places 1 to capacity hold frames, the last takes writes that are masked out
+        # place 0 is the blank frame, places 1 to capacity hold frames, the last place receives masked writes
         self._nowhere = capacity + 1
-        # not initialised: the operating system then allocates memory only as the pool fills
+        # not initialised, so that the operating system allocates memory only as the pool fills
         self.frames = torch.empty((capacity + 2, *shape), dtype=dtype, device=device)
         self.frames[_BLANK] = 0
 
@@ -71,16 +72,16 @@ class FramePool:
 
         self._ids = zeros(size, num_stacked + 1, dtype=torch.int32)
         self._references = zeros(capacity + 2, dtype=torch.int32)
-        # a queue of the free frames: a ring, and one place for writes that are masked out
+        # a queue of the free frames: a ring, and one place that receives masked writes
         self._free = zeros(capacity + 1, dtype=torch.int32)
         self._head, self._num_free = zeros(1), zeros(1)
         self._mark = zeros(capacity + 2, dtype=torch.int32)
-        # of the remembered trajectories: id, slot of the last transition (-1: none), time of its write
+        # per remembered trajectory: id, slot of its last transition (-1: none), time of that write
         self._tail_trajectory, self._tail_slot, self._tail_time = (zeros(num_streams) for _ in range(3))
         self._time = zeros(1)
-        # number of new frames without a place, counted in graphs, which cannot raise errors
+        # number of new frames that found no place; counted in graphs, which cannot raise errors
         self.lost = zeros(1)
-        # number of transitions whose two stacks are not one step apart, counted in graphs
+        # number of transitions whose two stacks are not one step apart; counted in graphs
         self.mismatched = zeros(1)
         self.clear_()
 
@@ -89,14 +90,14 @@ class FramePool:
 
         Args:
             slots: int64 [n], distinct.
-            before: frames of the observation [n, k, ...], the newest last.
-            after: those of the next observation.
-            trajectory: int64 [n], trajectory ids; None: all rows belong to one.
+            before: frames of the observation, [n, k, ...], the newest last.
+            after: frames of the next observation, [n, k, ...], the newest last.
+            trajectory: int64 [n], trajectory ids. None (default): all rows belong to one trajectory.
 
         Raises:
             ValueError: if the two stacks of a transition are not one step apart.
-            RuntimeError: if there is no place for all new frames. Nothing is changed in both cases. In a graph they
-                are counted instead, and a frame without a place is blank.
+            RuntimeError: if there is no place for all new frames. After an error the pool is unchanged. A graph counts
+                such transitions and frames instead, and stores blank frames for those without a place.
         """
         if trajectory is None:
             trajectory = torch.zeros_like(slots)
@@ -104,7 +105,7 @@ class FramePool:
         raise_if(
             apart.any,
             lambda: ValueError(
-                f"row {int(apart.nonzero()[0])} of the data: the next observation is not the observation moved on by "
+                f"row {int(apart.nonzero()[0])} of the data: the next observation is not the observation shifted by "
                 "one frame. Frames must be stacked along the first dimension of an observation, the newest last, and "
                 "transitions must be single steps."
             ),
@@ -117,7 +118,7 @@ class FramePool:
         self._remember(slots, trajectory, links.newest)
 
     def read(self, slots: Tensor) -> Tensor:
-        """The k + 1 frames of each of ``slots`` [n]: [n, k + 1, ...], the newest last."""
+        """The k + 1 frames of each of ``slots`` [n], [n, k + 1, ...], the newest last."""
         ids = gather_in_bounds(self._ids, slots)
         frames = gather_in_bounds(self.frames, ids.reshape(-1))
         return frames.view(*ids.shape, *frames.shape[1:])
@@ -125,7 +126,7 @@ class FramePool:
     def _link(self, before: Tensor, after: Tensor, trajectory: Tensor) -> _Links:
         count, depth = trajectory.shape[0], self.num_stacked
         rows = torch.arange(count, device=trajectory.device)
-        # the previous row of the same trajectory, -1: none
+        # the previous row of the same trajectory, or -1
         order = trajectory.argsort(stable=True)
         sorted_ids = trajectory[order]
         goes_on = shifted(sorted_ids, 0) == sorted_ids
@@ -136,7 +137,7 @@ class FramePool:
         newest = torch.empty_like(is_last).index_copy_(0, order, is_last)
         follows_row = previous >= 0
         previous = previous.clamp_min(0)
-        # or the last stored transition of the trajectory
+        # for the first row of a trajectory, its last stored transition
         match = (trajectory.unsqueeze(1) == self._tail_trajectory) & (self._tail_slot >= 0)
         stored = match.any(1) & ~follows_row
         stored_ids = gather_in_bounds(self._ids, (self._tail_slot.clamp_min(0) * match).sum(1)).to(torch.int64)[:, 1:]
@@ -156,14 +157,14 @@ class FramePool:
         ids = where_int64(blank, _BLANK, own[:, :-1])
         ids = where_int64(stored.unsqueeze(1), stored_ids, ids)
         ids = torch.cat([ids, own[:, -1:]], 1)
-        # each round passes the ids of a row on to the next row; after k rounds all are known
+        # each round copies the ids of a row to the next row; after k rounds all ids are known
         follows = follows_row.unsqueeze(1)
         for _ in range(depth):
             ids = torch.cat([where_int64(follows, ids[previous][:, 1:], ids[:, :-1]), ids[:, -1:]], 1)
         return _Links(ids, new, newest)
 
     def _allocate(self, slots: Tensor, links: _Links) -> Tensor:
-        """Update the reference counts, free unused frames and assign places to the new ones; returns ids [n, k + 1]."""
+        """Update reference counts, free unused frames and assign places to new frames; return the ids [n, k + 1]."""
         wanted = links.new.sum().reshape(1)
         ids = links.ids.reshape(-1)
         known = ids > _BLANK
@@ -182,9 +183,9 @@ class FramePool:
             self._refer(dropped, held.to(torch.int32))
             self._refer(ids.clamp_min(_BLANK), -known.to(torch.int32))
             return RuntimeError(
-                f"all {self.capacity} frames are needed by stored transitions: the trajectories are too short. Pass a "
-                "larger frame_capacity=; each trajectory takes a frame more than it has steps. If more than "
-                f"num_streams={len(self._tail_slot)} go on at once, pass that number, too."
+                f"stored transitions need all {self.capacity} frames, because the trajectories are too short. Pass a "
+                "larger frame_capacity=; a trajectory of L steps needs L + 1 frames. If there are more than "
+                f"num_streams={len(self._tail_slot)} simultaneous trajectories, also pass a larger num_streams=."
             )
 
         raise_if(lambda: wanted > self._num_free + freed.sum(), undone)
@@ -234,22 +235,22 @@ class FramePool:
         return self.capacity - int(self._num_free)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, by name. The rest is recomputed from it."""
+        """The state by name; :meth:`restore_` recomputes derived state."""
         names = ("ids", "tail_trajectory", "tail_slot", "tail_time", "time")
         state = {name: getattr(self, f"_{name}") for name in names}
-        # frames behind the largest id were never written
+        # frames after the largest id in use are not needed
         frames = self.frames[: int(self._ids.max()) + 1]
         return {**state, "lost": self.lost, "mismatched": self.mismatched, "frames": frames}
 
     def restore_(self, state: dict[str, Tensor]) -> None:
-        """Restore :meth:`tensors`; ValueError if it does not fit, with nothing changed."""
+        """Restore :meth:`tensors`. ValueError if the state does not fit; the pool is then unchanged."""
         own = self.tensors()
         frames = state.get("frames")
         if frames is None or frames.shape[1:] != self.frames.shape[1:] or len(frames) > self._nowhere:
-            raise ValueError(f"the saved frames do not fit into a pool of {self.capacity}.")
+            raise ValueError(f"the saved frames do not fit into a pool of {self.capacity} frames.")
         for name, tensor in own.items():
             if name not in state or (name != "frames" and state[name].shape != tensor.shape):
-                raise ValueError(f"the saved frames have another {name}: other sizes were saved.")
+                raise ValueError(f"the saved entry {name!r} is missing or has another shape; other sizes were saved.")
         for name, tensor in own.items():
             if name != "frames":
                 tensor.copy_(state[name])
@@ -265,7 +266,7 @@ class FramePool:
         self._num_free.fill_(len(free))
 
     def _counted(self) -> Tensor:
-        """How often each frame is referred to."""
+        """The number of references to each frame."""
         ids = self._ids.reshape(-1).to(torch.int64)
         return torch.zeros_like(self._references).index_add_(0, ids, (ids > _BLANK).to(torch.int32))
 
@@ -277,10 +278,10 @@ class FramePool:
         self._rebuild()
 
     def check_valid(self) -> None:
-        """Raise RuntimeError if references, free places and ids contradict each other. O(size)."""
+        """Raise RuntimeError if reference counts, free places and ids contradict each other. O(size)."""
         references = self._counted()
         if not torch.equal(references[1:], self._references[1:]):
-            raise RuntimeError("FramePool: the counts of references are wrong.")
+            raise RuntimeError("FramePool: the reference counts are wrong.")
         places = (self._head + torch.arange(int(self._num_free), device=references.device)) % self.capacity
         free = torch.zeros_like(self._references).index_add_(
             0, self._free[places].to(torch.int64), torch.ones_like(places, dtype=torch.int32)
@@ -290,12 +291,12 @@ class FramePool:
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """Whether ``first`` and ``second`` [n, ...] are equal, bool [n]."""
+    """True where ``first`` and ``second`` [n, ...] are equal, bool [n]."""
     return (first == second).flatten(1).all(1)
 
 
 def _different(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """True for frames of stacks [n, k, ...] that differ from the previous one and are not zero; and for zero frames."""
+    """Masks of the frames of stacks [n, k, ...]: differs from the previous frame and is not zero; is zero."""
     repeated = (stack[:, 1:] == stack[:, :-1]).flatten(2).all(2)
     blank = (stack == 0).flatten(2).all(2)
     first = torch.ones_like(blank[:, :1])

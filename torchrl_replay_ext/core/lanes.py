@@ -1,4 +1,4 @@
-"""Lanes of a ring buffer: which transitions belong to the same stream, and where episodes begin."""
+"""Assignment of the transitions in a ring buffer to lanes, one per stream, and detection of episode starts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _REMEMBERED_ALONE = 64
 
 
 def shifted(values: Tensor, first: Tensor | int | bool) -> Tensor:
-    """``values`` [n] moved by one place; the first one is ``first``."""
+    """``values`` [n] shifted by one place to the right; the first value is ``first``."""
     head = first.reshape(1).to(values.dtype) if isinstance(first, Tensor) else values.new_full((1,), first)
     return torch.cat([head, values[:-1]])
 
 
 def at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
-    """``current`` [lanes] with the last of ``value`` [n] written for each lane."""
+    """A copy of ``current`` [lanes]; each lane with rows gets the ``value`` [n] of its last row."""
     result = current.clone()
     write_last(result, lane, value)
     return result
 
 
 class Rows(NamedTuple):
-    """The rows of a write, sorted by lane, within a lane in the order of writing.
+    """The rows of a write, sorted by lane; the rows of each lane are in the order of writing.
 
     Args:
-        order: place of each row in the write, int64 [n].
+        order: index of each row in the write, int64 [n].
         lane: lane of each row, int64 [n].
         first: True for the first row of each lane, bool [n].
         new: True if an episode begins with the row, bool [n].
@@ -56,13 +56,13 @@ class Lanes:
     * Assigned by trajectory id, for several environments in one flat storage. A trajectory keeps its lane until it
       ends.
 
-    The owner of this object keeps track of the lanes with an unfinished episode and passes them as ``open_lane``.
+    The caller tracks the lanes with an unfinished episode and passes them as ``open_lane``.
 
     Args:
-        steps: length of the ring in slots per lane if fixed, in slots if assigned.
-        lanes: number of lanes.
-        assigned: lanes are assigned by trajectory id.
-        device: where the tensors live.
+        steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
+        lanes: number of lanes. Default: 1.
+        assigned: lanes are assigned by trajectory id. Default: False.
+        device: device of the tensors. Default: None, the CPU.
     """
 
     def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
@@ -77,20 +77,20 @@ class Lanes:
         # the last trajectory id and the number of the last write of each lane
         self._trajectory = full(lanes, -1)
         self._written = full(lanes, 0)
-        # True if, since then, trajectory ids restarted; True if the end of the trajectory may have been missed
+        # per lane: trajectory ids restarted since its last write; the end of its trajectory may have been missed
         self._old = full(lanes, 0, torch.bool)
         self._end_may_be_missed = full(lanes, 0, torch.bool)
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
-        # the trajectories of each lane that were recently preempted by another one, the latest last
+        # per lane: the trajectories that were recently preempted by another one, the latest last
         remembered = _REMEMBERED if lanes > 1 else _REMEMBERED_ALONE
         self._recently_preempted = torch.full((lanes, remembered), -1, dtype=torch.int64, device=device)
-        # number of trajectories that broke off or were too many, in cases where no error can be raised
+        # number of trajectories that were interrupted, or that exceeded the number of lanes in a graph
         self.broken_off = full(1, 0)
         self._warned = False
 
     def miss_ends(self) -> None:
-        """Rows were lost; any trajectory may have ended in them."""
+        """Note that rows were lost. Any trajectory may have ended in the lost rows."""
         self._end_may_be_missed.fill_(True)
 
     def follow(
@@ -108,7 +108,7 @@ class Lanes:
         Args:
             slots: int64 [n], distinct, in the order of writing.
             open_lane: bool [lanes], the lane has an unfinished episode.
-            clock: int64 [], number of this write, larger than all numbers before.
+            clock: int64 [], number of this write, larger than the numbers of earlier writes.
             ended: bool [n], the episode ends with this transition.
             trajectory: int64 [n], trajectory ids; required if lanes are assigned.
             initial: bool [n], the transition is the first of its episode.
@@ -148,16 +148,16 @@ class Lanes:
         return Rows(order, lane, first, new, stolen)
 
     def lose_track(self, open_lane: Tensor) -> None:
-        """Rows were written without notification: trajectories in open lanes may have ended in them."""
+        """Note that rows were written without notification. Trajectories in open lanes may have ended in these rows."""
         self._end_may_be_missed.copy_(open_lane)
 
     def _require_one_stream(
         self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
     ) -> None:
-        """With one lane, count and warn about a trajectory that breaks off; raise an error if it comes back later.
+        """With one lane, count interrupted trajectories and warn; raise an error if such a trajectory continues.
 
-        A trajectory breaks off where another one begins before it has ended. Where ids restart or a first transition is
-        marked, this is expected: it is neither counted nor warned about.
+        A trajectory is interrupted if another one begins before it has ended. If ids restart, or if the first
+        transition of the other trajectory is marked, this is expected: it is not counted and causes no warning.
         """
         if trajectory is None or self.lanes > 1:
             return
@@ -185,9 +185,9 @@ class Lanes:
 
         Args:
             trajectory: int64 [n].
-            previous: int64 [n], the trajectory of the row before.
-            begins: bool [n], the row belongs to another trajectory than the row before.
-            cuts: bool [n], the row preempts the trajectory of the row before, which had not ended.
+            previous: int64 [n], the trajectory of the previous row.
+            begins: bool [n], the row belongs to another trajectory than the previous row.
+            cuts: bool [n], the row preempts the trajectory of the previous row, which had not ended.
             marked: bool [n], the row is marked as the first of its episode.
 
         Raises:
@@ -198,7 +198,7 @@ class Lanes:
         largest = int(self._max_trajectory)
         for new, old, is_cut, is_marked in zip(*columns, strict=True):
             if new in gone and not is_marked:
-                raise self._too_many(new, "comes back after another one was written")
+                raise self._too_many(new, "continues after another one was written")
             if new <= largest:
                 # ids restarted: earlier ids no longer identify trajectories
                 gone = {}
@@ -211,14 +211,14 @@ class Lanes:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "A trajectory began before the last one had ended (done); the last one is closed where it broke off. "
-                "This is normal once after a run was resumed from a checkpoint. If several environments write to this "
-                "buffer, pass num_streams=<number of environments>.",
+                "A trajectory began before the last one had ended (done); the unfinished one is closed at its last "
+                "stored step. This is normal once after a run was resumed from a checkpoint. If several environments "
+                "write to this buffer, pass num_streams=<number of environments>.",
                 stacklevel=2,
             )
 
     def _require_own_lane(self, lane: Tensor, continues: Tensor, trajectory: Tensor, initial: Tensor | None) -> None:
-        """In fixed lanes a trajectory may break off, but it must not continue after the one that preempted it.
+        """In fixed lanes a trajectory may be interrupted, but it must not continue after another one in its lane.
 
         Args:
             lane: int64 [n].
@@ -233,17 +233,17 @@ class Lanes:
         raise_if(
             returned.any,
             lambda: ValueError(
-                f"trajectory {int(trajectory[returned][0])} goes on in a column of the storage after another one was "
-                "written there: several workers or collectors write to the same columns in turn. Use flat storage "
-                "(ndim=1) with num_streams=<number of environments that write to the buffer>. (If it was a new "
-                "collector whose trajectory ids began again, mark the first transitions: torchrl's InitTracker does.)"
+                f"trajectory {int(trajectory[returned][0])} continues in a column of the storage after another one was "
+                "written there: several workers or collectors alternate in the same columns. Use flat storage (ndim=1) "
+                "with num_streams=<number of environments that write to the buffer>. If a new collector restarted the "
+                "trajectory ids, mark the first transition of each episode (torchrl's InitTracker does)."
             ),
         )
         self.broken_off.add_(returned.sum())
         self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)))
 
     def _remember(self, cut: Tensor) -> None:
-        """Remember the last trajectories of the lanes where ``cut`` [lanes] is 1 as preempted."""
+        """Record the last trajectory of each lane where ``cut`` [lanes] is 1 as preempted."""
         longer = torch.cat([self._recently_preempted[:, 1:], self._trajectory.unsqueeze(1)], 1)
         self._recently_preempted.copy_(where_int64(cut.unsqueeze(1), longer, self._recently_preempted))
 
@@ -253,21 +253,21 @@ class Lanes:
         self._max_trajectory.copy_(where_int64(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
     def _too_many(self, new: Tensor | int, how: str | None = None) -> ValueError:
-        how = how or f"begins while each of {self.lanes} streams holds one that still goes on"
+        how = how or f"begins while each of {self.lanes} streams has an unfinished trajectory"
         return ValueError(
             f"trajectory {int(new)} {how}: more "
             f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that "
-            "write to the buffer>; where a trajectory is cut off, mark it as truncated and done (a collector does with "
-            "set_truncated=True), or mark the first transition of the next, in a later write if there are several "
-            "streams (torchrl's InitTracker does)."
+            "write to the buffer>. If trajectories are cut off, mark the last transition as truncated and done (a "
+            "collector does with set_truncated=True), or mark the first transition of the next trajectory (torchrl's "
+            "InitTracker does); with several streams, this trajectory must begin in a later write."
         )
 
     def _by_time(self, trajectory: Tensor, ended: Tensor, open_lane: Tensor) -> Tensor:
         """The order in which the rows of a write [n] are assigned to lanes, int64 [n].
 
-        All environments' first steps come first, then their second steps, and so on. Flattened [E, T] data lists one
-        environment after the other. Assigned in that order, one lane could receive rows of two environments and another
-        lane none.
+        The first steps of all environments come first, then the second steps, and so on. In flattened [E, T] data, the
+        rows of one environment precede the rows of the next. If rows were assigned in this order, one lane could
+        receive rows of two environments and another lane none.
         """
         count, lanes = trajectory.shape[0], self.lanes
         rows = torch.arange(count, device=trajectory.device)
@@ -275,7 +275,7 @@ class Lanes:
             return rows
 
         def continues(ids: Tensor, done: Tensor) -> Tensor:
-            """Whether each of these environments [k, T] has one trajectory at a time."""
+            """True if each of the environments [k, T] has one trajectory at a time."""
             return ((ids[:, 1:] == ids[:, :-1]) | done[:, :-1]).all()
 
         by_step = continues(trajectory.view(-1, lanes).T, ended.view(-1, lanes).T)
@@ -283,8 +283,8 @@ class Lanes:
             return rows
         ids, done = trajectory.view(lanes, -1), ended.view(lanes, -1)
         first = ids[:, 0]
-        # This order is the order of time only if no trajectory has rows in two environments and every open trajectory
-        # continues. Otherwise the environments alternate in another way.
+        # This order is time order only if no trajectory has rows in two environments and every open trajectory
+        # continues. Otherwise the rows are interleaved in another way.
         order = trajectory.argsort(stable=True)
         of_env, sorted_ids = order // ids.shape[1], trajectory[order]
         apart = (sorted_ids[1:] != sorted_ids[:-1]) | (of_env[1:] == of_env[:-1])
@@ -298,15 +298,16 @@ class Lanes:
         """The lane of each row by its trajectory id [n].
 
         A trajectory keeps its lane until it ends. A new trajectory takes the lane that became free first. If no lane is
-        free, it takes the lane that was written to least recently, excluding lanes that this write continues: among
-        the lanes from before ids restarted, or among all lanes if the new trajectory's first transition is marked.
+        free, it takes the lane that was written to least recently, excluding lanes that this write continues. Only
+        lanes from before a restart of ids are candidates, or all lanes if the first transition is marked.
 
         Returns:
-            Lane of each row [n]; True for lanes taken from an unfinished trajectory [lanes]; whether ids restarted [].
+            Lane of each row [n]; True for lanes taken from an unfinished trajectory [lanes]; if ids restarted, True for
+            lanes without rows of this write [lanes].
         """
         count, device = trajectory.shape[0], trajectory.device
         rows = torch.arange(count, device=device)
-        # a group is the rows of one trajectory
+        # a group has the rows of one trajectory
         order = trajectory.argsort(stable=True)
         ids = trajectory[order]
         group_sorted = (shifted(ids, 0) != ids).to(torch.int64)
@@ -318,9 +319,9 @@ class Lanes:
         last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
         used = first < count
         group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
-        # which groups continue in which open lane
+        # [group, lane]: the group continues the trajectory of an open lane
         match = (group_id.unsqueeze(1) == self._trajectory) & open_lane & ~self._old & used.unsqueeze(1)
-        # ids restart at 0: no trajectory from before continues
+        # ids restart at 0: earlier trajectories do not continue
         begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
         restarted = begins_again.any()
         match &= (first < where_int64(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
@@ -340,7 +341,7 @@ class Lanes:
         if initial is not None:
             cuts_off |= initial[clipped]
         available = open_lane & ~match.any(0) & (self._old | self._end_may_be_missed | (request & cuts_off).any())
-        # a trajectory that was preempted for lack of a lane and continues: there are too few lanes
+        # there are too few lanes if a trajectory continues that was preempted for lack of a lane
         returned = (
             request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
         )
@@ -360,8 +361,8 @@ class Lanes:
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()
-        # The k-th request takes the k-th lane that is free or becomes free. In the latter case the group inherits the
-        # lane of the group that releases it, which may itself have inherited it. Doubling follows these chains.
+        # The k-th request takes the k-th lane that is free or becomes free. A lane that becomes free is inherited from
+        # the group that releases it, which may itself have inherited it. Pointer doubling follows these chains.
         release = torch.zeros(count + 1, dtype=torch.int64, device=device)
         release.index_copy_(0, where_int64(closes, released[last] - 1, torch.full_like(last, count)), rows)
         inherits = request & (number >= num_free)
@@ -377,7 +378,7 @@ class Lanes:
         return lane, stolen, restarted & untouched
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state, by name."""
+        """The state by name."""
         return {
             "lane_trajectory": self._trajectory,
             "lane_written": self._written,
@@ -390,6 +391,6 @@ class Lanes:
         }
 
     def clear_(self) -> None:
-        """Forget all streams."""
+        """Remove all streams."""
         for name, tensor in self.tensors().items():
             tensor.fill_(-1 if name in ("lane_trajectory", "lane_cut_off", "max_trajectory") else 0)

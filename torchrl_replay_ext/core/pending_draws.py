@@ -1,4 +1,4 @@
-"""Which rows of a late priority update still name the transitions that were drawn."""
+"""Detection of late rows in priority updates: rows whose transition was overwritten after the draw."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from torchrl_replay_ext.core.write_log import WriteLog
 
-# Draws that are remembered. A batch that has not come back after so many others is considered lost.
+# Number of recent draws that are remembered. Older draws are assumed to receive no update.
 _REMEMBERED = 256
-# So many rows are not equal to a batch, or part of one, by chance.
+# An update with at least so many rows does not equal a batch, or a part of one, by chance.
 _UNMISTAKABLE = 8
-# Rows that a draw must contain on average, if several draws together contain all.
+# If several draws together contain all rows, each must contain at least so many rows on average.
 _PER_DRAW = 4
-# How many of the latest draws that have not come back are compared with an update first.
+# Number of recent pending draws that are compared with an update first.
 _COMPARED = 4
 
 
@@ -27,9 +27,9 @@ class _Draw:
     Args:
         slots: int64 [n].
         num_writes: the number of writes before the draw.
-        waiting: how many of its rows have not come back.
-        real: which rows are not padding, bool [n]; None: all.
-        counted: whether its slots were added to the counts per slot.
+        waiting: number of rows that have not been updated yet; the draw is pending if it is positive.
+        real: False for padded rows, bool [n]; None: no padded rows.
+        counted: True if the draw is included in the counts per slot.
     """
 
     slots: Tensor
@@ -40,22 +40,23 @@ class _Draw:
 
 
 def memory_of(slots: Tensor) -> int:
-    """The memory that holds ``slots``: equal for a batch and slices of it, different for copies."""
+    """Address of the memory of ``slots``: equal for a batch and its slices, different for copies."""
     return slots.untyped_storage().data_ptr()
 
 
 class PendingDraws:
-    """Decides row by row whether an update that names slots is about their present content.
+    """Decides for each row of an update whether its slot was overwritten after the draw.
 
-    TorchRL's own buffers hand back indices only. A batch may come back whole or split, shuffled, concatenated, twice,
-    or after hundreds of others, and its slots may have been overwritten since. The rules:
+    TorchRL's own buffers pass only indices to an update. The update of a batch may contain all rows or parts, shuffled,
+    concatenated or twice, and may follow hundreds of other draws. The slots may be overwritten before the update.
+    Rules:
 
-    * Rows that share the memory of one of the last 256 draws (the whole batch, or a slice of it), or are a copy of a
-      whole batch, belong to that draw. They are late where their slots were written since.
-    * Other rows, at least 8 of them, are taken for parts of draws if one of the last 256 draws contains them all, or a
-      few of them together do. Then a row is late if a draw of its slot's earlier content has not come back: the row may
-      belong to that draw, and new content must not get an old TD error.
-    * Everything else is an index that the caller has made up, and so is an index in increasing order: no row is late.
+    * Rows that share the memory of one of the last 256 draws (the whole batch or a slice), or that are a copy of a
+      whole batch, belong to that draw. A row is late if its slot was written after the draw.
+    * Other indices of at least 8 rows are treated as parts of draws if one of the last 256 draws, or a few of them
+      together, contain all rows. A row is then late if a draw of its slot's earlier content is still pending: the row
+      may belong to that draw, and new content must not get an old TD error.
+    * All other indices, and indices in increasing order, are treated as made by the caller: no row is late.
 
     Args:
         log: the generations of the slots.
@@ -65,8 +66,8 @@ class PendingDraws:
         self._log = log
         self._draws: OrderedDict[int, _Draw] = OrderedDict()
         self._num_draws = 0
-        # Of each slot, made when first needed: the number of writes at its last draw (0: never drawn); the draws of its
-        # present and of its earlier content that have not come back; the number of the last one of the latter.
+        # Per slot, allocated when first needed: the number of writes at its last draw (0: never drawn); the numbers of
+        # pending draws of its present and of its earlier content; the number of the latest draw of earlier content.
         self._drawn_at: Tensor | None = None
         self._present = self._earlier = self._earlier_draw = torch.empty(0)
 
@@ -76,8 +77,8 @@ class PendingDraws:
         Args:
             slots: int64 [n].
             num_writes: the number of writes before the draw.
-            real: which rows are not padding, bool [n]; None: all.
-            comes_back: whether an update is expected of it.
+            real: False for padded rows, bool [n]. None (default): no padded rows.
+            comes_back: True (default) if an update with this draw is expected.
         """
         memory = memory_of(slots)
         self._draws.pop(memory, None)
@@ -87,9 +88,9 @@ class PendingDraws:
         self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if comes_back else 0, real)
 
     def real_rows(self, slots: Tensor) -> Tensor | None:
-        """Which of ``slots`` [n] are not padding, bool [n]; None if they belong to no remembered draw.
+        """False for padded rows of ``slots`` [n], bool [n]; None if ``slots`` belong to no remembered draw.
 
-        They may be a draw, a contiguous part of it, or a copy of it.
+        ``slots`` may be a draw, a contiguous part of a draw, or a copy of a draw.
         """
         draw = self._draws.get(memory_of(slots))
         if draw is not None and draw.real is not None and slots.is_contiguous():
@@ -98,17 +99,20 @@ class PendingDraws:
         return next((draw.real for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots)), None)
 
     def come_back(self, slots: Tensor) -> None:
-        """Note that ``slots`` [n] have come back together with their generations."""
+        """Register an update of ``slots`` [n] that includes their generations."""
         draw = self._draws.get(memory_of(slots))
         if draw is not None:
             draw.waiting -= slots.shape[0]
 
     def judge(self, slots: Tensor, num_writes: int) -> tuple[bool, Tensor | None]:
-        """Whether ``slots`` [n], within range, were drawn; and which of them are late, bool [n], or None if none is.
+        """Decide whether the rows of an update were drawn, and which of them are late.
 
         Args:
-            slots: int64 [n].
+            slots: int64 [n], within range.
             num_writes: the number of writes so far.
+
+        Returns:
+            True if the rows were drawn; and the mask of late rows, bool [n], None if no row is late.
         """
         draw, is_drawn = self._draws.get(memory_of(slots)), True
         if draw is None:
@@ -131,7 +135,7 @@ class PendingDraws:
         return True, late
 
     def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
-        """The draw of which a few ``slots`` [n] are a copy, if there is one; and whether they were drawn at all."""
+        """For few rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
         waiting = [draw for draw in self._draws.values() if draw.waiting > 0 and len(draw.slots) == len(slots)]
         equal = [draw for draw in waiting if torch.equal(draw.slots, slots)]
         if len(equal) == 1:
@@ -140,7 +144,7 @@ class PendingDraws:
         return None, any(torch.equal(draw.slots.sort().values, order) for draw in waiting)
 
     def _attribute_many(self, slots: Tensor) -> tuple[_Draw | None, bool]:
-        """The draw of which many ``slots`` [n] are a copy, if there is one; and whether they were drawn at all."""
+        """For many rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
         draws = list(self._draws.values())
         waiting = [draw for draw in reversed(draws) if draw.waiting > 0]
         for draw in waiting[:_COMPARED]:
@@ -150,7 +154,7 @@ class PendingDraws:
             return None, False
         inside = _membership(slots.unique(), draws).cpu()
         containing = [draws[number] for number in inside.all(1).nonzero().flatten().tolist()]
-        # the latest that has not come back, or the latest
+        # pending draws first, the latest first
         for draw in sorted(reversed(containing), key=lambda draw: draw.waiting <= 0):
             if torch.equal(draw.slots, slots):
                 return draw, True
@@ -162,7 +166,7 @@ class PendingDraws:
         return None, False
 
     def _count(self) -> None:
-        """Add the draws that were not counted to the counts per slot."""
+        """Add new draws to the counts per slot."""
         draws = [draw for draw in self._draws.values() if draw.waiting > 0 and not draw.counted]
         if not draws:
             return
@@ -184,7 +188,7 @@ class PendingDraws:
             draw.counted = True
 
     def _age(self, slots: Tensor) -> None:
-        """Turn draws of content that was overwritten since into earlier draws, and forget lost ones."""
+        """Count draws of overwritten content as draws of earlier content, and forget old ones."""
         assert self._drawn_at is not None
         overwritten = self._drawn_at.index_select(0, slots) < self._log.generation.index_select(0, slots)
         present, earlier = self._present.index_select(0, slots), self._earlier.index_select(0, slots)
@@ -195,7 +199,7 @@ class PendingDraws:
         self._present[slots] = present * ~overwritten
 
     def _judge_by_slot(self, slots: Tensor) -> Tensor:
-        """Which rows that belong to unknown draws are late, bool [n]."""
+        """The mask of late rows if the draws of the rows are unknown, bool [n]."""
         self._count()
         late = self._log.generation.index_select(0, slots) == 0
         if self._drawn_at is None:
@@ -206,9 +210,10 @@ class PendingDraws:
         return late
 
     def _come_back(self, slots: Tensor, is_present: Tensor) -> None:
-        """Count rows that have come back: draws of the present content where ``is_present``, as long as there are any.
+        """Subtract updated rows from the counts of pending draws.
 
-        An ambiguous row takes one of the present draws, so that the earlier ones stay in the count.
+        Where ``is_present``, a draw of the present content is subtracted if there is one. For an ambiguous row this
+        keeps the draws of earlier content pending.
         """
         change = is_present.to(torch.int32)
         self._present.index_add_(0, slots, change, alpha=-1)
@@ -219,7 +224,7 @@ class PendingDraws:
         self._present[slots] = present.clamp_min(0)
 
     def forget_contents(self) -> None:
-        """The contents of all slots were replaced, and the number of writes may have gone back: all draws are late."""
+        """Make all draws late: the contents of all slots were replaced, and the number of writes may have decreased."""
         if self._draws:
             self._count()
         for draw in self._draws.values():
@@ -233,7 +238,7 @@ def _is_increasing(slots: Tensor) -> bool:
 
 
 def _membership(distinct: Tensor, draws: list[_Draw]) -> Tensor:
-    """Which of ``draws`` contain each of ``distinct`` [n] slots, in increasing order; bool [draws, n]."""
+    """True where a draw contains a slot of ``distinct`` [n], which is in increasing order; bool [draws, n]."""
     slots = torch.cat([draw.slots for draw in draws])
     lengths = torch.tensor([len(draw.slots) for draw in draws], device=slots.device)
     number = torch.arange(len(draws), device=slots.device).repeat_interleave(lengths)

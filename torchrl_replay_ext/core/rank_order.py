@@ -1,4 +1,4 @@
-"""Priorities in the order of their last sort, and when to sort anew."""
+"""The sorted priorities of rank-based sampling, and the decision when to sort again."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import is_traced
 
-# Above this number of entries a sort that rounds is several times faster than an exact one.
+# Above this number of entries, sorting rounded priorities is several times faster than an exact sort.
 _EXACT_SORT = 50_000
-# A rounded priority has 7 bits of mantissa left.
+# A rounded priority keeps 7 bits of mantissa.
 _DROPPED_BITS = 16
 # Larger than all keys.
 _NONE = torch.iinfo(torch.int64).max
 
 
 class RankOrder:
-    """The priorities of entries as of the last sort, the largest first, table after table.
+    """The priorities of entries at the last sort, ordered by table and in descending order within a table.
 
-    Entries that were never updated, whose priority is negative, come before all others of their table.
+    Entries that were never updated have a negative priority. They precede all other entries of their table.
 
     Args:
-        size: the largest number of entries.
-        tables: number of tables. With one, and above 50,000 entries, priorities behind the first eighth of the ranks
-            are rounded, unless ``stale_fraction`` is 0.
+        size: the maximum number of entries.
+        tables: number of tables. With one table and more than 50,000 entries, priorities after the first eighth of the
+            ranks are rounded, unless ``stale_fraction`` is 0.
         stale_fraction: share of the entries that may change before the next sort.
-        device: where the tensors live.
+        device: device of the tensors.
     """
 
     def __init__(self, size: int, *, tables: int, stale_fraction: float, device: torch.device):
         self._stale_fraction = stale_fraction
         self._rounds = tables == 1 and size > _EXACT_SORT and stale_fraction > 0
-        # table · 2^32 − the bits of the float32 priority, which have its order
+        # table · 2^32 − the bits of the float32 priority; the bits of positive floats are ordered like the floats
         self._keys = torch.full((size,), _NONE, device=device)
         # smaller priorities are rounded
         self._exact_above = torch.zeros(1, device=device)
-        # entries that were written or updated since the last sort; the owner counts them
+        # number of entries that were written or updated since the last sort; incremented by the owner
         self.changes = torch.zeros((), dtype=torch.int64, device=device)
 
     def _key(self, priority: Tensor, table: Tensor | int) -> Tensor:
@@ -47,17 +47,17 @@ class RankOrder:
         return (table << 32) - priority.view(torch.int32).to(torch.int64)
 
     def find(self, priority: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the entries with each ``priority`` [n] >= 0 begin and end, if there is one table; int64 [n] each."""
+        """Begin and end of the entries with each ``priority`` [n] >= 0, for one table; int64 [n] each."""
         key = self._key(priority, 0)
         return torch.searchsorted(self._keys, key), torch.searchsorted(self._keys, key, right=True)
 
     def rank(self, priority: Tensor, table: Tensor) -> Tensor:
-        """How many entries of each ``table`` [n] were ahead of each ``priority`` [n]; int64 [n]."""
+        """The number of entries in each ``table`` [n] before each ``priority`` [n]; int64 [n]."""
         ahead = torch.searchsorted(self._keys, self._key(_new_first(priority), table))
         return ahead - torch.searchsorted(self._keys, (table << 32) - 2**31)
 
     def is_due(self, count: Tensor) -> bool:
-        """Whether enough of the ``count`` [] entries have changed for a sort; never in a graph."""
+        """True if enough of the ``count`` [] entries have changed for a sort; always False in a graph."""
         if is_traced():
             return False
         changes = self.changes.item()
@@ -67,18 +67,18 @@ class RankOrder:
         """Sort all entries.
 
         Args:
-            priority: of each entry, float32 [n].
-            table: of each entry, int64 [n].
+            priority: priority of each entry, float32 [n].
+            table: table of each entry, int64 [n]. Default: 0 for all.
 
         Returns:
-            The numbers of the entries in their order, int64 [n]; equal ones stay in the order that they are given in.
+            The indices of the entries in sorted order, int64 [n]. The sort is stable.
         """
         priority, count = _new_first(priority), priority.shape[0]
         self._exact_above.zero_()
         if self._rounds and count > _EXACT_SORT:
             coarse = (priority.view(torch.int32) >> _DROPPED_BITS).to(torch.int16)
             order = coarse.sort(stable=True, descending=True).indices
-            # the first ranks differ most in probability
+            # sort the first ranks exactly: their probabilities differ most
             head = order[: count // 8]
             order[: len(head)] = head[priority[head].sort(stable=True, descending=True).indices]
             self._exact_above.copy_(priority[order[len(head) - 1]])
@@ -90,7 +90,7 @@ class RankOrder:
         return order
 
     def clear(self) -> None:
-        """There are no entries."""
+        """Remove all entries."""
         self._keys.fill_(_NONE)
         self._exact_above.zero_()
         self.changes.zero_()

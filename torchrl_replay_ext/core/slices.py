@@ -1,4 +1,4 @@
-"""Where slices of episodes may begin in a ring buffer, and the successor of each transition."""
+"""Index of the slices of episodes in a ring buffer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 
 
 class SliceIndex:
-    """The successor of each transition within its episode, updated at every write.
+    """The successor of each transition within its episode, and the slots where slices may begin.
 
-    A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. Following the
-    successors from any slot gives a run of one episode in time order, up to its last stored transition. Layouts are
-    those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. All shapes are static, and nothing reads from the device.
+    A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. The chain of
+    successors from any slot contains the later transitions of the episode in time order, up to the last stored one.
+    Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. All shapes are static, and no operation reads
+    from the device.
 
     Args:
-        steps: length of the ring in slots per lane if fixed, in slots if assigned.
-        lanes: number of lanes.
-        length: steps of a slice.
-        padded: slices may begin anywhere. If False, only where ``length`` steps are stored.
-        assigned: lanes are assigned by trajectory id.
-        device: where the tensors live.
+        steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
+        lanes: number of lanes. Default: 1.
+        length: steps per slice.
+        padded: if True, slices may begin at any transition; if False, only where ``length`` steps are stored.
+        assigned: lanes are assigned by trajectory id. Default: False.
+        device: device of the tensors. Default: None, the CPU.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class SliceIndex:
         self.size = self._none = size = self.streams.size
         self.length, self._padded = length, padded
         self.device = torch.device(device or "cpu")
-        # the successor of each slot, or the slot itself; the last place takes writes that are masked out
+        # the successor of each slot, or the slot itself if there is none; the last element receives masked writes
         narrow = torch.int32 if size < 2**31 - 1 else torch.int64
         self._next = torch.arange(size + 1, device=device).to(narrow)
-        # of each lane: its newest slots, the newest last; the number of steps of its unfinished episode, at most the
+        # per lane: its newest slots, the newest last; the number of steps of its unfinished episode, at most the
         # length of a slice, 0 if there is none
         self._recent = torch.full((lanes, length), size, dtype=torch.int64, device=device)
         self._run = torch.zeros(lanes, dtype=torch.int64, device=device)
@@ -79,7 +80,7 @@ class SliceIndex:
 
         rows = torch.arange(count, device=slots.device)
         rank = rows - where_int64(first, rows, torch.zeros_like(rows)).cummax(0).values
-        # number of steps of the row's episode up to the row; the episode began in this write or earlier
+        # number of steps of the row's episode up to the row; the episode may have begun in an earlier write
         age = rows - where_int64(new, rows, torch.full_like(rows, -1)).cummax(0).values
         age = 1 + where_int64(age <= rank, age, run[lane] + rank)
         previous = where_int64(new, self._none, where_int64(first, recent[lane, -1], shifted(slots, 0)))
@@ -108,7 +109,7 @@ class SliceIndex:
         self._run.copy_(at_last(lane, age.clamp_max(self.length) * ~ended, run))
 
     def drop(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue after them."""
+        """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue afterwards."""
         scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
         self.starts.write(slots, torch.zeros_like(slots))
         self._recent.fill_(self._none)
@@ -116,12 +117,12 @@ class SliceIndex:
             self._run.zero_()
 
     def forget(self) -> None:
-        """Remove all content before a write of more rows than slots. The first rows of such a write are not seen."""
+        """Remove all content before a write of more rows than slots, whose first rows are not inserted."""
         self.drop(torch.arange(self.size, device=self.device))
         self.streams.lose_track(self._run > 0)
 
     def walk(self, starts: Tensor) -> Tensor:
-        """The slots of slices from ``starts`` [n] on, int64 [n, length]. The last slot of an episode is repeated."""
+        """The slots of slices from ``starts`` [n], int64 [n, length]. The last slot of an episode is repeated."""
         slots = [starts]
         for _ in range(self.length - 1):
             slots.append(gather_in_bounds(self._next, slots[-1]))
@@ -143,11 +144,11 @@ class SliceIndex:
         return ((gather_in_bounds(self._next, before) == behind) & (before != behind)).view(slots.shape[0], -1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, by name. The rest is recomputed from it."""
+        """The state by name; :meth:`rebuild_` recomputes derived state."""
         return {"next": self._next, "recent": self._recent, "run": self._run, **self.streams.tensors()}
 
     def rebuild_(self, stored: Tensor) -> None:
-        """Recompute where slices may begin; ``stored``: bool [size], the slot holds a transition."""
+        """Recompute where slices may begin. ``stored``: bool [size], the slot holds a transition."""
         begins = stored.clone()
         slots = torch.arange(self.size, device=self.device)
         for _ in range(0 if self._padded else self.length - 1):
@@ -164,12 +165,12 @@ class SliceIndex:
         expected = copy.deepcopy(self)
         expected.rebuild_(stored)
         if not torch.equal(starts, expected.starts.leaves):
-            raise AssertionError("SliceIndex: slices begin elsewhere than they should")
+            raise AssertionError("SliceIndex: the starts of slices are wrong")
         slots = torch.arange(self.size, device=self.device)
         following = self._next[:-1].to(torch.int64)
         followed = following != slots
         if not bool(stored[following[followed]].all() and stored[followed].all()):
-            raise AssertionError("SliceIndex: a slot that is not stored has or is a successor")
+            raise AssertionError("SliceIndex: an empty slot has a successor or is one")
         if int(following[followed].bincount(minlength=1).max()) > 1:
             raise AssertionError("SliceIndex: a transition is the successor of two others")
 

@@ -1,4 +1,4 @@
-"""Draws from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1)."""
+"""Draws from event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from torchrl_replay_ext.functional.allocation import Allocation, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 
 Kind = Literal["proportional", "rank", "reaper"]
-# Units of mass for the first rank; the tree's own is too coarse for the last of a million.
+# Mass of the first rank. The tree's own unit is too coarse for the last of a million ranks.
 _RANK_UNIT = 2**36
 
 
 class EventTableMixture(Distribution):
     """p(i) = Σ_k η_k q_k(i), with q_k uniform over table k or by priority.
 
-    See :class:`~torchrl_replay_ext.EventTableSampler`. A sum tree holds the mass of each entry of each table, one table
-    after the other.
+    See :class:`~torchrl_replay_ext.EventTableSampler`. A sum tree holds the mass of each entry of each table; the
+    entries of a table are consecutive leaves.
 
     Args:
         log, priorities: the state of the slots.
-        tables: the tables.
+        tables: the event tables.
         shares: η of each table.
-        min_sizes: the entries that each table needs, int64 [tables]; -1 stands for the batch size.
+        min_sizes: minimum number of entries of each table, int64 [tables]; -1 stands for the batch size.
         allocation: how rows are divided among tables.
-        correction: which importance-sampling weights.
-        make_weights: makes the weights for a layout and the tables.
-        kind: how draws inside the tables follow priorities.
+        correction: type of the importance-sampling weights.
+        make_weights: creates the weights from a layout and the tables.
+        kind: distribution within a table; None: uniform.
         alpha, beta: exponents of priorities and of weights.
-        stale_fraction: share of the entries that may change before ranks are sorted.
-        make_reliability: makes the model of R, for ``kind="reaper"``.
+        stale_fraction: share of the entries that may change before the next sort of ranks.
+        make_reliability: creates the model of R, for ``kind="reaper"``; otherwise None.
     """
 
     requires_sequential_writer = True
@@ -82,10 +82,10 @@ class EventTableMixture(Distribution):
         shares.to(device)
         self._min_sizes = min_sizes.to(device)
         self._weights = make_weights(layout, tables)
-        # whether all entries of a table are drawn alike
+        # True if all entries of a table have the same probability
         self._plain = kind is None and correction in (None, "mixture")
         self.takes_priorities = kind is not None
-        # pinned tables choose slots
+        # pinned tables choose the slots of new transitions
         self.slots_in_ring_order = tables.retention == "ring"
         begins = tables.regions(size)
         self._begins = torch.tensor(begins, device=device)
@@ -99,9 +99,9 @@ class EventTableMixture(Distribution):
             self._rejection = Rejection(self._tree, self._reliability, for_graphs=layout.for_graphs, tables=tables)
         entries = self._nowhere if kind == "rank" else 0
         self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
-        # whether the default table may have slots that cannot be drawn
+        # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
-        # of the last batch outside graphs: what a table needs by default, where none is being drawn
+        # size of the last batch outside graphs: the default minimum size of a table for density()
         self._batch_size = 1
         if layout.known and layout.num_slots == size:
             tables.allocate(size, device)
@@ -130,14 +130,14 @@ class EventTableMixture(Distribution):
     def _set(
         self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
     ) -> None:
-        """Bring the masses of ``slots`` [n] at ``positions`` [n] up to date."""
+        """Update the masses of ``slots`` [n] at ``positions`` [n]."""
         if priority is None:
             priority = gather_in_bounds(self._priorities.of_slot, slots)
         mass = self._masses(positions, slots, priority) * (positions != self._nowhere)
         self._tree.write(positions, mass, mask=mask)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """All positions of ``slots`` [n], and the slots repeated accordingly."""
+        """All positions of ``slots`` [n], and the slot of each position."""
         positions = self._tables.positions(slots)
         if self._correction == "priority":
             positions = positions[:1]
@@ -163,7 +163,7 @@ class EventTableMixture(Distribution):
         self._weights.move(slots.unique())
 
     def on_relayout(self) -> None:
-        """Called by the tables: all entries may be at other positions now."""
+        """Called by the tables: the positions of all entries may have changed."""
         self._log.mark_dirty()
 
     def sync(self, next_slot: int | None) -> None:
@@ -175,7 +175,7 @@ class EventTableMixture(Distribution):
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         refuse_in_graph(
-            lambda: RuntimeError("EventTableSampler: events cannot be part of a graph; call extend outside of it.")
+            lambda: RuntimeError("EventTableSampler: events cannot be detected in a graph; call extend outside.")
         )
         self._sort_if_due()
         if self._reliability is not None:
@@ -236,7 +236,7 @@ class EventTableMixture(Distribution):
 
     @torch.no_grad()
     def sort(self) -> None:
-        """Bring the ranks up to date, where there are any."""
+        """Sort the ranks, with ``kind="rank"``; otherwise do nothing."""
         if self._kind == "rank" and self._tables.num_slots:
             with self._log.transaction():
                 self._sort()
@@ -259,7 +259,7 @@ class EventTableMixture(Distribution):
     # --- draws
 
     def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """η of the tables that are large enough, where each one's masses begin, and their sums; [tables] each."""
+        """η (0 for tables that are too small), sum of masses before each table, sum of its masses, [tables] each."""
         ends = self._tree.prefix(self._begins)
         low, total = ends[:-1], ends[1:] - ends[:-1]
         eta = self._shares.current
@@ -269,7 +269,7 @@ class EventTableMixture(Distribution):
             needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
             eta = eta * ((self._tables.counts >= needed) & (total > 0))
         share = eta.sum()
-        # nothing but the default table where no other will do
+        # use the default table if all η are 0
         only = (self._begins[:-1] == 0) * (share == 0)
         eta = (eta + only) / (share + (share == 0))
         return eta, low, total
@@ -277,9 +277,10 @@ class EventTableMixture(Distribution):
     def _plain_rows(
         self, batch_size: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
-        """A draw where all entries of a table are alike and none is dead: slots, tables, p(i), and η_k / |B_k|.
+        """Draw if all entries of each table have the same probability: slots, tables, p(i), and η_k / |B_k|.
 
-        No tree is needed then, and outside graphs most steps use Python numbers, which takes half the time.
+        Returns None if some entries cannot be drawn. This draw needs no tree. Outside graphs most steps use Python
+        numbers, which takes half the time.
         """
         runs = self._tables.runs()
         if runs is None or self._has_holes():
@@ -291,7 +292,7 @@ class EventTableMixture(Distribution):
         eta = [share / total for share in eta] if total else [1.0, *(0.0 for _ in eta[1:])]
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         if self._allocation == "systematic" and batch_size <= FEW:
-            # as table_ends, in a quarter of the time
+            # same result as table_ends, in a quarter of the time
             first, parts = u[0].item(), [*accumulate(eta)]
             ends = [math.ceil(batch_size * (part / parts[-1]) - first) for part in parts]
             counts = [end - begin for begin, end in pairwise([0, *ends])]
@@ -300,7 +301,7 @@ class EventTableMixture(Distribution):
         else:
             portions = torch.tensor(eta, dtype=torch.float64, device=self._device)
             _, table = self._tables_of_rows(portions, batch_size, u, generator)
-        # in the order of positions, as in the tree: first those that have wrapped around, then a gap
+        # in the order of positions, as in the tree: first the entries after the wrap of the ring, then a gap
         starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
         wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
         offsets = [begin + at - n for begin, at, n in zip(begins, starts, wrapped, strict=True)]
@@ -316,9 +317,9 @@ class EventTableMixture(Distribution):
     def _tables_of_rows(
         self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """The row behind the last one of each table, [tables], and the table of each row, in order, [B].
+        """For each table, the end of its rows, [tables]; and the table of each row, in increasing order, [B].
 
-        They are chosen by the first of ``u``, or by random numbers of their own.
+        The choice uses the first number of ``u``; with multinomial allocation it draws its own random numbers.
         """
         if self._allocation == "multinomial":
             u = uniform(batch_size, device=self._device, generator=generator)
@@ -339,7 +340,9 @@ class EventTableMixture(Distribution):
         eta, low, total = self._proportions(batch_size)
         raise_if(
             lambda: total[0] == 0,
-            lambda: RuntimeError("EventTableSampler: all priorities are 0, nothing can be drawn; use eps > 0."),
+            lambda: RuntimeError(
+                "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
+            ),
         )
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
@@ -354,7 +357,7 @@ class EventTableMixture(Distribution):
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
         weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
-        # from an empty buffer in a graph, all rows have mass 0
+        # in a graph, rows drawn from an empty buffer have mass 0
         weight = torch.where(mass > 0, weight, 0.0)
         self._count_batch()
         extras = {
@@ -365,7 +368,7 @@ class EventTableMixture(Distribution):
         return Draw(slots, extras=extras)
 
     def _count_batch(self) -> None:
-        """Move along the schedules that count batches."""
+        """Advance the schedules that count batches."""
         if self._kind is None:
             self._beta.step()
         self._shares.step()
@@ -380,7 +383,7 @@ class EventTableMixture(Distribution):
         return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
 
     def _has_holes(self) -> bool:
-        """Whether the default table may have slots whose content is unknown."""
+        """True if the default table may have slots whose content is unknown."""
         if bool(self._holes):
             self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
         return bool(self._holes)
@@ -439,7 +442,7 @@ class EventTableMixture(Distribution):
             positions = self._tables.positions(self._log.stored_slots()).unique()
             drawn = (self._tree.leaves > 0).nonzero().squeeze(1)
             if not bool(torch.isin(drawn, positions).all()) or bool((drawn == self._nowhere).any()):
-                raise AssertionError("EventTableMixture: an entry that is in no table can be drawn")
+                raise AssertionError("EventTableMixture: an entry outside all tables can be drawn")
 
     def stats(self) -> dict[str, Tensor]:
         names, eta = self._tables.names, self._shares.current

@@ -21,7 +21,7 @@ class PowerTree:
         log: the generations of the slots.
         priorities: d of the slots.
         alpha: the exponent.
-        track_min: whether the smallest mass is known.
+        track_min: keep track of the smallest mass. Default: False.
     """
 
     def __init__(self, log: WriteLog, priorities: Priorities, alpha: Hyperparameter, *, track_min: bool = False):
@@ -38,15 +38,15 @@ class PowerTree:
 
     def mass(self, priority: Tensor) -> Tensor:
         """d^α in fixed point, int64."""
-        # in float64: d^α in float32 is coarser than a unit of mass above 1
+        # float64, because above 1 the rounding of a float32 exceeds a unit of mass
         return SumTree.to_mass(priority.to(torch.float64) ** self._alpha.current())
 
     def insert(self, slots: Tensor, priority: Tensor) -> None:
-        """``slots`` [n] get the priority [1] of new transitions."""
+        """Set the masses of new transitions in ``slots`` [n] from their ``priority`` [1]."""
         self.tree.write(slots, self.mass(priority).expand(slots.shape[0]))
 
     def remove(self, slots: Tensor) -> None:
-        """``slots`` [n] cannot be drawn."""
+        """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
         self.tree.write(slots, torch.zeros_like(slots))
 
     def reweight(self, slots: Tensor | None) -> None:
@@ -61,10 +61,10 @@ class PowerTree:
         self.tree.write(slots, mass, mask=UpdateMask(gather_in_bounds(generation, slots) > 0, is_last))
 
     def check_valid(self) -> None:
-        """Raise AssertionError if sums are wrong, or a slot that holds nothing can be drawn. O(N)."""
+        """Raise AssertionError if sums are wrong, or an empty slot can be drawn. O(N)."""
         self.tree.check_valid()
         if bool(((self.tree.leaves[: self._size] > 0) & (self._log.generation == 0)).any()):
-            raise AssertionError("PowerTree: a slot that holds nothing can be drawn")
+            raise AssertionError("PowerTree: an empty slot can be drawn")
 
 
 def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
@@ -79,7 +79,7 @@ class Proportional(Distribution):
         log, priorities: the state of the slots.
         alpha: the exponent.
         stratified: draw one slot from each of B segments of equal mass.
-        weight_norm: whether weights are divided by the largest of the buffer or of the batch.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Proportional(Distribution):
             return Draw(slots, mass)
         smallest = self._tree.min()
         if isinstance(smallest, Tensor):
-            # in a graph: + 0, so that an update waits until the minima were read
+            # in a graph, add 0: this data dependency orders the read of the minimum before the next update
             slots = slots + (smallest.clamp(1, 2**62 - 1) >> 62)
         return Draw(slots, mass, smallest)
 

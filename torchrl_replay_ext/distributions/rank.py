@@ -25,10 +25,10 @@ from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
 
-# Gaps that are tried, from where a transition belongs; and what spreads slots evenly (Knuth's multiplicative hash).
+# Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)
 _HASH = 2654435761
-# As how many changes one counts that could not move.
+# A transition that could not be moved counts as so many changes.
 _STAYED = 10
 
 Segments = Literal["exact", "piecewise"]
@@ -37,20 +37,20 @@ Segments = Literal["exact", "piecewise"]
 class RankBased(Distribution):
     """P(i) = rank(i)^−α / Σ_r r^−α, with ranks of the last sort; see :class:`~torchrl_replay_ext.RankBasedSampler`.
 
-    Places in the order, the first rank first: those of what was written since the last sort, filled from their end;
-    those of the last sort, with a gap before each and more before and behind all; and one for slots that hold nothing.
-    A sum tree counts the places in use.
+    Stored transitions occupy places in the order of their ranks. The first places are for transitions written since the
+    last sort; they are filled from the end. Then come the places of the last sort, with a gap before each and more gaps
+    before the first and after the last. The last place stands for empty slots. A sum tree counts the places in use.
 
     Args:
         log, priorities: the state of the slots.
         alpha: the exponent.
         stratified: draw one slot from each of B segments of equal probability.
-        segments: whether these follow P exactly or are the paper's approximation.
+        segments: ``"exact"``: segments follow P exactly. ``"piecewise"``: the paper's approximation.
         stale_fraction: share of the transitions that may change before the next sort.
-        weight_norm: whether weights are divided by the largest of the buffer or of the batch.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    # nothing is sorted in graphs, but by writes outside them
+    # a graph cannot sort; writes outside graphs sort instead
     writes_in_graphs = False
 
     def __init__(
@@ -72,20 +72,20 @@ class RankBased(Distribution):
         self._nowhere = size + 2 * self._num_gaps
         self._tree = SumTree(self._nowhere + 1, device=device)
         self._slot_at = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
-        # the last one takes writes that are masked out
+        # the last element receives masked writes
         self._place = torch.full((size + 1,), self._nowhere, dtype=torch.int64, device=device)
         self._order = RankOrder(size, tables=1, stale_fraction=stale_fraction, device=device)
-        # of the last sort: how many transitions there were, and the largest and the smallest d
+        # at the last sort: the number of transitions, and the largest and the smallest d
         self._num_sorted = torch.zeros((), dtype=torch.int64, device=device)
         self._extremes = torch.ones(2, device=device)
         self._probes = torch.tensor(_PROBES, device=device).unsqueeze(1)
-        # slots written since the last sort
+        # number of slots written since the last sort
         self._written = torch.zeros((), dtype=torch.int64, device=device)
-        # Σ_{r≤k} r^-alpha, and its alpha
+        # Σ_{r≤k} r^-alpha, and the alpha of this table
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
         self._tabulate(alpha.value)
-        # piecewise: size of the last batch, which is the number of segments; 0 before, when probabilities are exact
+        # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
         self._num_segments = 0
         if log.layout.for_graphs:
             self._tree.prepare()
@@ -124,11 +124,11 @@ class RankBased(Distribution):
         place = self._place[:-1]
         placed = (place != self._nowhere).nonzero().squeeze(1)
         if not torch.equal(placed, self._log.stored_slots()):
-            raise AssertionError("RankBased: a slot that holds nothing has a place, or the other way round")
+            raise AssertionError("RankBased: an empty slot has a place, or a stored slot has none")
         in_use = (self._tree.leaves > 0).nonzero().squeeze(1)
         places = place[placed]
         if not torch.equal(places.sort().values, in_use) or not torch.equal(self._slot_at[places], placed):
-            raise AssertionError("RankBased: a place is in use for another slot")
+            raise AssertionError("RankBased: a place is assigned to another slot")
 
     def rebuild(self) -> None:
         self._tree.rebuild_()
@@ -156,11 +156,11 @@ class RankBased(Distribution):
         self._place[slots] = self._nowhere
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        """Move what is updated into the gap where it belongs; if that and the next ones are taken, it stays."""
+        """Move each slot to the gap of its new priority. If this gap and the next ones are in use, the slot stays."""
         count = slots.shape[0]
         moves = is_last_occurrence(slots) if mask is None else mask.valid & mask.is_last
         low, high = self._order.find(priority)
-        # equal ones are spread over the gaps between them
+        # equal priorities are spread over the gaps between them
         gap = self._margin + low + slots * _HASH % (high - low + 1)
         ahead, behind = self._outside(priority, slots)
         gap = where_int64(high == 0, ahead, gap)
@@ -169,14 +169,14 @@ class RankBased(Distribution):
         free = self._tree.get((self._size + 2 * gaps).reshape(-1)).view(gaps.shape) == 0
         first = free.to(torch.int64).argmax(0, keepdim=True)
         place = self._size + 2 * gaps.gather(0, first).squeeze(0)
-        # one of those that would take the same gap
+        # of several rows that choose the same gap, the last one moves
         wanted, moves = moves, moves & free.any(0)
         moves = moves & (last_occurrence(place, moves) == torch.arange(count, device=self._device))
         self._order.changes.add_(count + (_STAYED - 1) * (wanted & ~moves).sum())
         self._move(slots, place, moves)
 
     def _move(self, slots: Tensor, place: Tensor, moves: Tensor) -> None:
-        """Put ``slots`` [n] at ``place`` [n] where ``moves`` [n] says so, once per slot and place at most."""
+        """Move ``slots`` [n] to ``place`` [n] where ``moves`` [n] is True; each slot and place at most once."""
         nowhere = torch.full_like(place, self._nowhere)
         left, taken = (
             where_int64(moves, gather_in_bounds(self._place, slots), nowhere),
@@ -187,7 +187,7 @@ class RankBased(Distribution):
         scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The gaps before all of the last sort, and behind all, for those that belong there."""
+        """Gaps for priorities above all, and for priorities below all, of the last sort."""
         largest, smallest = self._extremes.unbind()
         ahead = self._margin / (1 + priority / largest)
         behind = self._margin / 2 * (1 + 1 / (1 + priority / smallest))
@@ -204,7 +204,7 @@ class RankBased(Distribution):
 
     @torch.no_grad()
     def sort(self) -> None:
-        """Bring the order up to date; O(N log N). Needed only where all writes are part of a graph."""
+        """Sort all transitions; O(N log N). This call is needed only if all writes are part of a graph."""
         with self._log.transaction():
             self._sort()
 
@@ -262,7 +262,7 @@ class RankBased(Distribution):
         """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
         parts = torch.arange(1, count + 1, dtype=torch.float64, device=self._device) / count
         ends = torch.searchsorted(self._cumulative, parts * self._mass_of(num)) + 1
-        # the last one ends with the last rank, however small its probability
+        # the last segment ends with the last rank, however small its probability
         ends = torch.maximum(torch.minimum(ends, num), num * (parts == 1))
         begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
         return torch.minimum(begins, ends - 1), (ends - begins).clamp_min(1)
@@ -270,12 +270,12 @@ class RankBased(Distribution):
     def _density(self, rank: Tensor, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
         """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n].
 
-        ``bounds``: the segments (:meth:`_bounds`), None for exact probabilities.
+        ``bounds``: the segments of :meth:`_bounds`, or None for exact probabilities.
         """
         if bounds is None:
             return (rank + 1).to(torch.float64) ** -self._table_alpha
         begin, width = bounds
-        # the segments that hold a rank are successive: one of any width, and those that fall on its last rank
+        # a rank lies in consecutive segments: the first has any width, the others contain only this rank
         first = torch.searchsorted(begin + width, rank, right=True)
         behind = torch.searchsorted(begin, rank, right=True)
         first_width = gather_in_bounds(width, first.clamp_max(len(width) - 1))

@@ -21,14 +21,14 @@ from torchrl_replay_ext.distributions.reliability import Reliability
 
 
 class ReliabilityAdjusted(Distribution):
-    """P(i) = Ψ_i / Σ Ψ, Ψ = R^ω d^α: slots are proposed in proportion to d^α and accepted with probability R^ω.
+    """P(i) = Ψ_i / Σ Ψ, Ψ = R^ω d^α, by rejection: proposals follow d^α and are accepted with probability R^ω.
 
     Args:
         log, priorities: the state of the slots.
         alpha: the exponent of d.
-        make_reliability: makes the model of R for the log.
-        weight_norm: whether weights are divided by the largest of the buffer or of the batch.
-        may_be_zero: whether all TD errors of an episode may be 0.
+        make_reliability: creates the model of R from the log.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
+        may_be_zero: True if all TD errors of an episode may be 0.
     """
 
     needs_order = requires_sequential_writer = True
@@ -79,7 +79,7 @@ class ReliabilityAdjusted(Distribution):
         return Draw(slots, density, self._smallest())
 
     def _smallest(self) -> Tensor | None:
-        """The smallest Ψ > 0 in the buffer, if weights are normalised by it."""
+        """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
         if self._weight_norm == "batch":
             return None
         everything = self.density(rows_where(self._log.generation > 0))

@@ -1,4 +1,4 @@
-"""P falls geometrically with age (the idea of arXiv 2605.10236)."""
+"""P decreases geometrically with age (the idea of arXiv 2605.10236)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Recency(Distribution):
     def __init__(self, log: WriteLog, priorities: Priorities, *, half_life: float):
         self._log, self._lanes, self._half_life = log, log.layout.slots_per_step, half_life
         self._tree = SumTree(log.layout.size, device=log.layout.device)  # mass 1 for each stored slot
-        self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot behind the newest step
+        self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot after the newest step
         if log.layout.for_graphs:
             self._tree.prepare()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        # a ListStorage does not know its position: every write to a full one looks like a rewrite
+        # a ListStorage has no cursor, so every write to a full one looks like a rewrite
         if not rows.is_rewrite() or self._log.next_step() is None:
             self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
         self._tree.write(slots, torch.ones_like(slots))
@@ -46,7 +46,7 @@ class Recency(Distribution):
         age = torch.minimum(real.to(torch.int64), total - 1)
         rank = self._tree.prefix(self._end) - 1 - age
         slots, mass = self._tree.find(rank + total * (rank < 0))
-        return Draw(slots, self._decay(age) * mass, self._decay(total - 1).clamp_min(2.0**-1022))  # not rounded to 0
+        return Draw(slots, self._decay(age) * mass, self._decay(total - 1).clamp_min(2.0**-1022))  # must not underflow
 
     def density(self, slots: Tensor) -> Tensor:
         age = (self._tree.prefix(self._end) - 1 - self._tree.prefix(slots)) % self._tree.total().clamp_min(1)
@@ -71,4 +71,4 @@ class Recency(Distribution):
     def check_valid(self) -> None:
         self._tree.check_valid()
         if not torch.equal(self._tree.leaves.nonzero()[:, 0], self.stored_slots()):
-            raise AssertionError("Recency: the tree does not hold the stored slots")
+            raise AssertionError("Recency: the slots in the tree differ from the stored slots")

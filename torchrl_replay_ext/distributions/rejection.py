@@ -1,4 +1,4 @@
-"""Exact draws from Ψ = R^ω m, with m the masses of a sum tree."""
+"""Exact draws from Ψ = R^ω m by rejection, where m are the masses of a sum tree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.reliability import Reliability
 
-# A pass over all N leaves costs about as much as N / 32 proposals.
+# One pass over all N leaves takes about as long as N / 32 proposals.
 _PASS = 32
-# Proposals per table beyond the multiple of its rows that is expected to be enough.
+# Number of additional proposals per table.
 _SPARE = 16
-# Above this omega the number of proposals no longer grows.
+# Above this omega the number of proposals does not increase.
 _MAX_OMEGA = 4.0
 
 Count = TypeVar("Count", int, Tensor)
@@ -28,8 +28,8 @@ class Rows(NamedTuple):
 
     Args:
         ends: number of rows of tables 0 to k for each k, int64 [tables].
-        table: of each row, int64 [B].
-        low: sum of all masses ahead of each table, int64 [tables].
+        table: table of each row, int64 [B].
+        low: sum of the masses of all earlier tables, for each table, int64 [tables].
         total: sum of the masses of each table, int64 [tables].
     """
 
@@ -40,14 +40,15 @@ class Rows(NamedTuple):
 
 
 class Rejection:
-    """Draws leaves of a sum tree from Ψ: proposes them in proportion to m and accepts them with probability R^ω.
+    """Draws leaves of a sum tree from Ψ: proposals follow m and are accepted with probability R^ω.
 
     Args:
         tree: the masses m. Leaf i is slot i, or an entry of ``tables``.
         reliability: the model of R.
-        for_graphs: whether draws become part of graphs.
-        may_be_zero: whether all TD errors of an episode may be 0. If not, eager code uses a cheaper form of R.
-        tables: None: all rows are drawn from the whole tree.
+        for_graphs: True if draws may become part of graphs.
+        may_be_zero: True (default) if all TD errors of an episode may be 0. If False, eager code uses a faster
+            computation of R.
+        tables: the event tables. None (default): all rows are drawn from the whole tree.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Rejection:
         self._tree, self._reliability, self._tables = tree, reliability, tables
         self._device, self._num_tables = tree.leaves.device, 1 if tables is None else len(tables)
         self._exact, self._for_graphs = may_be_zero or for_graphs, for_graphs
-        # with tables: running mean of R^ω of the proposals for each, and the sum of its weights
+        # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
         self._acceptance = torch.zeros(2, self._num_tables, dtype=torch.float64, device=self._device)
         self.repeated = torch.zeros((), dtype=torch.int64, device=self._device)
         self._fallback: EagerFallback | None = None
@@ -87,16 +88,16 @@ class Rejection:
     ) -> tuple[Tensor, Tensor]:
         """Draw leaves from Ψ, each from the table of its row.
 
-        If too few proposals are accepted, eager code starts again with twice as many, until one pass over all Ψ is
-        cheaper. Each row follows Ψ: how many proposals are accepted does not depend on their values. A graph on the CPU
-        has eager code draw the batch again. On other devices a graph would have to read from the device for that.
-        There, accepted proposals are repeated; if none is accepted for a table, its rows are drawn from all of its
-        proposals in proportion to R^ω.
+        If too few proposals are accepted, eager code discards the batch and starts again with twice as many, until
+        one pass over all Ψ is cheaper. The accepted rows follow Ψ, because the number of accepted proposals is
+        independent of their values. A graph on the CPU calls eager code to draw the batch again. On other devices this
+        would need a read from the device. There, a graph repeats accepted proposals; if none is accepted for a table,
+        its rows are drawn from all of its proposals in proportion to R^ω.
 
         Args:
             batch_size: number of rows, B.
-            generator: source of randomness.
-            rows: the tables of the rows; None if there are no tables.
+            generator: source of randomness; None: the global generator.
+            rows: the tables of the rows. None (default): there are no tables.
 
         Returns:
             The leaves, int64 [B], and Ψ of each, [B].
@@ -113,7 +114,7 @@ class Rejection:
             if rows is None or ends is None:
                 wanted, missing = number, batch_size - scalar(accepted[-1])
             else:
-                # rows and accepted proposals ahead of each table
+                # number of rows and of accepted proposals before each table
                 first, ahead = _with_zero(rows.ends), _with_zero(gather_in_bounds(accepted, ends - 1))
                 wanted = number + gather_in_bounds(ahead - first, rows.table)
                 missing = scalar((first.diff() - ahead.diff()).clamp_min(0).sum())
@@ -136,14 +137,14 @@ class Rejection:
         return drawn[0], drawn[1]
 
     def _num_proposals(self, rows: Count, tables: Count) -> Count:
-        """Proposals for ``rows`` rows of ``tables`` tables: if R is uniform in (0, 1), one of 1 + ω is accepted."""
+        """Number of proposals for ``rows`` rows. If R is uniform in (0, 1), one of 1 + ω proposals is accepted."""
         per_16 = math.ceil(20 * (1 + min(self._reliability.omega.bound, _MAX_OMEGA)))
         return (rows * per_16 + 15) // 16 + _SPARE * tables
 
     def _propose(
         self, num: int, ends: Tensor | None, generator: torch.Generator | None, rows: Rows | None
     ) -> tuple[Tensor, ...]:
-        """``num`` leaves in proportion to m, R^ω, Ψ, and the running number of accepted ones; [num] each.
+        """Propose ``num`` leaves that follow m: leaves, R^ω, Ψ, and the running count of accepted leaves; [num] each.
 
         ``ends``: number of proposals for tables 0 to k for each k, int64 [tables].
         """
@@ -169,7 +170,7 @@ class Rejection:
         return Rows(zero + batch_size, zero.expand(batch_size), zero, self._tree.total().reshape(1))
 
     def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: Rows) -> Tensor:
-        """The proposal of each row where too few may be accepted, see :meth:`draw`; int64 [B]."""
+        """Choose a proposal for each row by repeating accepted proposals, see :meth:`draw`; int64 [B]."""
         share = _with_zero(factor.cumsum(0))
         edges = _with_zero(ends)
         ahead, low = gather_in_bounds(_with_zero(accepted), edges), gather_in_bounds(share, edges)
@@ -196,12 +197,12 @@ class Rejection:
         return leaves[place], density[place]
 
     def acceptance(self) -> Tensor:
-        """The mean of R^ω over the latest proposals for each of the tables, float64 [tables]; 1 before the first."""
+        """Running mean of R^ω over the proposals for each table, float64 [tables]; 1 before the first proposal."""
         mean, weight = self._acceptance.unbind()
         return torch.where(weight > 0, mean / torch.where(weight > 0, weight, 1.0), 1.0)
 
     def clear(self) -> None:
-        """Forget all proposals."""
+        """Reset the running means and the number of repeated draws."""
         self._acceptance.zero_()
         self.repeated.zero_()
 
@@ -212,11 +213,10 @@ class Rejection:
 
 
 def propose(tree: SumTree, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Leaves drawn by ``u`` [n], and their masses, in ranges that begin at ``low`` [n] and are ``total`` [n] long."""
+    """Leaves (and masses) that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n]."""
     target = torch.minimum((u * total).to(torch.int64), total - 1)
     return tree.find((low + target).clamp_min(0))
 
 
 def _with_zero(sums: Tensor) -> Tensor:
-    """A 0 and ``sums`` [n], [n + 1]."""
     return torch.cat([torch.zeros_like(sums[:1]), sums])

@@ -1,4 +1,4 @@
-"""All transitions where a slice of a trajectory may begin, with the same probability."""
+"""Uniform distribution over the transitions where a slice of a trajectory may begin."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 
 BEHAVIOUR = (
-    "the statistics of the behaviour policy. The policy in the collector writes them: torchrl's ProbabilisticActor "
-    "keeps the parameters of its distribution ('logits', or 'loc' and 'scale'), and with return_log_prob=True the "
-    "log-probability; pass their names as behaviour_keys=."
+    "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
+    "ProbabilisticActor writes the parameters of its distribution ('logits', or 'loc' and 'scale'), and with "
+    "return_log_prob=True the log-probability. Pass the names of these entries as behaviour_keys=."
 )
 
 
 class SliceStarts(Distribution):
-    """Draws the starts of slices, and knows which transition follows each; it takes no priorities.
+    """Draws the starts of slices uniformly, and keeps the successor of each transition.
 
     Args:
         log: the generations of the slots.
         priorities: not used.
-        slice_len: steps of a slice.
+        slice_len: steps per slice.
         num_streams: number of environments whose transitions are interleaved in flat storage.
-        reader: reads where episodes end.
+        reader: reads the ends of episodes.
         behaviour_keys: entries that rows must have.
-        pad: whether slices may begin where fewer steps follow.
+        pad: if True, slices may be shorter than ``slice_len``.
     """
 
     needs_order = requires_sequential_writer = True
@@ -83,13 +83,14 @@ class SliceStarts(Distribution):
             lambda: self._tree.total() == 0,
             lambda: RuntimeError(
                 f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
-                f"{self._slice_len} steps in a row; wait for longer ones, pass a smaller slice_len=, or pad=True."
+                f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
+                "pad=True."
             ),
         )
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
 
     def may_start(self, slots: Tensor) -> Tensor:
-        """Whether a slice may begin at each of ``slots`` [n], bool [n]."""
+        """True where a slice may begin at a slot of ``slots`` [n], bool [n]."""
         return self._tree.get(slots) > 0
 
     def density(self, slots: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class SliceStarts(Distribution):
         return self._log.generation[: self._log.layout.num_slots] > 0
 
     def stats(self) -> dict[str, Tensor]:
-        """``num_items``, ``num_starts`` and ``broken_off``, see TrajectoryRetraceSampler."""
+        """``num_items``, ``num_starts`` and ``broken_off``; see TrajectoryRetraceSampler."""
         return {
             "num_items": self._stored().sum(),
             "num_starts": self._tree.leaves.sum(),

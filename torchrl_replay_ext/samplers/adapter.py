@@ -1,4 +1,4 @@
-"""Between TorchRL's replay buffers and our distributions: the only class that implements TorchRL's sampler contract."""
+"""The adapter between TorchRL's sampler interface and distributions over slots."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, requir
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
 from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initialization, largest_td_error, td_errors
 
-# The entry of a sample with the generation of each row: the number of the write that filled its slot.
+# Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"
 
 
 class PrioritySampler(ShowsArguments, Sampler):
-    """A sampler for TorchRL's replay buffers, made of a distribution over slots.
+    """A sampler for TorchRL's replay buffers that draws from a distribution over slots.
 
-    It translates between TorchRL's indices and flat slots (a storage of shape [T, E, ...] has T·E·... slots in
-    row-major order), validates what it is given, logs writes, and turns TD errors into priorities and densities into
-    importance-sampling weights. Subclasses choose the distribution and declare the arguments; they override nothing.
+    The sampler converts TorchRL's indices to flat slots (a storage of shape [T, E, ...] has T·E·... slots in row-major
+    order), validates arguments and logs writes. It computes priorities from TD errors, and importance-sampling weights
+    from densities. Subclasses choose the distribution and declare the arguments; they override no method.
 
-    * New transitions get the largest d = |δ| + eps seen so far (1 at first), or with ``max_priority_within_buffer``
-      the largest of the stored transitions that have been updated.
-    * Of duplicates in one update the last one wins.
-    * Rows of an update whose slot was overwritten since they were drawn are dropped and counted, see
-      :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`. Samples of a
-      :class:`~torchrl_replay_ext.CompilableReplayBuffer` carry the generation of each row, which decides exactly.
-    * In a compiled step nothing is kept in Python and no value is read: what eager mode refuses is counted.
+    * A new transition gets the largest d = |δ| + eps seen so far (1 at first). With ``max_priority_within_buffer`` it
+      gets the largest d of the stored transitions that have been updated.
+    * If an update contains a slot several times, the last row wins.
+    * Rows of an update are dropped and counted if their slot was overwritten after the draw, see
+      :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`. The write stamps of a
+      :class:`~torchrl_replay_ext.CompilableReplayBuffer` identify such rows exactly.
+    * A compiled step keeps no Python state and reads no tensor values. It counts input that is an error in eager mode.
 
     Args:
-        capacity: number of slots, at least that of the storage; None: that of the storage.
-        make: makes the distribution for a log and priorities; can be pickled.
-        hyperparameters: by name. All of them count updates; ``"beta"`` is the exponent of the weights.
-        eps, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
-        on_bind: called with the storage before the distribution is made for it; returns whether it must be made anew.
+        capacity: number of slots, at least the capacity of the storage. None: the capacity of the storage.
+        make: creates the distribution from a log and priorities; must be picklable.
+        hyperparameters: by name; their schedules count updates. ``"beta"`` is the exponent of the weights.
+        eps, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`. Defaults: 0.0,
+            ``"absolute"`` and False.
+        on_bind: called with each new storage; returns True if the distribution must be created again. Default: None.
     """
 
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
@@ -57,7 +58,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     takes_stamps = True
     _bound: Storage | None = None
     _shape: tuple[int, ...] | None = None
-    # whether this is a copy in a process that was spawned, whose tensors are shared with the learner's
+    # True for a copy in a spawned process; its tensors are shared with the learner's process
     _is_spawned = False
 
     def __init__(
@@ -86,25 +87,24 @@ class PrioritySampler(ShowsArguments, Sampler):
         self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
 
     def _set_up(self, layout: Layout) -> None:
-        """Make empty state for ``layout``."""
         arguments = self._make_observers, self.hyperparameters, self._priority_arguments
         self.state = SlotState(type(self).__name__, layout, self.make, *arguments)
         self.layout, self.distribution = layout, self.state.distribution
 
     def observe(self, make: MakeObserver) -> None:
-        """Add state that follows the same writes, in the same log. It is saved and restored with the sampler."""
+        """Add an observer of writes. Its state is saved and restored with the sampler."""
         self._make_observers.append(make)
         self.state.observe(make)
 
     # --- the storage
 
     def bind(self, storage: Storage | None) -> None:
-        """Take shape and device from the storage once it has them."""
+        """Adopt the shape and the device of the storage as soon as they are known."""
         if storage is None or storage is self._bound:
             return
         name = type(self).__name__
         if self._bound is not None and not self.state.log.is_empty:
-            raise RuntimeError(f"{name}: holds the priorities of another storage; give each buffer its own sampler.")
+            raise RuntimeError(f"{name}: this sampler belongs to another storage; create one sampler for each buffer.")
         is_new = self._on_bind is not None and self._on_bind(storage)
         layout = layout_of(name, storage, self.capacity)
         if layout is None:
@@ -116,32 +116,32 @@ class PrioritySampler(ShowsArguments, Sampler):
         if layout != self.layout._replace(known=True) or is_new:
             if self._is_spawned:
                 raise RuntimeError(
-                    f"{name}: a process that was started by the learner cannot make the state for a storage of shape "
-                    f"{layout.shape}: the learner would not see it. Let the learner write to the buffer before it "
-                    "starts the process (rb.extend(data), then rb.empty())."
+                    f"{name}: a process started by the learner cannot create the state for a storage of shape "
+                    f"{layout.shape}, because the learner would not see it. Write to the buffer in the learner before "
+                    "the process starts (rb.extend(data), then rb.empty())."
                 )
             state = None if self.state.log.is_empty else self.state_dict()
             self._set_up(layout)
             if state is not None:
                 self.load_state_dict(state)
         self._shape, self._bound = layout.shape, storage
-        # a distribution may be defined elsewhere
+        # named separately, because a distribution may be defined outside this package
         mark_static(vars(self), vars(self.distribution))
 
     def require_bound(self, storage: Storage | None) -> None:
-        """A graph needs a storage and a sampler that exist already and keep nothing in Python."""
+        """Raise an error unless storage and sampler are set up and can be used in a graph."""
         name = type(self).__name__
         if storage is not self._bound:
             raise RuntimeError(
-                f"{name}: the first write to the buffer, or the first sample of one that was filled before, must run "
-                "outside the compiled function: it sets up storage and sampler."
+                f"{name}: the first write to the buffer must run outside the compiled function, because it sets up "
+                "storage and sampler. If the storage already holds data, run the first sample outside."
             )
         if not self.layout.for_graphs:
             other = f"{name}: {type(storage).__name__} cannot be compiled"
             raise TypeError(f"{other}; use CompilableReplayBuffer with CompilableTensorStorage.")
 
     def ready(self, storage: Storage | None) -> bool:
-        """Bring the state up to date with the storage. True if what it held was taken in just now."""
+        """Synchronize the state with the storage. True if stored transitions were added to the state by this call."""
         if is_traced():
             self.require_bound(storage)
             return False
@@ -155,7 +155,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     # --- writes
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Called by the writer for slots just written: gives them the priority of new transitions."""
+        """Called by the writer: give slots that were just written the priority of new transitions."""
         if is_traced():
             self.require_bound(storage)
             slots = self.flat_slots(index)
@@ -165,7 +165,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         self.bind(storage)
         slots = self.flat_slots(index)
         if len(self.layout.shape) == 1:
-            # TensorDictMaxValueWriter marks what it did not store by -1
+            # TensorDictMaxValueWriter returns -1 for transitions that it does not store
             slots = slots[slots >= 0]
             if slots.numel():
                 require_in_range(type(self).__name__, slots, self.layout.num_slots, self.layout.shape)
@@ -180,13 +180,13 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Draw ``batch_size`` slots.
 
         Returns:
-            The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with ``priority_weight``,
-            float32 [B], at most 1, and what else the rows carry.
+            The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with further columns:
+            ``priority_weight``, float32 [B], at most 1, and those of the distribution.
 
         Raises:
-            RuntimeError: if the buffer is empty, or all priorities are 0. In a traced step nothing is raised: the rows
-                are slot 0, with weight 0.
-            ValueError: if the buffer has ``sample_unit=Sequence(...)`` and slots are not in the order of time.
+            RuntimeError: if the buffer is empty, or all priorities are 0. A traced step raises no error: all rows are
+                slot 0, with weight 0.
+            ValueError: if the buffer has ``sample_unit=Sequence(...)`` and slots are not in time order.
         """
         slots, info = self.draw(storage, batch_size)
         if self.layout.for_graphs:
@@ -196,7 +196,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         return unravel(slots, self.layout.shape), info
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw flat slots, [B], and what their rows carry; they cannot be handed back by index alone."""
+        """Draw flat slots, [B], and further columns. The draw is not remembered for updates without stamps."""
         name = type(self).__name__
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
@@ -229,11 +229,11 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     @property
     def default_priority(self) -> float:
-        """What ``update_priority`` would have to be given for the priority of a new transition."""
+        """The argument of ``update_priority`` that results in the priority of a new transition."""
         return self._default_priority.ask(self.state.priorities.default_td_error())
 
     def lacks_td_errors(self, priority: Any, storage: Storage | None) -> bool:
-        """True, and counted as rejected, if TorchRL has filled in the default for a sample without TD errors."""
+        """True if TorchRL used the default for a sample without TD errors. Its rows are counted as rejected."""
         if not self._default_priority.is_filled_in(
             priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
         ):
@@ -243,12 +243,12 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     @property
     def takes_priorities(self) -> bool:
-        """Whether draws depend on TD errors. If not, :meth:`update_priority` does nothing."""
+        """True if draws depend on TD errors. If False, :meth:`update_priority` does nothing."""
         return self.distribution.takes_priorities
 
     @property
     def writes_in_graphs(self) -> bool:
-        """Whether writes lose nothing by being part of a graph."""
+        """True if writes have the same effect in a graph as outside."""
         return self.distribution.writes_in_graphs
 
     @torch.no_grad()
@@ -263,17 +263,17 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Set the priorities of slots from their TD errors.
 
         Args:
-            index: slots, as TorchRL hands them out: int, [n], or [n, ndim] for a storage of more dimensions.
+            index: slots, in TorchRL's format: int, [n], or [n, ndim] for a storage of more dimensions.
             priority: TD errors, one per slot or a single number: δ² if ``td_error="squared"``, |δ| if ``"absolute"``.
-            storage: the buffer's storage.
-            stamp: the entry ``"write_stamp"`` of the sample, [B]; rows whose slot was overwritten since are dropped.
-                Without it, late rows are found as far as indices allow, see
+            storage: the buffer's storage. Default: None.
+            stamp: the entry ``"write_stamp"`` of the sample, [B]. Rows whose slot was overwritten after the draw are
+                dropped. None (default): such rows are identified from the indices, see
                 :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`.
 
         Raises:
             ValueError: if a TD error is negative or not finite, or the shapes do not match.
-            IndexError: if a slot is out of range or holds nothing. The state is unchanged in all these cases.
-                In a traced step neither is an error: such rows change nothing and are counted in :meth:`stats`.
+            IndexError: if a slot is out of range or empty. After an error the state is unchanged. A traced step raises
+                no error: such rows change nothing and are counted in :meth:`stats`.
         """
         if not self.distribution.takes_priorities:
             return
@@ -291,7 +291,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             return
         largest = largest_td_error(name, error, slots, state.priorities, self.distribution.max_priority)
         is_own_write = state.log.is_last_write(index, slots)
-        # TensorDictReplayBuffer.add() sends the default back for a transition without a TD error
+        # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
         if is_own_write and torch.as_tensor(index).ndim == 0 and state.priorities.is_default(largest):
             return
         late = None if is_own_write else state.late_rows(slots, stamp)
@@ -300,7 +300,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     # --- inspection and state
 
     def exclusive(self) -> ExitStack:
-        """Keeps other threads from drawing (``prefetch``), writing and updating."""
+        """Lock out other threads that draw (``prefetch``), write or update."""
         return _torchrl.exclusive(self._bound)
 
     def probabilities(self, storage: Storage) -> Tensor:
@@ -312,17 +312,17 @@ class PrioritySampler(ShowsArguments, Sampler):
         return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
     def stats(self) -> TensorDict:
-        """Numbers worth logging, as a TensorDict of float32 scalars. O(N).
+        """Statistics for logging, as a TensorDict of float32 scalars. O(N).
 
-        ``num_items``: transitions stored. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 is
-        uniform. ``priority_min``, ``_median``, ``_max``: of what draws are proportional to, relative to its mean.
-        ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
-        largest |δ| + eps seen, which new transitions get. ``dropped_updates``: updates not applied because their
-        slot had been overwritten. ``rejected_updates``: rows not updated, in a graph because their TD errors were
-        negative, not finite or too large (elsewhere an error), in TorchRL's TensorDictReplayBuffer because the sample
-        had no entry ``priority_key`` (an error in CompilableReplayBuffer). And each hyperparameter's current value.
+        ``num_items``: stored transitions. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 if all p
+        are equal. ``priority_min``, ``priority_median``, ``priority_max``: of the density of draws, relative to its
+        mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
+        largest |δ| + eps seen, the priority of new transitions. ``dropped_updates``: rows not updated because their
+        slot was overwritten. ``rejected_updates``: rows not updated for one of two reasons. In a graph, the TD error
+        is negative, not finite or too large (an error in eager mode). In TorchRL's TensorDictReplayBuffer, the sample
+        has no entry ``priority_key`` (an error in CompilableReplayBuffer). And the value of each hyperparameter.
 
-        To print the numbers, use ``to_dict()``: a TensorDict prints shapes.
+        To print the numbers, call ``to_dict()``: a TensorDict prints only shapes.
 
         Examples:
             >>> from torchrl_replay_ext import ProportionalSampler
@@ -351,7 +351,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         return state | {"storage_shape": torch.tensor(self._shape or (), dtype=torch.int64)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
+        """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
         name = f"{type(self).__name__}.load_state_dict"
         saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
         layout = saved_state.layout_of(name, state_dict, self.layout, self._shape, self.capacity)
@@ -384,14 +384,14 @@ class PrioritySampler(ShowsArguments, Sampler):
         TensorDict(self.state_dict(), device="cpu").memmap(str(path), copy_existing=True)
 
     def loads(self, path: str | Path) -> None:
-        """Restore what :meth:`dumps` saved."""
+        """Load a state saved by :meth:`dumps`."""
         self.load_state_dict({str(k): v.clone() for k, v in TensorDict.load_memmap(str(path)).items()})
 
     def _empty(self) -> None:
         self.state.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        # the storage comes with the buffer
+        # the buffer pickles the storage
         return {**super().__getstate__(), "_bound": None, "_is_spawned": get_spawning_popen() is not None}
 
     def __repr__(self) -> str:

@@ -19,11 +19,11 @@ _OWNER = "DecoupledSampler"
 
 
 class PolicyOutput(NamedTuple):
-    """What the current policy would do in the states of n rows.
+    """Output of the current policy in the states of n rows.
 
     Args:
-        action: its actions, or the means of a stochastic policy, [n, A].
-        scale: standard deviations of a stochastic policy, [n, A]; None for a deterministic one.
+        action: actions of a deterministic policy, or means of a stochastic policy, [n, A].
+        scale: standard deviations of a stochastic policy, [n, A]; None for a deterministic policy.
         is_squashed: True if the actions are the tanh of a Gaussian.
     """
 
@@ -33,11 +33,11 @@ class PolicyOutput(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The rows that were chosen for a batch.
+    """The rows chosen for a batch.
 
     Args:
         rows: row numbers among the candidates, int64 [B].
-        score: score of each row, or of its group or batch, [B].
+        score: score of each row, or of the row's group or batch, [B].
         candidate_scores: scores of the K candidates for each row, [B, K].
     """
 
@@ -47,16 +47,18 @@ class Choice(NamedTuple):
 
 
 class CandidateScorer:
-    """Scores K candidates for a batch and chooses the nearest to the policy. It reads and returns tensors only.
+    """Scores K candidates for a batch and chooses those nearest to the policy.
+
+    The arguments are those of :class:`~torchrl_replay_ext.DecoupledSampler`.
 
     Args:
-        num_candidates: see :class:`~torchrl_replay_ext.DecoupledSampler`, as for the other arguments.
+        num_candidates: K.
         noise_scale: standard deviation [] or [A] of the exploration noise, or its covariance [A, A].
-        score: how to score.
-        covariance: of the candidates, for ``score="kl"``.
+        score: the score.
+        covariance: form of the candidates' covariance, for ``score="kl"``.
         eps: added to the variances of the candidates.
-        granularity: what is chosen: whole batches, groups or single transitions.
-        group_size: rows of a group.
+        granularity: unit of choice: batches, groups or single transitions.
+        group_size: rows per group.
     """
 
     def __init__(
@@ -97,10 +99,10 @@ class CandidateScorer:
         self._whitening = None if self._whitening is None else self._whitening.to(device)
 
     def require_whole_groups(self, batch_size: int) -> None:
-        """ValueError if groups do not divide the batch."""
+        """ValueError if ``group_size`` does not divide the batch size."""
         if self.granularity == "group" and batch_size % self.group_size:
             raise ValueError(
-                f"{_OWNER}: actor's batch_size is {batch_size}, group_size={self.group_size} must divide it."
+                f"{_OWNER}: the actor's batch_size is {batch_size}; group_size={self.group_size} must divide it."
             )
 
     def _require_enough_rows(self, rows: int, dims: int) -> None:
@@ -117,12 +119,12 @@ class CandidateScorer:
         """Score K candidates of B rows each and choose.
 
         Args:
-            action: stored actions of the candidates, one candidate after the other, [K·B, A].
+            action: stored actions of the candidates, [K·B, A]; the rows of each candidate are consecutive.
             policy: the policy's output for these rows.
 
         Raises:
-            ValueError: if the actions are not continuous or not [K·B, A], ``noise_scale`` does not fit them, or there
-                are too few rows for ``covariance="full"``.
+            ValueError: if the actions are not continuous or do not have the shape [K·B, A], if ``noise_scale`` has
+                another number of dimensions, or if there are too few rows for ``covariance="full"``.
         """
         count, batch_size = self.num_candidates, len(action) // self.num_candidates
         whitened, correction = self._whiten(action, policy)
@@ -140,9 +142,9 @@ class CandidateScorer:
         return Choice(rows.reshape(-1), scores.amin(0).repeat_interleave(size), scores.T.repeat_interleave(size, 0))
 
     def _whiten(self, action: Tensor, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """Return z, [n, A]; and the terms of −log π that depend on the row, except ½ |z|², [n].
+        """Return z, [n, A]; and the row-dependent terms of −log π other than ½ |z|², [n].
 
-        For ``score="kl"`` and a deterministic policy, z is u − π(s): the divergence takes the scale itself.
+        For ``score="kl"`` and a deterministic policy, z is u − π(s): the divergence divides by the scale.
         """
         expected, scale, is_squashed = policy
         continuous = action.is_floating_point() and expected.is_floating_point()
@@ -159,7 +161,7 @@ class CandidateScorer:
                 action = action.atanh()
             return (action - expected) / scale, correction
         difference = action - expected
-        # the number of dimensions is known only here
+        # the number of action dimensions is unknown before the first batch
         noise_scale = as_noise_scale(self._scale, difference)
         no_correction = difference[:, 0] * 0
         if self.score == "kl":

@@ -40,7 +40,7 @@ from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity,
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
-# The number of actor batches that are recognised if they are passed to the critic's buffer.
+# The number of recent actor batches that update_priority of the critic's buffer rejects.
 _REMEMBERED = 32
 
 
@@ -48,18 +48,19 @@ _REMEMBERED = 32
 class DecoupledSampler(SamplerWrapper):
     r"""Critic and actor learn from separate batches (DPER, arXiv 2512.05320).
 
-    ``rb.sample()`` is the critic's batch. Any sampler can draw it: prioritized, from event tables, or uniform. The
-    buffer returned by :meth:`actor_buffer` draws the actor's batch: of K uniform candidate batches, the one whose
-    actions are nearest to those of the current policy. With u the stored and π(s) the policy's actions, each candidate
-    has the score ::
+    ``rb.sample()`` draws the critic's batch with any sampler: prioritized, from event tables, or uniform. The buffer
+    returned by :meth:`actor_buffer` draws the actor's batch. It draws K uniform candidate batches and returns the one
+    whose actions are nearest to the actions of the current policy. With stored actions u and the policy's actions π(s),
+    the score of a candidate is ::
 
         D_KL(N(μ, Σ) ‖ N(0, σ² I)),     μ, Σ the mean and covariance of u − π(s) over the candidate
 
-    The smallest score wins; of equal scores the first one. In the paper σ is the variance of the exploration noise;
-    here ``noise_scale`` is its standard deviation. The actor's batch has no importance weights.
+    The candidate with the smallest score wins, and the first one if scores are equal. In the paper σ is the variance
+    of the exploration noise; here ``noise_scale`` is the standard deviation. The actor's batch has no importance
+    weights.
 
     Scoring reads only the observations and actions of the K·B rows and calls the policy once. The chosen rows are then
-    read in full. They carry ``"score"``, [B], and ``"candidate_scores"``, [B, K]. Sample-time transforms of the buffer
+    read in full. They carry ``"score"``, [B], and ``"candidate_scores"``, [B, K]. The buffer's sample-time transforms
     are applied before the policy reads the data.
 
     Beyond the paper:
@@ -68,38 +69,38 @@ class DecoupledSampler(SamplerWrapper):
       N(0, I); for a tanh-normal policy u = atanh(action). ``noise_scale`` is not used.
     * **Correlated noise**: ``noise_scale`` may be a covariance matrix. For Ornstein-Uhlenbeck noise pass
       :func:`~torchrl_replay_ext.functional.ornstein_uhlenbeck_scale`.
-    * **Finer choices**: whole uniform batches have nearly the same mean, so choosing one of K batches changes how
-      on-policy the data is by a few percent only. ``granularity="group"`` chooses each group of 16 rows among K.
-      ``"transition"`` takes the nearest B of all K·B rows, by \|z\|² (the KL needs more than one row).
+    * **Finer choices**: uniform batches have nearly the same mean, so choosing one of K batches makes the data only a
+      few percent more on-policy. ``granularity="group"`` chooses one of K candidates for each group of rows.
+      ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more than one row).
 
-    The policy is held by reference, so updates of its parameters take effect at once. Copies of the sampler share the
-    policy; pickles leave it out. The policy is called without exploration and without gradients, in its current mode:
-    batch normalization in training mode includes the candidates in its statistics.
+    The sampler holds a reference to the policy, so parameter updates take effect at once. Copies of the sampler share
+    the policy; pickles do not contain it. The policy is called without exploration and without gradients, in its
+    current mode: batch normalization in training mode includes the candidates in its statistics.
 
     Args:
-        critic_sampler: draws the critic's batches. Priorities, statistics and checkpoints are those of this sampler.
+        critic_sampler: draws the critic's batches. Priorities, statistics and checkpoints belong to this sampler.
         policy: a TensorDictModule that writes ``action_key``, or ``"loc"`` and ``"scale"``.
-        num_candidates: K, >= 1; 1 is uniform. Default: 2.
+        num_candidates: K, >= 1; 1 draws uniform batches. Default: 2.
         noise_scale: standard deviation of the exploration noise, one number > 0 or [A]; or its covariance [A, A],
-            symmetric and positive definite. All finite. Default: 0.1.
+            symmetric and positive definite. All values must be finite. Default: 0.1.
         score: ``"kl"`` (default); ``"mse"``, the mean of \|z\|², with z = (u − π(s)) / noise_scale; or ``"logprob"``,
-            the mean of −log π(u \| s), which for a fixed Gaussian noise is the same up to constants.
+            the mean of −log π(u \| s), which gives the same choice as ``"mse"`` for a fixed Gaussian noise.
         covariance: ``"diag"`` (default) or ``"full"``, see
             :func:`~torchrl_replay_ext.functional.gaussian_policy_kl`. ``"full"`` needs more rows per batch (or group)
-            than actions have dimensions.
+            than action dimensions.
         eps: added to the variances of the candidates, >= 0. Default: 1e-6.
         granularity: ``"batch"`` (default), ``"group"`` or ``"transition"``.
         action_key: entry with the actions. Default: ``"action"``.
-        group_size: rows of a group; must divide the batch size. Default: 16.
-        candidate_sampler: draws the candidates; uniform by default. Required with event tables of
+        group_size: rows per group; must divide the batch size. Default: 16.
+        candidate_sampler: draws the candidates. None (default): uniformly. Required with event tables of
             ``retention="pinned"``.
 
     Raises:
-        ValueError: if an argument is out of range or the policy does not write the required entries; at a draw, if
-            stored actions or the policy's actions are not continuous and [A] each, ``noise_scale`` does not fit them,
-            or there are too few rows for ``covariance="full"``. A policy with one-hot actions is recognised if its
-            actions are integers, or if its ``spec`` or ``distribution_class`` is discrete. Without these, one-hot
-            floats look like continuous actions.
+        ValueError: if an argument is out of range, or the policy does not write the required entries. At a draw, if
+            the stored actions or the policy's actions are not continuous with shape [A], if ``noise_scale`` has another
+            number of dimensions, or if there are too few rows for ``covariance="full"``. A policy with one-hot actions
+            is rejected if its actions are integers, or if its ``spec`` or ``distribution_class`` is discrete. Other
+            one-hot floats cannot be distinguished from continuous actions.
         TypeError: if an argument has the wrong type.
         RuntimeError: at a draw, if the buffer is empty, or the sampler was unpickled and has no policy yet.
 
@@ -156,16 +157,16 @@ class DecoupledSampler(SamplerWrapper):
                 raise TypeError(f"DecoupledSampler: {name} must be a Sampler, not {type(sampler).__name__}.")
         self.critic_sampler, self.candidate_sampler = critic_sampler, candidate_sampler
         self._action_key = action_key
-        # mean score of the last actor batch, and of all its candidates
+        # mean score of the last actor batch, and mean score of all its candidates
         self._chosen = torch.zeros(2)
         self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
         self._set_policy(policy)
 
     @property
     def policy(self) -> TensorDictModuleBase:
-        """The policy to whose actions the actor's batches are near."""
+        """The policy whose actions are compared with the stored actions."""
         if self._policy is None:
-            raise RuntimeError("DecoupledSampler: pickles leave the policy out; set sampler.policy first.")
+            raise RuntimeError("DecoupledSampler: a pickle does not contain the policy; set sampler.policy first.")
         return self._policy
 
     @policy.setter
@@ -193,13 +194,13 @@ class DecoupledSampler(SamplerWrapper):
         self._policy: TensorDictModuleBase | None = policy
 
     def actor_buffer(self, rb: TensorDictReplayBuffer, batch_size: int | None = None) -> TensorDictReplayBuffer:
-        """A buffer over the same storage whose ``sample()`` is the actor's batch. It cannot be written to.
+        """Return a read-only buffer over the same storage whose ``sample()`` draws the actor's batch.
 
-        It has the transforms and the ``collate_fn`` of ``rb``.
+        The buffer has the transforms and the ``collate_fn`` of ``rb``.
 
         Args:
-            rb: the buffer of this sampler.
-            batch_size: by default that of ``rb``.
+            rb: the buffer that has this sampler.
+            batch_size: number of rows. None (default): the batch size of ``rb``.
 
         Raises:
             ValueError: if ``rb`` has another sampler or is in another process, or ``batch_size`` is missing.
@@ -207,19 +208,19 @@ class DecoupledSampler(SamplerWrapper):
         if not is_in_this_process(rb):
             raise ValueError(
                 f"DecoupledSampler.actor_buffer: {type(rb).__name__} is in another process, where the policy would be "
-                "a copy that is never updated. Keep the buffer in the learner's process; collectors may be anywhere."
+                "a copy that is never updated. Keep the buffer in the learner's process; collectors may run in others."
             )
         if rb.sampler is not self:
             raise ValueError("DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler.")
         batch_size = default_batch_size(rb) if batch_size is None else batch_size
         if batch_size is None:
-            raise ValueError("DecoupledSampler.actor_buffer: pass batch_size=, the buffer has none.")
+            raise ValueError("DecoupledSampler.actor_buffer: the buffer has no batch_size; pass batch_size=.")
         require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
         self._scorer.require_whole_groups(batch_size)
         tables = getattr(rb.storage, STORAGE_ATTRIBUTE, None)
         if tables is not None and tables.retention == "pinned" and isinstance(self.candidate_sampler, RandomSampler):
             raise ValueError(
-                "DecoupledSampler: with event tables of retention='pinned' some slots are in no table; use "
+                "DecoupledSampler: event tables of retention='pinned' leave some slots in no table; use "
                 "retention='ring', or pass a candidate_sampler that draws from the tables."
             )
         device = getattr(rb.storage, "device", None)
@@ -237,11 +238,16 @@ class DecoupledSampler(SamplerWrapper):
     def candidates(
         self, storage: Storage, batch_size: int, transform: Callable[[TensorDictBase], TensorDictBase] | None = None
     ) -> tuple[Any, Tensor, Tensor]:
-        """Draw K candidates and choose.
+        """Draw K candidates and choose the rows of an actor batch.
+
+        Args:
+            storage: the storage of the buffer.
+            batch_size: B.
+            transform: applied to the candidates before the policy reads them. Default: None.
 
         Returns:
-            The index of the chosen rows, [B] or a tuple of [B]; their scores, [B]; and the scores of the candidates of
-            each, [B, K].
+            The index of the chosen rows, [B] or a tuple of [B]; their scores, [B]; and the scores of each row's
+            candidates, [B, K].
         """
         if not length(storage):
             raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
@@ -260,7 +266,7 @@ class DecoupledSampler(SamplerWrapper):
 
     @torch.no_grad()
     def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, PolicyOutput]:
-        """The stored actions [n, A] of the candidates, and what the policy would do."""
+        """The stored actions [n, A] of the candidates, and the policy's output for the same rows."""
         policy = self.policy
         rows = self._rows(storage, index, transform)
         inputs = rows.select(*policy.in_keys)
@@ -275,11 +281,11 @@ class DecoupledSampler(SamplerWrapper):
         return rows.get(self._action_key), PolicyOutput(mean, scale, self._squashed)
 
     def _rows(self, storage: Any, index: Any, transform: Any) -> TensorDictBase:
-        """The entries that the policy reads and the actions, of the candidates."""
+        """The policy's input entries and the actions of the candidates."""
         data = stored_data(storage)
         if not is_tensor_collection(data):
             raise TypeError(
-                "DecoupledSampler: the buffer must hold TensorDicts in a tensor storage, LazyTensorStorage for example."
+                "DecoupledSampler: the buffer must hold TensorDicts in a tensor storage, for example LazyTensorStorage."
             )
         if data.ndim > storage.ndim:
             raise ValueError(
@@ -288,11 +294,11 @@ class DecoupledSampler(SamplerWrapper):
             )
         keys = [*self.policy.in_keys, self._action_key]
         if transform is not None and len(transform) > 0:
-            # a transform may read and write any entry
+            # read whole rows, because a transform may read and write any entry
             rows = transform(storage.get(index))
             self._require_entries(rows, keys)
             return rows
-        # such entries are not columns of the storage
+        # stacked entries are not columns of the storage
         stacked = [key for key in keys if getattr(storage, "is_stacked", lambda key: False)(key)]
         self._require_entries(data, [key for key in keys if key not in stacked])
         if isinstance(storage, CompilableTensorStorage) and isinstance(index, Tensor):
@@ -311,17 +317,21 @@ class DecoupledSampler(SamplerWrapper):
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
     ) -> Any:
-        """Pass TD errors to the critic's sampler, if it uses them.
+        """Pass TD errors to the critic's sampler, if that sampler is prioritized.
+
+        Args:
+            index: index of a critic batch.
+            priority: TD errors of the rows.
+            storage: the storage of the buffer. Default: None.
+            stamp: the entry ``"write_stamp"`` of the batch, if there is one. Default: None.
 
         Raises:
-            ValueError: if ``index`` is that of one of the last actor batches (not checked in a graph).
+            ValueError: if ``index`` belongs to one of the last 32 actor batches (not checked in a graph).
         """
-        # compare the tensors, not the values: in a small buffer both batches may have the same rows
+        # compare memory, not values: in a small buffer both batches may have the same rows
         raise_if(
             lambda: isinstance(index, Tensor) and index.data_ptr() in [own.data_ptr() for own in self._drawn],
-            lambda: ValueError(
-                "DecoupledSampler.update_priority: this is the actor's batch; priorities come from the critic's."
-            ),
+            lambda: ValueError("DecoupledSampler.update_priority: this is an actor batch; pass the critic's batch."),
         )
         critic_sampler: Any = self.critic_sampler
         if not isinstance(critic_sampler, PrioritizedSampler):
@@ -330,7 +340,7 @@ class DecoupledSampler(SamplerWrapper):
         return critic_sampler.update_priority(index, priority, **given)
 
     def stats(self) -> TensorDict:
-        """Those of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""
+        """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""
         ours = TensorDict({"actor_score": self._chosen[0].clone(), "actor_candidate_score": self._chosen[1].clone()})
         stats = getattr(self.critic_sampler, "stats", None)
         return ours if stats is None else stats().update(ours)
@@ -353,19 +363,17 @@ class DecoupledSampler(SamplerWrapper):
 
 @PrioritizedSampler.register
 class _ActorSampler(Sampler):
-    """The sampler of an actor's buffer."""
-
     reduction = "max"
-    # CompilableReplayBuffer requires TD errors if this is True
+    # read by CompilableReplayBuffer, which requires TD errors if this is True
     takes_priorities = False
 
     def __init__(self, decoupled: DecoupledSampler, transform: Any):
         self._decoupled, self._transform = decoupled, transform
-        # a new buffer calls update_priority for the rows in its storage
+        # the constructor of a buffer calls update_priority for the rows in the storage; ignore that call
         self.ready = False
 
     @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: the critic's
+    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
         return sampler_generator(self._decoupled)
 
     @_rng.setter
@@ -378,7 +386,7 @@ class _ActorSampler(Sampler):
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
         if self.ready:
-            raise ValueError("The actor's buffer takes no priorities: pass the critic's batch to the critic's buffer.")
+            raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
 
     def state_dict(self) -> dict[str, Any]:
         return {}

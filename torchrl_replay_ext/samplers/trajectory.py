@@ -1,4 +1,4 @@
-"""Slices of trajectories for off-policy traces."""
+"""Sampling of trajectory slices for off-policy traces."""
 
 from __future__ import annotations
 
@@ -34,72 +34,70 @@ _NO_SEQUENCES = (
 
 
 class _UniformStarts(PrioritySampler):
-    """Draws the starts of slices, all with the same probability."""
-
     def __init__(self, capacity: int | None, make: partial[SliceStarts]):
         super().__init__(capacity, make, hyperparameters={})
 
 
 @PrioritizedSampler.register
 class TrajectoryRetraceSampler(ShowsArguments, Sampler):
-    r"""Draws slices of trajectories with what Retrace and ACER need of the behaviour policy (Wang et al. 2017).
+    r"""Draws slices of trajectories with the behaviour statistics that Retrace and ACER need (Wang et al. 2017).
 
-    ``rb.sample(batch_size)`` is a flat batch of ``batch_size`` transitions; ``batch.reshape(-1, slice_len)`` has one
-    slice per row: consecutive steps of one episode of one stream, from the start that was drawn on, as many as there
-    are up to ``slice_len`` ("sample trajectory from the replay memory", Algorithms 1 and 2 and Sec. 3). A slice never
-    goes over the end of an episode, into another stream, or over the place where the ring is being written.
+    ``rb.sample(batch_size)`` returns a flat batch of ``batch_size`` transitions. ``batch.reshape(-1, slice_len)`` has
+    one slice per row: up to ``slice_len`` consecutive steps of one episode, beginning at a drawn start ("sample
+    trajectory from the replay memory", Algorithms 1 and 2 and Sec. 3). A slice ends at the end of an episode and before
+    the write position of the ring. It contains steps of one stream only.
 
-    Each row carries, beside what is stored:
+    Samples contain the stored entries and:
 
-    * ``("collector", "mask")``, bool [B]: False for steps after the end, which repeat the last real one.
-    * ``("next", "done")`` is True at the last real step of a slice (and behind it), also where the episode goes on, so
-      that no trace leaves the slice. ``("next", "truncated")`` is True there unless the episode ended by itself: the
-      value of the next state closes the return. ``("next", "terminated")`` is what was stored.
+    * ``("collector", "mask")``, bool [B]: False for padded rows, which repeat the last real step of the slice.
+    * ``("next", "done")``: True at the last real step of each slice and in padded rows, also if the episode continues,
+      so that no trace leaves the slice. In the same rows, ``("next", "truncated")`` is True unless the episode
+      terminated there, so that the value of the next state completes the return. ``("next", "terminated")`` is
+      unchanged.
 
-    Which slices:
+    Choice of starts:
 
-    * ``pad=True``: every stored transition is equally likely to be a start, those of short episodes and the last steps
-      of long ones included. Every slice has at least one real step.
-    * ``pad=False``: starts are the transitions with ``slice_len`` steps stored, all equally likely.
-    * ``anchors``: any prioritized sampler of ours draws the starts instead. Its ``priority_weight`` holds for all steps
-      of a slice. TD errors of all real steps become priorities (of a slot in several slices, the last); those of steps
-      that were padded have no effect. In TorchRL's own buffers, hand the flat batch back as it came, whole or in
-      slices: rows of a shuffled copy are not recognised as padded.
+    * ``pad=True``: all stored transitions are equally likely to be a start. This includes transitions of short episodes
+      and the last steps of long episodes. Every slice has at least one real step.
+    * ``pad=False``: all transitions followed by ``slice_len`` - 1 stored steps of their episode are equally likely.
+    * ``anchors``: a prioritized sampler of this package draws the starts. Its ``priority_weight`` applies to all steps
+      of a slice. TD errors of all real steps become priorities; if slices overlap, the last row of a slot wins. TD
+      errors of padded rows have no effect. With TorchRL's own buffers, pass the flat batch to the update unchanged,
+      whole or in slices: padded rows cannot be identified in a shuffled copy.
 
-    The on-policy slices of Algorithm 1 are :meth:`newest`.
+    :meth:`newest` returns the on-policy slices of Algorithm 1.
 
-    Which transition follows another is kept at writes, and a draw only follows it: nothing is searched. Environments
-    and trajectory ids are treated as by :class:`~torchrl_replay_ext.ReaPERSampler`: one environment, or one per column
-    of a storage of ``ndim`` >= 2, need nothing more; several that write to one flat storage are told apart by
-    ``traj_key``, and their number is ``num_streams``. The writer must be a round-robin one, the default.
+    Every write records the successor of each transition, so a draw needs no search. Environments and trajectory ids are
+    handled as in :class:`~torchrl_replay_ext.ReaPERSampler`. One environment, or one per column of a storage of
+    ``ndim`` >= 2, needs no further arguments. If several environments write to one flat storage, pass ``num_streams``
+    and store trajectory ids at ``traj_key``. The writer must be a round-robin writer, the default.
 
     Args:
-        capacity: number of slots, at least that of the storage; None (default): that of the storage.
-        slice_len: steps of a slice, k in the paper: 20 for discrete, 50 for continuous actions there.
+        capacity: number of slots, at least the capacity of the storage. None (default): the capacity of the storage.
+        slice_len: steps per slice, k in the paper, which uses 20 for discrete and 50 for continuous actions.
         num_streams: number of environments that write to one flat storage. Default: 1.
-        done_key: where the end of an episode is marked, bool: by termination or truncation. Its last part must not be
-            ``"terminated"``; ``"truncated"`` is written beside it. Default: ``("next", "done")``.
-        traj_key: where trajectory ids are stored, int64; used if present, needed if ``num_streams`` > 1. Default:
+        done_key: entry that marks the end of an episode by termination or truncation, bool. Its last part must not be
+            ``"terminated"``. ``"truncated"`` is written beside this entry. Default: ``("next", "done")``.
+        traj_key: entry with trajectory ids, int64; used if present, required if ``num_streams`` > 1. Default:
             ``("collector", "traj_ids")``.
-        behaviour_keys: the statistics of the behaviour policy that must be stored: ``("logits",)`` (default), ``("loc",
+        behaviour_keys: required entries with statistics of the behaviour policy: ``("logits",)`` (default), ``("loc",
             "scale")``, ``("action_log_prob",)``, or () for none.
-        pad: see above. Default: True.
-        anchors: ``"uniform"`` (default), or a sampler: ProportionalSampler, RankBasedSampler, ReaPERSampler,
-            EventTableSampler with tables of ``retention="ring"``. It belongs to this one from then on. Needs
-            ``pad=True``.
-        init_key: where the first transition of an episode is marked, bool; used if present. Default: ``"is_init"``.
+        pad: if True, slices may have fewer than ``slice_len`` steps and are padded, see above. Default: True.
+        anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
+            with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
+        init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
 
     Raises:
         TypeError: if a flag has another type.
-        ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, more
-            trajectories go on at once than ``num_streams``, or a trajectory comes back after it was broken off; at a
-            draw, if ``batch_size`` is no multiple of ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
-        KeyError: at a write, if a key is missing.
-        RuntimeError: at a draw, if nothing is stored, or with ``pad=False`` no slice is long enough. (In a graph, the
-            mask is False then.)
+        ValueError: if an argument is out of range. At a write, if ``capacity`` is smaller than the storage, there are
+            more simultaneous trajectories than ``num_streams``, or an interrupted trajectory continues. At a draw, if
+            ``batch_size`` is not a multiple of ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
+        KeyError: at a write, if a required entry is missing.
+        RuntimeError: at a draw, if the buffer is empty, or with ``pad=False`` if no slice is long enough. In a graph
+            the mask is False instead.
 
     Warns:
-        UserWarning: at a write, once, if an episode broke off without an end.
+        UserWarning: at a write, once, if a trajectory is interrupted without an end.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage
@@ -137,24 +135,24 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         path = (done_key,) if isinstance(done_key, str) else tuple(done_key)
         if path[-1] == "terminated":
             raise ValueError(
-                f"{_OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, truncated ones "
-                "included; ('next', 'done') is."
+                f"{_OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
+                "one; use ('next', 'done')."
             )
         if anchors != "uniform":
             if not isinstance(anchors, PrioritySampler):
                 raise ValueError(
                     f"{_OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
-                    "package; a DecoupledSampler goes around this one."
+                    f"package. To combine with a DecoupledSampler, pass the {_OWNER} to it as critic_sampler."
                 )
             tables: Any = getattr(anchors, "tables", None)
             if tables is not None and tables.retention == "pinned":
                 raise ValueError(
-                    f"{_OWNER}: with event tables of retention='pinned' the order of slots is not that of time; use "
+                    f"{_OWNER}: with event tables of retention='pinned' slots are not in time order; use "
                     "retention='ring'."
                 )
             if not pad:
                 raise ValueError(
-                    f"{_OWNER}(pad=False): anchors may be drawn where less than slice_len={slice_len} steps follow; "
+                    f"{_OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
                     "use pad=True, or anchors='uniform'."
                 )
         self._slice_len, self._pad = slice_len, pad
@@ -174,11 +172,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         else:
             anchors.observe(make)
             self._sampler = anchors
-        # which rows of the last batches are real, by the memory of their slots
 
     @property
     def anchors(self) -> Literal["uniform"] | PrioritySampler:
-        """What draws the starts."""
+        """The sampler that draws the starts, or ``"uniform"``."""
         return self._sampler if self._is_prioritized else "uniform"
 
     @property
@@ -189,17 +186,17 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
     @property
     def takes_stamps(self) -> bool:
-        """Whether samples carry the generation of each row."""
+        """True if samples carry the generation of each row."""
         return self._is_prioritized
 
     @property
     def takes_priorities(self) -> bool:
-        """Whether draws depend on TD errors."""
+        """True if draws depend on TD errors."""
         return self._sampler.takes_priorities
 
     @property
     def writes_in_graphs(self) -> bool:
-        """Whether writes lose nothing by being part of a graph."""
+        """True if writes have the same effect in a graph as outside."""
         return self._sampler.writes_in_graphs
 
     @property
@@ -212,11 +209,11 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
     @property
     def default_priority(self) -> float:
-        """What ``update_priority`` would have to be given for the priority of a new transition."""
+        """The argument of ``update_priority`` that results in the priority of a new transition."""
         return self._sampler.default_priority
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Called by the writer for slots just written."""
+        """Called by the writer after it has written slots."""
         self._sampler.mark_update(index, storage=storage)
 
     # --- drawing
@@ -226,18 +223,18 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         """Draw ``batch_size`` / ``slice_len`` slices.
 
         Returns:
-            The index, [B], or a tuple of [B] for a storage of more dimensions, and what rows carry beside their data.
+            The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with the further entries.
         """
         if batch_size < 1 or batch_size % self._slice_len:
             raise ValueError(
-                f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions, a multiple of "
-                f"slice_len={self._slice_len}."
+                f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
+                f"multiple of slice_len={self._slice_len}."
             )
         raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(_NO_SEQUENCES))
         start, drawn = self._sampler.draw(storage, batch_size // self._slice_len)
         starts = self._starts
         slots = starts.slices.walk(start)
-        # not so from an empty buffer in a graph
+        # all False if the buffer is empty, in a graph
         known = starts.may_start(start)
         mask = torch.cat([known.unsqueeze(1), (slots[:, 1:] != slots[:, :-1]) & known.unsqueeze(1)], 1)
         mark = torch.cat([~mask[:, 1:], torch.ones_like(mask[:, :1])], 1)
@@ -251,9 +248,9 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         Args:
             storage: the storage.
             slots: int64 [n, slice_len].
-            mask: which rows are real, [n, slice_len].
-            mark: rows behind which no trace goes on, [n, slice_len].
-            drawn: what was drawn with each start; None for the newest slices, which were not drawn.
+            mask: True for real rows, bool [n, slice_len].
+            mark: True for rows that end a trace, bool [n, slice_len].
+            drawn: further columns of the starts, [n] each; None for the newest slices, which are not drawn.
         """
         slots, mask, mark = slots.reshape(-1), mask.reshape(-1), mark.reshape(-1)
         data = stored_tensordict(_OWNER, storage)
@@ -281,9 +278,9 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         }
         if self._is_prioritized:
             if self._sampler.layout.for_graphs:
-                # no write has the number of a padded row
+                # a stamp that no write has
                 info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
-            # the batch of newest() was not drawn, and no TD errors are expected of it
+            # an update with the batch of newest() is not expected
             self._sampler.state.remember_draw(slots, real=mask, comes_back=drawn is not None)
         return unravel(slots, self._sampler.layout.shape), info
 
@@ -291,17 +288,18 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         """The newest ``slice_len`` steps of each stream: the on-policy batch of Algorithm 1.
 
         Args:
-            rb: the buffer of this sampler.
+            rb: the buffer that has this sampler.
 
         Returns:
-            A flat batch of num_streams (or columns) · ``slice_len`` rows with the entries of a sample;
-            ``priority_weight`` is 1. Unlike there, a slice holds whatever episodes its stream had, in time order, with
-            ``("next", "done")`` True at their ends. The mask is False where a stream has fewer steps. In flat storage
-            a stream is one of ``num_streams`` lanes, which at the end of an episode may pass to another environment.
+            A flat batch of num_streams (or columns) · ``slice_len`` rows with the entries of a sample.
+            ``priority_weight`` is 1. Unlike a slice of a sample, these slices contain steps of several episodes in time
+            order, with ``("next", "done")`` True at the end of each. The mask is False where a stream has fewer steps.
+            In flat storage a stream is one of ``num_streams`` lanes, and a lane may contain episodes of different
+            environments.
 
         Raises:
-            ValueError: if ``rb`` is another buffer, or draws sequences (``sample_unit``).
-            RuntimeError: if it is empty.
+            ValueError: if ``rb`` is another buffer, or has ``sample_unit=Sequence(...)``.
+            RuntimeError: if ``rb`` is empty.
         """
         raise_if(lambda: _torchrl.draws_sequences(self, rb.storage), lambda: ValueError(_NO_SEQUENCES))
         raise_if(
@@ -332,13 +330,13 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
     ) -> None:
-        """Hand TD errors of real steps to the anchors' sampler; with uniform anchors, do nothing.
+        """Pass TD errors of real steps to the sampler of the anchors. With uniform anchors, do nothing.
 
         Args:
-            index: that of a sample.
+            index: the index of a sample.
             priority: TD errors, one per transition.
-            storage: the buffer's storage.
-            stamp: the entry ``"write_stamp"`` of the sample, [B], if it has one.
+            storage: the buffer's storage. Default: None.
+            stamp: the entry ``"write_stamp"`` of the sample, [B], if the sample has one. Default: None.
         """
         if not self.takes_priorities:
             return
@@ -363,15 +361,15 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     # --- inspection and state
 
     def probabilities(self, storage: Storage) -> Tensor:
-        """Probability of each stored slot to be a start, float64 [len(storage)], slots in row-major order. O(N)."""
+        """Probability that each stored slot is a start, float64 [len(storage)], slots in row-major order. O(N)."""
         return self._sampler.probabilities(storage)
 
     def stats(self) -> TensorDict:
-        """Numbers worth logging, as a TensorDict of float32 scalars. O(N).
+        """Statistics for logging, as a TensorDict of float32 scalars. O(N).
 
-        ``num_items``: transitions stored. ``num_starts``: those where a slice may begin. ``broken_off``: trajectories
-        that broke off without an end, and those that were too many for ``num_streams`` in a compiled step, which cannot
-        raise. And those of the anchors' sampler.
+        ``num_items``: stored transitions. ``num_starts``: transitions where a slice may begin. ``broken_off``:
+        trajectories interrupted without an end; a compiled step, which cannot raise errors, also counts trajectories in
+        excess of ``num_streams``. And the statistics of the anchors' sampler.
         """
         with self._sampler.exclusive():
             ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}
@@ -387,7 +385,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         return self._sampler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, in place; ValueError if it does not fit, with nothing changed."""
+        """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
         if "starts" in state_dict:
             # saved by an earlier version
             state_dict = state_dict["starts"]
@@ -398,7 +396,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         self._sampler.dumps(path)
 
     def loads(self, path: str | Path) -> None:
-        """Restore what :meth:`dumps` saved."""
+        """Load a state saved by :meth:`dumps`."""
         self._sampler.loads(path)
 
     def _empty(self) -> None:
@@ -412,7 +410,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
 
 class _Newest:
-    """In the place of a buffer's sampler: the newest slices."""
+    """Replaces the sampler of a buffer; samples are the newest slices."""
 
     def __init__(self, sampler: TrajectoryRetraceSampler):
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""What samplers share that pass calls on to the sampler of the critic."""
+"""Base class of samplers that forward calls to the sampler of the critic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MISSING: Any = object()
 
 
 def delegated(part: str, name: str, default: Any = _MISSING) -> Any:
-    """An attribute of a part of the sampler; with a ``default``, the part may lack it."""
+    """A property that reads and sets ``name`` of the attribute ``part``. ``default`` is its value if missing."""
 
     def get(self: Sampler) -> Any:
         owner = getattr(self, part)
@@ -31,10 +31,7 @@ def delegated(part: str, name: str, default: Any = _MISSING) -> Any:
 
 
 class SamplerWrapper(ShowsArguments, Sampler):
-    """Abstract sampler around a ``critic_sampler``, which answers all calls but those of the subclass.
-
-    Writes are passed on to all of :meth:`_samplers`.
-    """
+    """Abstract sampler that forwards calls to ``critic_sampler``, and writes to all :meth:`_samplers`."""
 
     critic_sampler: Sampler
 
@@ -43,11 +40,11 @@ class SamplerWrapper(ShowsArguments, Sampler):
     omega = delegated("critic_sampler", "omega")
     eta = delegated("critic_sampler", "eta")
     event_share = delegated("critic_sampler", "event_share")
-    # how TD errors of more than one entry per transition are reduced
+    # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
     reduction = delegated("critic_sampler", "reduction", "max")
-    # whether samples carry the write number of each row
+    # True if samples carry the generation of each row
     takes_stamps = delegated("critic_sampler", "takes_stamps", False)
-    # whether writes lose nothing as part of a graph
+    # True if writes have the same effect in a graph as outside
     writes_in_graphs = delegated("critic_sampler", "writes_in_graphs", True)
 
     @abstractmethod
@@ -60,7 +57,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
         return getattr(self.critic_sampler, "takes_priorities", isinstance(self.critic_sampler, PrioritizedSampler))
 
     @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: both samplers'
+    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
         return sampler_generator(self.critic_sampler)
 
     @_rng.setter
@@ -70,7 +67,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
 
     @property
     def default_priority(self) -> float:
-        """The priority of a new transition."""
+        """The argument of ``update_priority`` that results in the priority of a new transition."""
         return self.critic_sampler.default_priority
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
@@ -78,17 +75,17 @@ class SamplerWrapper(ShowsArguments, Sampler):
         return self.critic_sampler.sample(storage, batch_size)
 
     def add(self, index: int) -> None:
-        """Called after a write."""
+        """Called after a write of one row."""
         for sampler in self._samplers():
             sampler.add(index)
 
     def extend(self, index: Tensor) -> None:
-        """Called after a write."""
+        """Called after a write of several rows."""
         for sampler in self._samplers():
             sampler.extend(index)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Called by the writer."""
+        """Called by the writer after it has written slots."""
         for sampler in self._samplers():
             sampler.mark_update(index, storage=storage)
 
@@ -97,7 +94,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
             empty_sampler(sampler)
 
     def probabilities(self, storage: Storage) -> Tensor:
-        """Those of the critic's draws."""
+        """Probability of each stored slot in one draw of the critic's sampler."""
         critic_sampler: Any = self.critic_sampler
         return critic_sampler.probabilities(storage)
 
@@ -106,11 +103,11 @@ class SamplerWrapper(ShowsArguments, Sampler):
         getattr(self.critic_sampler, "check_valid", lambda: None)()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the critic's sampler."""
+        """The state of the critic's sampler."""
         return self.critic_sampler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a :meth:`state_dict`."""
         self.critic_sampler.load_state_dict(state_dict)
 
     def dumps(self, path: str | Path) -> None:
@@ -118,5 +115,5 @@ class SamplerWrapper(ShowsArguments, Sampler):
         self.critic_sampler.dumps(path)
 
     def loads(self, path: str | Path) -> None:
-        """Restore what :meth:`dumps` saved."""
+        """Load a state saved by :meth:`dumps`."""
         self.critic_sampler.loads(path)

@@ -1,4 +1,4 @@
-"""A tensor storage that graphs read and write."""
+"""A tensor storage for compiled reads and writes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, mark_sta
 
 
 class CompilableTensorStorage(LazyTensorStorage):
-    """A :class:`~torchrl.data.LazyTensorStorage` whose length and cursor are tensors, changed in place.
+    """A :class:`~torchrl.data.LazyTensorStorage` whose length and cursor are tensors that are changed in place.
 
-    A graph that reads from it or writes to it therefore serves the whole life of the buffer. Outside graphs it behaves
-    like its base class, but that a :class:`~torchrl.data.replay_buffers.RandomSampler` makes its draws of uniform
-    numbers in [0, 1), as inside, where the length is not known. There, ``len`` gives the capacity.
+    A graph that reads or writes the storage therefore stays valid while the storage fills and wraps. In a graph,
+    ``len`` returns the capacity. Outside graphs the storage behaves like its base class with one exception: a
+    :class:`~torchrl.data.replay_buffers.RandomSampler` scales uniform numbers in [0, 1) by the length, both inside and
+    outside graphs.
 
     Args:
         max_size: capacity, the number of transitions.
-        device: where the data lives; the sampler's state follows it. ``"auto"``: that of the first data.
-        ndim: number of dimensions to index, as in TorchRL.
-        consolidated: make the storage one contiguous block, as in TorchRL.
+        device: device of the data and of the sampler's state. ``"auto"``: the device of the first data. Default:
+            ``"cpu"``.
+        ndim: number of index dimensions, as in TorchRL. Default: 1.
+        consolidated: allocate the storage as one contiguous block, as in TorchRL. Default: False.
 
     Examples:
         >>> storage = CompilableTensorStorage(1000)
@@ -35,7 +37,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         0
     """
 
-    _last_cursor_index_value: Tensor  # in TorchRL, also a number shared by processes
+    _last_cursor_index_value: Tensor  # narrows TorchRL's type, which includes multiprocessing values
 
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64)
@@ -54,7 +56,7 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     @property
     def counters_device(self) -> torch.device:
-        """Where length and cursor are: with the data, once something was written."""
+        """Device of length and cursor: the device of the data after the first write."""
         return self._len_value.device
 
     # read by TorchRL's checkpointers and hindsight relabelling
@@ -83,14 +85,14 @@ class CompilableTensorStorage(LazyTensorStorage):
         self._settle()
 
     def _settle(self) -> None:
-        """Bring data and counters to the storage's device, and tell CUDA graphs that all of it stays there."""
+        """Move data and counters to the storage's device, and mark their addresses as static for CUDA graphs."""
         if not self.initialized:
             return
         data = stored_data(self)
         if is_tensor_collection(data) and self.device != "auto":
             # TorchRL leaves loaded data on the device of the checkpoint
             self._storage = data.to(self.device)
-        # TorchRL sets the length where it first needs the shape: in a graph, to the capacity
+        # TorchRL sets the length when it first computes the shape; in a graph it would set it to the capacity
         _ = self._total_shape
         columns = stored_columns(self)
         device = columns[0].device
@@ -99,7 +101,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         mark_static(vars(self), columns)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write ``data`` at ``cursor``; in a graph, TensorDicts with the entries of the first write."""
+        """Write ``data`` at ``cursor``. In a graph, ``data`` must have the entries of the first write."""
         if not is_traced():
             super().set(cursor, data, set_cursor=set_cursor)
             return
@@ -109,7 +111,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         if set(data.keys(True, True)) != keys:
             raise KeyError(
                 f"CompilableTensorStorage: the data has the entries {sorted(map(str, data.keys(True, True)))}, the "
-                f"storage {sorted(map(str, keys))}; in a graph they must be the same."
+                f"storage {sorted(map(str, keys))}; in a graph both must be the same."
             )
         if set_cursor:
             self._set_last_cursor(cursor)
@@ -122,25 +124,25 @@ class CompilableTensorStorage(LazyTensorStorage):
     def _require_columns(self) -> None:
         if not self.initialized:
             raise RuntimeError(
-                f"{type(self).__name__}: the first write must run outside the compiled function: it makes the storage."
+                f"{type(self).__name__}: the first write must run outside the compiled function; it allocates memory."
             )
 
     def take(self, index: Tensor) -> TensorDictBase:
-        """:meth:`get` for an index [n] within bounds, in a storage of one dimension that holds TensorDicts."""
+        """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts."""
         return map_tensors(stored_data(self), lambda column: gather_in_bounds(column, index), index.shape)
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
-        """:meth:`take` of some entries, for an index on any device."""
+        """Like :meth:`take`, for the entries ``keys`` only and an index on any device."""
         stored = stored_data(self).select(*keys)
         return map_tensors(stored, lambda column: gather_in_bounds(column, index.to(column.device)), index.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a ``state_dict``."""
         super().load_state_dict(state_dict)
         self._settle()
 
     def loads(self, path: Any) -> None:
-        """Restore what ``dumps`` saved."""
+        """Load a state saved by ``dumps``."""
         super().loads(path)
         self._settle()
 

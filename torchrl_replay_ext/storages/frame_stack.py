@@ -1,4 +1,4 @@
-"""A storage for stacked frames that stores each frame once."""
+"""A storage for frame stacks that stores each frame once."""
 
 from __future__ import annotations
 
@@ -30,32 +30,34 @@ def _is_key(index: Any) -> bool:
 
 
 class FrameStackStorage(CompilableTensorStorage):
-    """A :class:`CompilableTensorStorage` for observations that are stacks of frames. It stores each frame once.
+    """A :class:`CompilableTensorStorage` for stacked frames that stores each frame once.
 
     Write and read transitions as with any other storage, with whole stacks at ``frame_key`` and ``("next",
     frame_key)``, [n, k, ...], the newest frame last. Gymnasium's ``FrameStackObservation`` and TorchRL's ``CatFrames``
-    (of frames with one channel) produce such stacks. The storage holds k + 1 frame numbers per transition, and L + 1
-    frames for an episode of L steps. A million transitions of four 84 x 84 bytes take 8 GB instead of 56. Reads return
-    exactly the bytes that were written: in any layout of environments, at the beginning and the end of episodes, and
-    after the ring has overwritten earlier steps. A frame is kept as long as a stored transition needs it.
+    (of frames with one channel) produce such stacks. The storage holds k + 1 frame ids per transition, and L + 1 frames
+    for an episode of L steps. A million transitions of four 84 x 84 bytes take 8 GB instead of 56. Reads return exactly
+    the bytes that were written: for any layout of environments, at the beginning and the end of episodes, and after the
+    ring has overwritten earlier steps. A frame is kept as long as a stored transition needs it.
 
     The two stacks of a sample are views of the same k + 1 frames: do not change them in place.
 
     Args:
         max_size: capacity, the number of transitions.
-        frame_capacity: the number of frames. Default: 9/8 of ``max_size``, more for small storages (5 times for up to
-            1024 transitions), which is enough for episodes of 8 steps on average. Memory for a frame is used when the
-            frame is first needed.
-        frame_key: entry with the observations.
-        traj_key: entry with the trajectory ids, int64; used if present. They only say where to look for frames that are
-            already stored; without them, the storage looks at the previous row.
-        num_streams: number of trajectories whose last transition is remembered, at least the number of environments.
-        device: where the data lives.
+        frame_capacity: the number of frames, at least ``max_size``. None (default): 9/8 of ``max_size``, and more for
+            small storages (5 times ``max_size`` up to 1024 transitions), which is enough for episodes of 8 steps on
+            average. Memory for a frame is allocated when the frame is first needed.
+        frame_key: entry with the observations. Default: ``"observation"``.
+        traj_key: entry with trajectory ids, int64; used if present to find frames that are already stored. Without
+            ids, each row is compared with the previous row. Default: ``("collector", "traj_ids")``.
+        num_streams: number of trajectories whose last transition is remembered; at least the number of environments.
+            Default: 64.
+        device: device of the data. ``"auto"``: the device of the first data. Default: ``"cpu"``.
 
     Raises:
         KeyError: at a write, if stacks are missing.
-        ValueError: at a write, if the stacks of a transition are not one step apart, or do not fit to those stored.
-        RuntimeError: at a write, if there is no place for new frames. In a graph such frames are blank (zeros) and
+        ValueError: at a write, if the stacks of a transition are not one step apart, or their shape or dtype differs
+            from the stored stacks.
+        RuntimeError: at a write, if there is no space for new frames. In a graph such frames are replaced by zeros and
             counted in ``lost_frames``; stacks that are not one step apart are counted in ``mismatched``.
 
     Examples:
@@ -96,7 +98,7 @@ class FrameStackStorage(CompilableTensorStorage):
         return self._frame_key, self._next_key
 
     def is_stacked(self, key: NestedKey) -> bool:
-        """True if an entry is a stack of frames. Such an entry is not a column of the storage."""
+        """True if the entry ``key`` is a frame stack. Frame stacks are not stored as columns."""
         return _path(key) in self._frame_keys
 
     @property
@@ -106,7 +108,7 @@ class FrameStackStorage(CompilableTensorStorage):
 
     @property
     def lost_frames(self) -> int:
-        """Number of frames that a graph could not store; they are read as zeros."""
+        """Number of frames that a graph could not store; reads return zeros for these frames."""
         return 0 if self._pool is None else int(self._pool.lost)
 
     @property
@@ -120,8 +122,8 @@ class FrameStackStorage(CompilableTensorStorage):
             stack = data.get(key, None)
             if stack is None:
                 raise KeyError(
-                    f"{_OWNER}: the data has no entry {key!r} with stacked frames, which the environment writes; pass "
-                    "its name as frame_key=. Transitions are stored whole."
+                    f"{_OWNER}: the data has no entry {key!r} with stacked frames. The environment writes this entry; "
+                    "pass its name as frame_key=. Every write must contain all entries of the transitions."
                 )
             stacks.append(stack)
         before, after = stacks
@@ -136,8 +138,8 @@ class FrameStackStorage(CompilableTensorStorage):
             expected, dtype = (pool.num_stacked, *pool.frames.shape[1:]), pool.frames.dtype
             if tuple(before.shape[1:]) != expected or before.dtype != dtype:
                 raise ValueError(
-                    f"{_OWNER}: the entry {self._frame_key!r} has shape {tuple(before.shape)} ({before.dtype}); what "
-                    f"is stored needs {(len(before), *expected)} ({dtype})."
+                    f"{_OWNER}: the entry {self._frame_key!r} has shape {tuple(before.shape)} ({before.dtype}); the "
+                    f"stored stacks require {(len(before), *expected)} ({dtype})."
                 )
         return before, after
 
@@ -187,7 +189,7 @@ class FrameStackStorage(CompilableTensorStorage):
         super().set(cursor, rest, set_cursor=set_cursor)
 
     def _rows(self, cursor: Any, data: Any) -> tuple[Tensor, Any]:
-        """Distinct slots [n] and their data [n]; if a slot is named several times, the last row wins."""
+        """Distinct slots [n] and their data [n]; if a slot occurs several times, the last row wins."""
         slots = cursor
         if not isinstance(slots, Tensor):
             slots = torch.arange(self.max_size)[slots] if isinstance(slots, slice) else torch.as_tensor(slots)
@@ -222,13 +224,13 @@ class FrameStackStorage(CompilableTensorStorage):
         return rows
 
     def _columns_at(self, index: Any) -> Any:
-        """The entries that are stored as columns: all except the stacks."""
+        """All entries except the frame stacks, at ``index``."""
         return super().get(index)
 
     def get(self, index: Any) -> Any:
-        """The transitions at ``index``; for a key, that entry of all transitions.
+        """The transitions at ``index``. If ``index`` is a key, this entry of all transitions.
 
-        The result never shares its structure with the storage: entries added to it are not stored.
+        The result is a new TensorDict: entries that you add to it are not stored.
         """
         if _is_key(index):
             column = None if self.is_stacked(index) else self._columns_at(index)
@@ -238,7 +240,7 @@ class FrameStackStorage(CompilableTensorStorage):
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
             slots = index + len(self) * (index < 0)
         else:
-            # Slices of a full storage are the stored TensorDict itself; the stacks must not be written to it.
+            # A slice of a full storage is the stored TensorDict itself; do not add the stacks to it.
             rows = rows.copy()
             slots = torch.arange(len(self))[index]
         return self._with_frames(rows, slots)
@@ -258,11 +260,11 @@ class FrameStackStorage(CompilableTensorStorage):
         return f"{type(self).__name__}(\n{body})"
 
     def take(self, index: Tensor) -> TensorDictBase:
-        """:meth:`get` for an index [n] within bounds."""
+        """Like :meth:`get`, for an index [n] within bounds."""
         return self._with_frames(super().take(index), index)
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
-        """:meth:`take` of some entries."""
+        """Like :meth:`take`, for the entries ``keys`` only."""
         stacked = [_path(key) for key in keys if self.is_stacked(key)]
         columns = [key for key in keys if not self.is_stacked(key)]
         rows = super().take_columns(columns, index)
@@ -272,7 +274,7 @@ class FrameStackStorage(CompilableTensorStorage):
         super()._settle()
         pool = self._pool
         if pool is None and self.initialized:
-            raise RuntimeError(f"{_OWNER}: the loaded state has no frames; save it from a FrameStackStorage.")
+            raise RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")
 
     def _empty(self) -> None:
         super()._empty()
@@ -282,7 +284,7 @@ class FrameStackStorage(CompilableTensorStorage):
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The stored data. Frames that were never needed are left out."""
+        """The stored data. Places of the frame pool after the last one in use are left out."""
         return {**super().state_dict(), "frames": {} if self._pool is None else self._saved()}
 
     def _saved(self) -> dict[str, Tensor]:
@@ -303,7 +305,7 @@ class FrameStackStorage(CompilableTensorStorage):
             raise ValueError(f"{_OWNER}.load_state_dict: {error}") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a ``state_dict``."""
         self._restore(state_dict.get("frames", {}))
         super().load_state_dict(state_dict)
 
@@ -313,7 +315,7 @@ class FrameStackStorage(CompilableTensorStorage):
         TensorDict(self._saved()).memmap(str(Path(path) / "frames"), copy_existing=True)
 
     def loads(self, path: Any) -> None:
-        """Restore what ``dumps`` saved."""
+        """Load a state saved by ``dumps``."""
         state = TensorDict.load_memmap(str(Path(path) / "frames"))
         self._restore({str(key): value for key, value in state.items()})
         super().loads(path)
