@@ -1,6 +1,7 @@
 import copy
 import itertools
 import pickle
+import threading
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from torchrl.collectors import MultiSyncCollector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs import GymEnv
 
@@ -623,3 +624,93 @@ def test_lists_do_not_enter():
     with pytest.raises(TypeError, match="must be a TensorDict"):
         rb.writer.extend([1, 2])
     assert isinstance(scripted(3), TensorDict)
+
+
+def marked(*shape, event=()):
+    """Transitions with the entry ("next", "a"), True at the positions ``event`` of the flattened data."""
+    count = torch.Size(shape).numel()
+    flags = torch.zeros(count, 1, dtype=torch.bool)
+    done = flags.clone()
+    flags[list(event)] = True
+    data = TensorDict({"number": torch.arange(count), "next": {"done": done, "terminated": done, "a": flags}}, [count])
+    return data.reshape(shape)
+
+
+class Interrupted(RandomSampler):
+    """A sampler at which the notification of a write breaks off, if ``fails``."""
+
+    fails = False
+
+    def mark_update(self, index, *, storage=None):
+        if self.fails:
+            raise KeyboardInterrupt
+
+
+def test_a_draw_in_another_thread_leaves_tables_alone_that_are_being_changed():
+    eta = {"default": 0.5, "a": 0.5}
+    buffer, tables = make([("a", 1, None)], {"a": 6}, 20, sampler=partial(EventTableSampler, eta=eta, min_size=1))
+    buffer.extend(marked(20, event=range(0, 20, 3)))
+    drawn = []
+
+    class Reader:
+        def on_remove(self, positions, slots):
+            thread = threading.Thread(target=lambda: drawn.append(buffer.sample()))
+            thread.start()
+            thread.join()
+
+        def on_insert(self, positions, slots): ...
+
+        def on_relayout(self): ...
+
+    reader = Reader()
+    tables.attach(reader)
+    resets = tables.num_resets
+    tables["a"].capacity = 2
+    assert len(drawn) == 1
+    assert tables.num_resets == resets
+    assert tables["a"].index().tolist() == [15, 18]
+    buffer.sampler.check_valid()
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_an_interrupted_write_of_a_ring_with_lanes_removes_what_it_overwrote(steps):
+    sampler = Interrupted()
+    buffer, tables = make([("a", 1, None)], {"a": 4}, 8, ndim=2, sampler=lambda tables: sampler)
+    buffer.extend(marked(2, 4, event=[2, 5]))
+    sampler.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        buffer.extend(marked(2, steps))
+    assert not len(tables["a"])
+
+
+def test_data_with_another_number_of_lanes_is_refused():
+    buffer, tables = make([("a", 1, None)], {"a": 6}, 12, ndim=2)
+    buffer.extend(marked(3, 2, event=range(6)))
+    with pytest.raises(ValueError, match=r"data of shape \(3, 14\) does not fit a storage of shape \(4, 3\)"):
+        buffer.extend(marked(14, 3))
+    assert tables.sizes() == {"default": 6, "a": 6}
+    tables.check_valid()
+
+
+def test_failed_writes_to_pinned_tables_keep_all_slots_in_use():
+    sampler = Interrupted()
+    buffer, tables = make([("a", 4, None)], {"default": 4, "a": 6}, sampler=lambda tables: sampler)
+    for _ in range(6):
+        sampler.fails = False
+        buffer.extend(marked(4))
+        sampler.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            buffer.extend(marked(3, event=[0]))
+        tables.check_valid()
+
+
+def test_a_writer_is_restored_over_a_list_storage():
+    def make_buffer():
+        tables = EventTables([EventSpec("a", ("next", "a"), 2)], {"a": 4})
+        writer = EventTableWriter(tables)
+        return TensorDictReplayBuffer(storage=ListStorage(16), writer=writer, sampler=RandomSampler(), batch_size=4)
+
+    saved, restored = make_buffer(), make_buffer()
+    saved.extend(marked(10, event=[4]))
+    restored.load_state_dict(saved.state_dict())
+    assert restored.writer.tables["a"].index().tolist() == [3, 4]

@@ -28,7 +28,8 @@ def _counter(name: str) -> Any:
 def bind_samplers(storage: Any) -> None:
     """Let samplers take shape and device from a storage that holds data, as they do at a write."""
     columns = (storage.ndim,) if storage.ndim > 1 else ()
-    for buffer in attached_buffers(storage) if shape_and_device(storage) is not None else ():
+    # a list always has its shape
+    for buffer in attached_buffers(storage) if getattr(storage, "initialized", True) else ():
         buffer.mark_update(torch.empty(0, *columns, dtype=torch.int64))
 
 
@@ -78,10 +79,10 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         if not is_tensor_collection(stored):
             return
         name = type(self).__name__
-        if ndim > 1 and data.shape[1:ndim] != stored.shape[1:ndim]:
+        if stored.ndim >= ndim > 1 and data.shape[1:ndim] != stored.shape[1:ndim]:
             raise ValueError(
-                f"{name}: data of shape {tuple(data.shape)} does not fit a storage of shape {tuple(stored.shape)}; each "
-                f"step needs {tuple(stored.shape[1:ndim])} rows."
+                f"{name}: data of shape {tuple(data.shape)} does not fit a storage of shape {tuple(stored.shape)}; "
+                f"each step needs {tuple(stored.shape[1:ndim])} rows."
             )
         columns = dict(data.items(True, True))
         columns.pop("index", None)
