@@ -148,7 +148,7 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
 
 
 def caption(config: StudyConfig) -> str:
-    """What the columns of the table mean."""
+    """Explain the columns of the table."""
     baseline = config.baseline
     return (
         f"Steps: environment steps to the threshold. Ratio: mean steps of the variant divided by the mean steps of "

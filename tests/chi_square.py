@@ -1,4 +1,4 @@
-"""Pearson's chi-square test of what was drawn."""
+"""Pearson's chi-square test of draws."""
 
 import torch
 from scipy import stats

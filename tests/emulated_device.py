@@ -157,7 +157,7 @@ class EmulatedGenerator(torch.Generator):
 
 
 class _Module(_DummyBackendModule):
-    """What torch looks up under ``torch.emulated``."""
+    """The module ``torch.emulated``."""
 
     def _is_in_bad_fork(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""FrameStackStorage: what it gives back, for each sampler, is what a storage of whole stacks gives back."""
+"""FrameStackStorage returns the same samples as a storage of complete stacks, for each sampler."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What holds for both losses of ACER, for discrete and for continuous actions: batches, reductions, and state."""
+"""Properties of both losses of ACER, for discrete and for continuous actions: batches, reductions, and state."""
 
 from types import ModuleType
 from typing import Any

@@ -98,7 +98,7 @@ def checkpoint(run_dir):
 
 
 def leaves(value, path=""):
-    """What a nested state holds, tensors as bytes."""
+    """The content of a nested state, tensors as bytes."""
     if isinstance(value, (dict, list, tuple)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         found = {path: (type(value).__name__, len(value))}

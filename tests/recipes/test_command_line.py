@@ -1,4 +1,4 @@
-"""What commands say of mistakes, their exit codes, and Ctrl-C while a graph is compiled."""
+"""Messages of commands after mistakes, their exit codes, and Ctrl-C while a graph is compiled."""
 
 import os
 import signal

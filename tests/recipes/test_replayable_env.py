@@ -23,7 +23,7 @@ QUICK = ("cartpole", "tworooms", "doorkey", "bipedalwalker", "hopper")
 
 
 def play(recording, steps, rng):
-    """What happens in so many random steps."""
+    """The transitions of so many random steps."""
     seen = []
     for _ in range(steps):
         space = recording.env.action_space

@@ -30,7 +30,7 @@ transitions = partial(learnable, observation=3, action=2, done=0.3)
 
 
 class Replay:
-    """Gives these batches in turn and keeps what comes back."""
+    """Returns these batches one after the other and keeps the batches of the updates."""
 
     def __init__(self, *batches):
         self.batches, self.returned = list(batches), []

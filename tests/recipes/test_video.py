@@ -1,4 +1,4 @@
-"""Videos of the evaluated agent, and what a logger's backend is given."""
+"""Videos of the evaluated agent, and the data that a logger's backend receives."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ composer = Composer("dqn", dqn.Config, TINY)
 
 
 class Backend:
-    """A logger that keeps what it is given."""
+    """A logger that keeps all data it receives."""
 
     def __init__(self):
         self.scalars, self.histograms, self.videos = [], [], []
