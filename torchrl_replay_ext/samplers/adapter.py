@@ -202,12 +202,12 @@ class PrioritySampler(ShowsArguments, Sampler):
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
         self.ready(storage)
         raise_if(lambda: self.state.log.is_empty, lambda: RuntimeError(f"{name}: cannot sample from an empty storage."))
-        refusal = (
-            f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with retention='pinned' "
-            "consecutive slots are not consecutive steps. Use retention='ring'."
-        )
-        in_order = self.distribution.slots_in_ring_order
-        raise_if(lambda: not in_order and _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
+        if not self.distribution.slots_in_ring_order:
+            refusal = (
+                f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
+                "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
+            )
+            raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
         beta = self.hyperparameters.get("beta")
         if density is None or beta is None:
