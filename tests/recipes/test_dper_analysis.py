@@ -146,7 +146,7 @@ def test_runs_that_do_not_serve(tmp_path, run_dir):
     for path, message in (
         (other, f"run={other}: not a run of recipes.td3"),
         (without, f"run={without}: no checkpoint.zip there"),
-        (small, "actor's batch_size is 8, group_size=16 must divide it"),
+        (small, "actor's batch_size is 8; group_size=16 must divide it"),
     ):
         with pytest.raises(ConfigError) as error:
             dper_analysis.analyse(composed("dper_analysis", f"run={path}"), tmp_path)
