@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from tests.emulated_device import DeviceMismatchError, EmulatedDevice
 from tests.operations import CASES, Driven
 from torchrl_replay_ext import CompilableTensorStorage
+from torchrl_replay_ext.compilation import is_traced
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,6 +58,20 @@ def test_the_emulated_device_counts_what_waits_for_it_and_where(device):
     device.reset()
     _ = torch.arange(4).to("emulated", non_blocking=True)
     assert not device.waits
+
+
+def test_the_emulated_device_counts_operations_that_launch_kernels(device):
+    ours = torch.arange(4, device="emulated")
+    device.reset()
+    _ = (ours[1:].view(1, 3) + 1).sum()
+    assert device.operations == {"aten.add": 1, "aten.sum": 1}
+
+
+def test_code_on_the_emulated_device_can_take_the_path_of_cuda_graphs(device):
+    assert not is_traced()
+    with device.capturing():
+        assert is_traced()
+    assert not is_traced()
 
 
 GRADIENTS = """
