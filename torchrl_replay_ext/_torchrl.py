@@ -55,6 +55,16 @@ def last_step(storage: Storage | None) -> int | None:
     return None if last is None else int(last)
 
 
+def last_step_value(storage: Any) -> int | Tensor | None:
+    """:func:`last_step`, as a tensor if the storage holds it in a tensor; -1 or None if unknown."""
+    return storage._last_cursor_index_value if is_compilable(storage) else last_step(storage)
+
+
+def num_sets(storage: Any) -> Tensor | None:
+    """The number of calls of ``set`` outside graphs, on the CPU; None if the storage does not count them."""
+    return getattr(storage, "num_sets", None)
+
+
 def is_compilable(storage: Storage) -> bool:
     """True if graphs can read from this storage and write to it."""
     return bool(getattr(storage, "_compilable", False))

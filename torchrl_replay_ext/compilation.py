@@ -22,18 +22,54 @@ def is_traced() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def values_can_be_read(tensor: Tensor) -> bool:
-    """True outside graphs on the CPU, where a branch on a value is cheap.
+def values_can_be_read(where: Tensor | torch.device) -> bool:
+    """True outside graphs on the CPU, where a branch on a value is cheap; ``where``: a tensor, or its device.
 
-    If False, use code without such branches: a graph has no values, and a read from an accelerator synchronizes.
+    If False, use code without such branches: a graph has no values, and to read one from an accelerator, the host waits
+    until the device has finished all its work.
     """
-    return tensor.device.type == "cpu" and not is_traced()
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type == "cpu" and not is_traced()
 
 
-def raise_if(condition: Callable[[], Any], error: Callable[[], Exception]) -> None:
-    """Raise ``error()`` if ``condition()`` is true. In a graph, do nothing: a graph cannot raise errors by value."""
-    if not is_traced() and bool(condition()):
+def raise_if(
+    condition: Callable[[], Any], error: Callable[[], Exception], *, reads: Tensor | torch.device | None = None
+) -> None:
+    """Raise ``error()`` if ``condition()`` is true. In a graph, do nothing: a graph cannot raise errors by value.
+
+    Args:
+        condition: returns True, or a tensor with the value True, if there is an error.
+        error: creates the error.
+        reads: a tensor, or its device, whose values the condition reads. On an accelerator, nothing is checked then.
+            None (default): the condition reads no tensor, or the caller accepts that the host waits for the device.
+    """
+    if not is_traced() and (reads is None or values_can_be_read(reads)) and bool(condition()):
         raise error()
+
+
+def read(*values: Tensor | int) -> list[int]:
+    """The values of int64 tensors [] as Python numbers; the host waits at most once for an accelerator."""
+    far = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    numbers = iter(torch.stack(far).tolist() if far else ())
+    return [
+        next(numbers) if isinstance(value, Tensor) and value.device.type != "cpu" else int(value) for value in values
+    ]
+
+
+def fetch(*tensors: Tensor) -> list[Tensor]:
+    """Integer or bool tensors [n] on the CPU; the host waits at most once for an accelerator.
+
+    From an accelerator, all results are int64.
+    """
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [*tensors]
+    together = torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu()
+    return [*together.split([len(tensor) for tensor in tensors])]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. The host waits only for copies to the CPU."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def refuse_in_graph(error: Callable[[], Exception]) -> None:
@@ -48,8 +84,8 @@ def rows_where(mask: Tensor) -> Tensor:
 
 
 def scalar(value: Tensor) -> Any:
-    """A 0-dim tensor as a Python number, which is faster on the CPU; in a graph, the tensor itself."""
-    return value if is_traced() else value.item()
+    """A 0-dim tensor as a Python number, which is faster on the CPU; the tensor itself where values cannot be read."""
+    return value.item() if values_can_be_read(value) else value
 
 
 def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -95,8 +131,10 @@ def stratify(u: Tensor) -> Tensor:
 
 
 def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
-    """``torch.where`` for int64 by arithmetic: compiled for AVX2, ``torch.where`` on int64 can return wrong values."""
-    return no + (yes - no) * condition
+    """``torch.where`` for int64; by arithmetic in graphs, because ``torch.where`` compiled for AVX2 can be wrong."""
+    if torch.compiler.is_compiling():
+        return no + (yes - no) * condition
+    return torch.where(condition, yes, no)
 
 
 def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""The tree algorithms for eager code, which process a row at a time."""
+"""The tree algorithms for eager code, which process a row at a time, with few operations."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import scalar
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
 
 
@@ -48,7 +49,10 @@ def _refresh(tree: ReductionTree, node: Tensor, values: Tensor, block: Tensor) -
 def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
     """Find the leaves at the fractions ``u`` [n] of the total; returns leaves and masses, and overwrites ``u``."""
     running = _run(sums)
-    total = running[-1].item()
+    total = scalar(running[-1])
+    if isinstance(total, Tensor):
+        # if the total is 0, the target is -1, which finds leaf 0
+        return _find(sums, torch.minimum(u.mul_(total).to(torch.int64), total - 1), running)
     if total == 0:
         raise RuntimeError("SumTree.sample: all priorities are 0, so no leaf can be drawn; use eps > 0.")
     target = u.mul_(total).to(torch.int64)

@@ -28,19 +28,27 @@ class EpisodeIndex:
     * ``assigned=True``, for several environments in one flat storage: the trajectory id determines the lane of a
       transition. Lanes take pages from a common pool and return them, so a lane may have any length.
 
-    All shapes are static. Only the check for too many trajectories reads from the device; a graph counts excess
-    trajectories instead.
+    All shapes are static, and no operation reads from an accelerator, except with ``validate``.
 
     Args:
         steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
         lanes: number of lanes. Default: 1.
         assigned: lanes are assigned by trajectory id. Default: False.
         device: device of the tensors. Default: None, the CPU.
+        validate: see :class:`~torchrl_replay_ext.core.lanes.Lanes`. Default: False.
     """
 
-    def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        steps: int,
+        lanes: int = 1,
+        *,
+        assigned: bool = False,
+        device: torch.device | str | None = None,
+        validate: bool = False,
+    ):
         self.steps, self.lanes, self.assigned = steps, lanes, assigned
-        self.streams = Lanes(steps, lanes, assigned=assigned, device=device)
+        self.streams = Lanes(steps, lanes, assigned=assigned, device=device, validate=validate)
         self.size = size = self.streams.size
         self.device = torch.device(device or "cpu")
         page_table = None

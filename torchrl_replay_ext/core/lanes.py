@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced, raise_if, values_can_be_read, where_int64
+from torchrl_replay_ext.compilation import fetch, is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.functional.priorities import write_last
 
 # The number of recently preempted trajectories that are remembered: per lane, and if there is a single lane.
@@ -63,10 +63,21 @@ class Lanes:
         lanes: number of lanes. Default: 1.
         assigned: lanes are assigned by trajectory id. Default: False.
         device: device of the tensors. Default: None, the CPU.
+        validate: check trajectory ids on accelerators too, where the host must wait for the device to see them. If
+            False (default), trajectories that would raise an error are counted instead, as in graphs.
     """
 
-    def __init__(self, steps: int, lanes: int = 1, *, assigned: bool = False, device: torch.device | str | None = None):
-        self.steps, self.lanes, self.assigned = steps, lanes, assigned
+    def __init__(
+        self,
+        steps: int,
+        lanes: int = 1,
+        *,
+        assigned: bool = False,
+        device: torch.device | str | None = None,
+        validate: bool = False,
+    ):
+        self.steps, self.lanes, self.assigned, self._validate = steps, lanes, assigned, validate
+        self._checked = None if validate else torch.device(device or "cpu")
         # slots per step of the ring
         self._width = 1 if assigned else lanes
         self.size = steps * self._width
@@ -170,16 +181,20 @@ class Lanes:
         restarted = begins & (trajectory <= self._max_trajectory)
         unexpected = cuts & ~restarted & ~marked
         preempted = where_int64(restarted.any(), -1, self._recently_preempted)
-        if not is_traced():
-            preempted = self._latest_preempted(trajectory, previous, begins, cuts, marked)
-            if bool(unexpected.any()):
-                self._warn_of_cut()
-        self._recently_preempted.copy_(preempted)
+        if values_can_be_read(begins) or (self._validate and not is_traced()):
+            preempted = self._latest_preempted(trajectory, previous, begins, cuts, marked, unexpected)
+        self._recently_preempted.copy_(preempted, non_blocking=True)
         self.broken_off.add_(unexpected.sum())
         self._count_trajectories(trajectory, restarted)
 
     def _latest_preempted(
-        self, trajectory: Tensor, previous: Tensor, begins: Tensor, cuts: Tensor, marked: Tensor
+        self,
+        trajectory: Tensor,
+        previous: Tensor,
+        begins: Tensor,
+        cuts: Tensor,
+        marked: Tensor,
+        unexpected: Tensor,
     ) -> Tensor:
         """With one lane: the recently preempted trajectories after a write, the latest last; int64 [1, .].
 
@@ -189,13 +204,19 @@ class Lanes:
             begins: bool [n], the row belongs to another trajectory than the previous row.
             cuts: bool [n], the row preempts the trajectory of the previous row, which had not ended.
             marked: bool [n], the row is marked as the first of its episode.
+            unexpected: bool [n], the row preempts a trajectory for an unknown reason: warn.
 
         Raises:
             ValueError: if a preempted trajectory continues.
         """
-        columns = (values[begins].tolist() for values in (trajectory, previous, cuts, marked))
-        gone = dict.fromkeys(each for each in self._recently_preempted[0].tolist() if each >= 0)
-        largest = int(self._max_trajectory)
+        recent, columns = self._recently_preempted[0], (trajectory, previous, cuts, marked, unexpected)
+        begins, recent, highest, *columns = fetch(begins, recent, self._max_trajectory, *columns)
+        rows = begins.to(torch.bool)
+        columns = [column[rows].tolist() for column in columns]
+        if any(columns.pop()):
+            self._warn_of_cut()
+        gone = dict.fromkeys(each for each in recent.tolist() if each >= 0)
+        largest = int(highest)
         for new, old, is_cut, is_marked in zip(*columns, strict=True):
             if new in gone and not is_marked:
                 raise self._too_many(new, "continues after another one was written")
@@ -232,7 +253,8 @@ class Lanes:
         returned = cut & (self._recently_preempted[lane] == trajectory.unsqueeze(1)).any(1)
         raise_if(
             returned.any,
-            lambda: ValueError(
+            reads=self._checked,
+            error=lambda: ValueError(
                 f"trajectory {int(trajectory[returned][0])} continues in a column of the storage after another one was "
                 "written there: several workers or collectors alternate in the same columns. Use flat storage (ndim=1) "
                 "with num_streams=<number of environments that write to the buffer>. If a new collector restarted the "
@@ -240,10 +262,10 @@ class Lanes:
             ),
         )
         self.broken_off.add_(returned.sum())
-        self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)))
+        self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)) > 0)
 
     def _remember(self, cut: Tensor) -> None:
-        """Record the last trajectory of each lane where ``cut`` [lanes] is 1 as preempted."""
+        """Record the last trajectory of each lane where ``cut``, bool [lanes], is True as preempted."""
         longer = torch.cat([self._recently_preempted[:, 1:], self._trajectory.unsqueeze(1)], 1)
         self._recently_preempted.copy_(where_int64(cut.unsqueeze(1), longer, self._recently_preempted))
 
@@ -347,7 +369,9 @@ class Lanes:
         )
         too_many = torch.maximum((missing - available.sum()).clamp_min(0), returned.sum())
         raise_if(
-            lambda: too_many > 0, lambda: self._too_many(group_id[returned if bool(returned.any()) else request][-1])
+            lambda: too_many > 0,
+            lambda: self._too_many(group_id[returned if bool(returned.any()) else request][-1]),
+            reads=self._checked,
         )
         self.broken_off.add_(too_many)
         age = (
@@ -357,7 +381,7 @@ class Lanes:
         # after a restart, earlier ids no longer identify trajectories
         self._recently_preempted.copy_(where_int64(restarted, -1, self._recently_preempted))
         # a trajectory whose end may have been missed is not counted as preempted: it may have ended
-        self._remember((stolen & ~self._old & ~self._end_may_be_missed & ~restarted).to(torch.int64))
+        self._remember(stolen & ~self._old & ~self._end_may_be_missed & ~restarted)
         closed = ~open_lane | stolen
         free = torch.argsort(~closed, stable=True)
         num_free = closed.sum()

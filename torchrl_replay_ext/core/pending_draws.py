@@ -26,14 +26,14 @@ class _Draw:
 
     Args:
         slots: int64 [n].
-        num_writes: the number of writes before the draw.
+        num_writes: the number of writes before the draw; a tensor where it cannot be read.
         waiting: number of rows that have not been updated yet; the draw is pending if it is positive.
         real: False for padded rows, bool [n]; None: no padded rows.
         counted: True if the draw is included in the counts per slot.
     """
 
     slots: Tensor
-    num_writes: int
+    num_writes: int | Tensor
     waiting: int
     real: Tensor | None = None
     counted: bool = False
@@ -71,12 +71,14 @@ class PendingDraws:
         self._drawn_at: Tensor | None = None
         self._present = self._earlier = self._earlier_draw = torch.empty(0)
 
-    def add(self, slots: Tensor, num_writes: int, *, real: Tensor | None = None, comes_back: bool = True) -> None:
+    def add(
+        self, slots: Tensor, num_writes: int | Tensor, *, real: Tensor | None = None, comes_back: bool = True
+    ) -> None:
         """Remember a draw.
 
         Args:
             slots: int64 [n].
-            num_writes: the number of writes before the draw.
+            num_writes: the number of writes before the draw; a tensor [] where it cannot be read.
             real: False for padded rows, bool [n]. None (default): no padded rows.
             comes_back: True (default) if an update with this draw is expected.
         """
@@ -104,12 +106,12 @@ class PendingDraws:
         if draw is not None:
             draw.waiting -= slots.shape[0]
 
-    def judge(self, slots: Tensor, num_writes: int) -> tuple[bool, Tensor | None]:
+    def judge(self, slots: Tensor, num_writes: int | Tensor) -> tuple[bool, Tensor | None]:
         """Decide whether the rows of an update were drawn, and which of them are late.
 
         Args:
             slots: int64 [n], within range.
-            num_writes: the number of writes so far.
+            num_writes: the number of writes so far; a tensor [] where it cannot be read.
 
         Returns:
             True if the rows were drawn; and the mask of late rows, bool [n], None if no row is late.
@@ -121,12 +123,11 @@ class PendingDraws:
         if not is_drawn:
             return False, None
         if draw is None:
-            late = self._judge_by_slot(slots)
-            return True, late if bool(late.any()) else None
+            return True, self._judge_by_slot(slots)
         comes_back_again = draw.waiting <= 0
         draw.waiting -= slots.shape[0]
         late = None
-        if draw.num_writes != num_writes:
+        if isinstance(num_writes, Tensor) or draw.num_writes != num_writes:
             generation = self._log.generation.index_select(0, slots)
             late = (generation > draw.num_writes) | (generation == 0)
         if draw.counted and not comes_back_again:
@@ -176,8 +177,7 @@ class PendingDraws:
             self._present = torch.zeros_like(generation, dtype=torch.int32)
             self._earlier = torch.zeros_like(self._present)
         slots = torch.cat([draw.slots for draw in draws])
-        lengths = torch.tensor([len(draw.slots) for draw in draws])
-        at = torch.tensor([draw.num_writes for draw in draws]).repeat_interleave(lengths).to(slots.device)
+        at = torch.cat([torch.as_tensor(d.num_writes, device=slots.device).expand(len(d.slots)) for d in draws])
         self._age(slots)
         is_present = at >= generation.index_select(0, slots)
         self._drawn_at.scatter_reduce_(0, slots, at, "amax")

@@ -71,7 +71,7 @@ class Priorities:
 
     def insert(self, slots: Tensor) -> None:
         """Set the priorities of new transitions in ``slots`` [n]."""
-        self.of_slot[slots] = -self.largest.float()
+        self.of_slot.index_copy_(0, slots, -self.largest.float().expand(len(slots)))
 
     def overwrite(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
@@ -85,7 +85,7 @@ class Priorities:
 
     def remove(self, slots: Tensor) -> None:
         """Delete the priorities of ``slots`` [n]."""
-        self.of_slot[slots] = 0.0
+        self.of_slot.index_fill_(0, slots, 0.0)
         self.recount(slots)
 
     def update(self, slots: Tensor, priority: Tensor, largest: float) -> None:
@@ -95,10 +95,10 @@ class Priorities:
         if not self.within_buffer and largest > self.largest.item():
             self.largest.fill_(largest)
 
-    def update_compiled(self, slots: Tensor, priority: Tensor, valid: Tensor, largest: Tensor) -> None:
+    def update_masked(self, slots: Tensor, priority: Tensor, valid: Tensor, largest: Tensor) -> None:
         """Like :meth:`update`, for the rows that are ``valid`` [n]. Duplicate rows must have equal priorities."""
         if not self.within_buffer:
-            self.largest.copy_(torch.maximum(self.largest, largest))
+            self.largest.copy_(torch.maximum(self.largest, largest.to(torch.float64)))
         scatter_in_bounds(self.of_slot, slots, torch.where(valid, priority, gather_in_bounds(self.of_slot, slots)))
         self.recount(slots)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, read
 
 # Above this number of entries, sorting rounded priorities is several times faster than an exact sort.
 _EXACT_SORT = 50_000
@@ -57,11 +57,14 @@ class RankOrder:
         return ahead - torch.searchsorted(self._keys, (table << 32) - 2**31)
 
     def is_due(self, count: Tensor) -> bool:
-        """True if enough of the ``count`` [] entries have changed for a sort; always False in a graph."""
+        """True if enough of the ``count`` [] entries have changed for a sort; always False in a graph.
+
+        The host waits once for an accelerator.
+        """
         if is_traced():
             return False
-        changes = self.changes.item()
-        return changes > 0 and changes >= self._stale_fraction * count.item()
+        changes, num_entries = read(self.changes, count)
+        return changes > 0 and changes >= self._stale_fraction * num_entries
 
     def sort(self, priority: Tensor, table: Tensor | int = 0) -> Tensor:
         """Sort all entries.

@@ -18,7 +18,7 @@ class SliceIndex:
     A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. The chain of
     successors from any slot contains the later transitions of the episode in time order, up to the last stored one.
     Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. All shapes are static, and no operation reads
-    from the device.
+    from an accelerator, except with ``validate``.
 
     Args:
         steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
@@ -27,6 +27,7 @@ class SliceIndex:
         padded: if True, slices may begin at any transition; if False, only where ``length`` steps are stored.
         assigned: lanes are assigned by trajectory id. Default: False.
         device: device of the tensors. Default: None, the CPU.
+        validate: see :class:`~torchrl_replay_ext.core.lanes.Lanes`. Default: False.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class SliceIndex:
         padded: bool,
         assigned: bool = False,
         device: torch.device | str | None = None,
+        validate: bool = False,
     ):
-        self.streams = Lanes(steps, lanes, assigned=assigned, device=device)
+        self.streams = Lanes(steps, lanes, assigned=assigned, device=device, validate=validate)
         self.size = self._none = size = self.streams.size
         self.length, self._padded = length, padded
         self.device = torch.device(device or "cpu")

@@ -84,7 +84,9 @@ class SumTree:
         self._sums = ReductionTree(leaves, top=top, kind="sum")
         self._minima = ReductionTree(leaves, top=top, kind="min") if track_min else None
         self._trees = [self._sums] if self._minima is None else [self._sums, self._minima]
-        self._smallest = None if self._minima is None else SmallestMass(self._minima)
+        # not on accelerators, where values cannot be read
+        is_cached = self._minima is not None and self.leaves.device.type == "cpu"
+        self._smallest = SmallestMass(self._minima) if is_cached else None
         # the sum of all stored leaves must be below 2^62
         self.max_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
 
@@ -131,9 +133,9 @@ class SumTree:
         return _backend().root(self._sums).sum()
 
     def min(self) -> int | Tensor:
-        """Smallest positive mass, an int; in compiled graphs int64 []. Requires ``track_min`` and a positive total."""
-        assert self._minima is not None and self._smallest is not None
-        if self.prepared:
+        """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
+        assert self._minima is not None
+        if self.prepared or self._smallest is None:
             return scalar(_backend().root(self._minima).amin() + 1)
         return self._smallest.value()
 
@@ -206,7 +208,7 @@ class SumTree:
             The leaves and their masses, int64 [num] each. Stratified draws are in the order of their strata.
 
         Raises:
-            RuntimeError: if the total is 0. A compiled graph returns leaf 0 with mass 0 instead.
+            RuntimeError: if the total is 0. Compiled graphs and accelerators return leaf 0 with mass 0 instead.
         """
         u = uniform(num, device=self.leaves.device, generator=generator)
         return self.draw(stratify(u) if stratified else u)
@@ -242,7 +244,7 @@ class SumTree:
             raise AssertionError("SumTree: a negative mass")
         if self._smallest is not None:
             positive = self.leaves[self.leaves > 0]
-            if positive.numel() and self.min() != int(positive.min()):
+            if positive.numel() and int(self.min()) != int(positive.min()):
                 raise AssertionError("SumTree: the smallest mass is not that of the leaves")
             self._smallest.catch_up()
         for tree in self._trees:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import read, scalar
 from torchrl_replay_ext.core.recoverable import Recoverable
 
 # Special values of last_seen_step.
-_UNKNOWN = -1
+UNKNOWN = -1
 OUT_OF_ORDER = -2
 
 
@@ -26,6 +27,8 @@ class Layout(NamedTuple):
         for_graphs: True if compiled graphs use the state; all state must then be in tensors. Default: False.
         known: True if ``shape`` was read from a storage, False if it is a guess before the first write. Default:
             False.
+        validate: True if invalid input raises errors on accelerators too, although the host must wait for the device
+            to see it. Default: False.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +36,17 @@ class Layout(NamedTuple):
     device: torch.device
     for_graphs: bool = False
     known: bool = False
+    validate: bool = False
+
+    @property
+    def checked(self) -> torch.device | None:
+        """The argument ``reads`` of ``raise_if`` for checks of values: None if ``validate``."""
+        return None if self.validate else self.device
+
+    @property
+    def counters(self) -> torch.device:
+        """The device of numbers that the host needs: the CPU, unless graphs change them."""
+        return self.device if self.for_graphs else torch.device("cpu")
 
     @property
     def steps(self) -> int:
@@ -60,6 +74,24 @@ class Layout(NamedTuple):
         return steps.unsqueeze(1) * self.slots_per_step + torch.arange(self.slots_per_step, device=self.device)
 
 
+class RingWrite(NamedTuple):
+    """Where a write lies in the ring, as numbers.
+
+    Args:
+        first, last: the steps of the first and of the last row.
+        smallest, largest: the smallest and the largest slot.
+        newest: the step that was last written to the storage; -1 if unknown.
+        last_seen: the step at which the last write ended that the log has seen, or a special value.
+    """
+
+    first: int
+    last: int
+    smallest: int
+    largest: int
+    newest: int
+    last_seen: int
+
+
 class WriteLog(Recoverable):
     """Records the writes to a buffer: the ring position, the generation of each slot, and the dirty flag.
 
@@ -77,19 +109,23 @@ class WriteLog(Recoverable):
         self.layout = layout
         device = layout.device
         self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
-        self.num_writes = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_writes = torch.zeros((), dtype=torch.int64, device=layout.counters)
         # the step of the ring at which the last write that the sampler was notified of ended
-        self.last_seen_step = torch.full((), _UNKNOWN, dtype=torch.int64, device=device)
-        # the number of writes at the last clear(); always on the CPU, where reading is cheap
+        self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
+        # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
+        # CPU, where reading is cheap
         self._cleared_at = torch.zeros((), dtype=torch.int64)
-        # slots of the last write, and the address of the index tensor in its notification
-        self.last_written_slots: Tensor | None = None
-        self._announced: int | None = None
+        self._has_writes = torch.zeros((), dtype=torch.bool)
+        # the index in the notification of the last write
+        self._announced: int | Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
         """True if there was no write since the log was created or cleared."""
-        return self.num_writes.item() == self._cleared_at.item()
+        if not self._has_writes:
+            # a graph that writes changes only num_writes
+            self._has_writes.fill_(self.num_writes.item() != self._cleared_at.item())
+        return not self._has_writes
 
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
@@ -98,36 +134,48 @@ class WriteLog(Recoverable):
     def record(self, slots: Tensor) -> None:
         """Register one write of ``slots`` [n]."""
         self.num_writes.add_(1)
-        self.generation[slots] = self.num_writes
+        number = scalar(self.num_writes)
+        if isinstance(number, Tensor):
+            # index_fill_ would read the number from the device
+            self.generation[slots] = number
+        else:
+            self.generation.index_fill_(0, slots, number)
 
-    def announce(self, index: object, slots: Tensor) -> None:
-        """Remember the index tensor in the notification of the last write, and its slots [n]."""
-        self.last_written_slots = slots
-        self._announced = index.untyped_storage().data_ptr() if isinstance(index, Tensor) else None
+    def clock(self) -> Tensor:
+        """The number of writes, int64 [], on the device of the slots."""
+        if self.num_writes.device == self.generation.device:
+            return self.num_writes
+        return torch.full((), self.num_writes.item(), device=self.generation.device)
 
-    def is_last_write(self, index: object, slots: Tensor) -> bool:
-        """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write. Valid once per write.
+    def announce(self, index: int | Tensor | None) -> None:
+        """Remember the index in the notification of the last write; None: no update for its rows is expected."""
+        self._announced = index
+
+    def is_last_write(self, index: object) -> bool:
+        """True if an update of ``index`` is for the rows of the last write. Valid once per write.
 
         If written data contains TD errors, TorchRL's buffers update the priorities right after the write, with the same
         index tensor.
         """
-        written, self.last_written_slots = self.last_written_slots, None
-        if written is None or written.shape != slots.shape:
+        announced, self._announced = self._announced, None
+        if announced is None:
             return False
-        if isinstance(index, Tensor) and index.ndim and index.untyped_storage().data_ptr() != self._announced:
-            return False
-        return torch.equal(written, slots)
+        if isinstance(index, Tensor) and index.ndim:
+            same_shape = isinstance(announced, Tensor) and announced.shape == index.shape
+            return same_shape and announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
+        is_number = not isinstance(announced, Tensor) or not announced.ndim
+        return is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
 
     def invalidate(self, slots: Tensor) -> None:
         """Mark ``slots`` [n] as empty. Later updates of rows drawn from them are late."""
         self.num_writes.add_(1)
-        self.generation[slots] = 0
-        self.last_written_slots = None
+        self.generation.index_fill_(0, slots, 0)
+        self._announced = None
 
     def forget_contents(self) -> None:
         """Mark all slots as empty, but keep the ring position."""
         self.generation.zero_()
-        self.last_written_slots = None
+        self._announced = None
 
     # --- the ring
 
@@ -137,10 +185,6 @@ class WriteLog(Recoverable):
             self.last_seen_step.copy_(step)
         else:
             self.last_seen_step.fill_(step)
-
-    def step_of(self, slot: Tensor) -> int:
-        """The step of the ring of ``slot`` []."""
-        return int(slot) // self.layout.slots_per_step
 
     def next_step(self) -> int | None:
         """The step where the next write should begin; None if unknown."""
@@ -163,44 +207,59 @@ class WriteLog(Recoverable):
         steps = self.steps_until(int(self.last_seen_step) if storage_step is None else storage_step)
         return self.layout.slots_at(steps).reshape(-1)
 
-    def place_write(
-        self, slots: Tensor, storage_step: int | None, is_sequential: Callable[[], bool]
-    ) -> tuple[int, Tensor]:
+    def locate(self, slots: Tensor, newest: int | Tensor | None) -> RingWrite:
+        """Find where a write of ``slots`` [n] lies in the ring. ``newest``: see :class:`RingWrite`; None: unknown."""
+        newest, lanes = -1 if newest is None else newest, self.layout.slots_per_step
+        first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
+        return RingWrite(first // lanes, last // lanes, *others)
+
+    def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor]:
         """Find the step of the ring at which a write ends, and the slots that it skipped.
 
         Args:
-            slots: int64 [n], just written.
-            storage_step: the step that was last written to the storage; None if unknown.
+            count: number of rows.
+            write: where the write lies in the ring.
             is_sequential: returns True if all writes follow each other in the ring. Only then a gap means that a write
                 was interrupted.
 
         Returns:
             The value for :meth:`see_step` once the write is accepted; the skipped slots, int64 [k].
         """
-        nothing = slots[:0]
-        last_seen, steps = int(self.last_seen_step), self.layout.steps
-        if storage_step is None or self.step_of(slots[-1]) != storage_step:
+        nothing = self.generation[:0]
+        newest, last_seen = write.newest, write.last_seen
+        if newest < 0 or write.last != newest:
             return last_seen, nothing
-        if slots.shape[0] < self.layout.num_slots and last_seen != _UNKNOWN:
-            if last_seen == storage_step:
+        if count < self.layout.num_slots and last_seen != UNKNOWN:
+            if last_seen == newest:
                 # a notification of stored rows (rb.mark_update), not of a new write
                 return last_seen, nothing
-            first = self.step_of(slots[0])
-            if first != (last_seen + 1) % steps:
+            if write.first != (last_seen + 1) % self.layout.steps:
                 if not is_sequential():
                     return OUT_OF_ORDER, nothing
-                return storage_step, self.layout.slots_at(self.steps_until((first - 1) % steps)).reshape(-1)
-        return storage_step, nothing
+                skipped = self.steps_until((write.first - 1) % self.layout.steps)
+                return newest, self.layout.slots_at(skipped).reshape(-1)
+        return newest, nothing
 
-    def is_rewrite(self, slots: Tensor, storage_step: int | None) -> bool:
-        """True if ``slots`` [n] were not empty and not next in the ring: rows changed in place (``rb.mark_update``)."""
-        if not bool((self.generation.index_select(0, slots) > 0).all()):
-            return False
-        first, last = self.step_of(slots[0]), self.step_of(slots[-1])
-        if storage_step is None or storage_step != last:
-            return True
-        expected = self.next_step()
-        return expected is not None and first != expected and (last + 1) % self.layout.steps == expected
+    def is_rewrite(self, slots: Tensor, write: RingWrite) -> bool:
+        """True if ``slots`` [n] were not empty and not next in the ring: rows changed in place (``rb.mark_update``).
+
+        Raises:
+            ValueError: if the rows are new and not consecutive in the ring.
+        """
+        order = torch.arange(slots.shape[0], device=slots.device)
+        were_stored, consecutive = read(
+            (self.generation.index_select(0, slots) > 0).all().to(torch.int64),
+            (slots == (slots[0] + order) % self.layout.num_slots).all().to(torch.int64),
+        )
+        if were_stored:
+            if write.last != write.newest:
+                return True
+            expected = (write.last_seen + 1) % self.layout.steps
+            if write.last_seen >= 0 and write.first != expected and (write.last + 1) % self.layout.steps == expected:
+                return True
+        if not consecutive:
+            raise ValueError("slots must be written one after the other; use a round-robin writer, the default.")
+        return False
 
     def known_runs(self, storage_step: int | None, being_written: Tensor | None = None) -> list[Tensor]:
         """Contiguous runs of slots with valid content, oldest first, int64 [n] each.
@@ -229,9 +288,10 @@ class WriteLog(Recoverable):
         """Mark all slots as empty and the ring position as unknown. Write numbers are not reset."""
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
-        self.last_seen_step.fill_(_UNKNOWN)
+        self._has_writes.fill_(False)
+        self.last_seen_step.fill_(UNKNOWN)
         self.mark_clean()
-        self.last_written_slots = None
+        self._announced = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save."""
@@ -243,9 +303,10 @@ class WriteLog(Recoverable):
 
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced. The ring position is then unknown."""
-        self.last_seen_step.fill_(_UNKNOWN)
+        self._has_writes.fill_(False)
+        self.last_seen_step.fill_(UNKNOWN)
         self.mark_clean()
-        self.last_written_slots = None
+        self._announced = None
 
     def check_valid(self) -> None:
         """Raise AssertionError if the log is inconsistent. O(N)."""
@@ -254,4 +315,4 @@ class WriteLog(Recoverable):
 
     def __getstate__(self) -> dict[str, object]:
         # the update that follows a write comes from the same process
-        return {**vars(self), "last_written_slots": None, "_announced": None}
+        return {**vars(self), "_announced": None}

@@ -166,8 +166,9 @@ class EventTableMixture(Distribution):
         """Called by the tables: the positions of all entries may have changed."""
         self._log.mark_dirty()
 
-    def sync(self, next_slot: int | None) -> None:
-        self._tables.recover(next_slot)
+    def sync(self, next_slot: Callable[[], int | None]) -> None:
+        if self._tables.needs_recovery:
+            self._tables.recover(next_slot())
 
     def before_ingest(self, count: int, last_slot: int | None) -> None:
         self._tables.adopt(count, last_slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -118,7 +119,8 @@ class WriteObserver(ABC):
 class Distribution(WriteObserver):
     """A probability distribution over slots. It does not access the storage.
 
-    In graphs (``log.layout.for_graphs``) no method except :meth:`insert` may branch on the values of tensors.
+    In graphs (``log.layout.for_graphs``) and on accelerators, no method except :meth:`insert` may branch on the values
+    of tensors: a graph has none, and to read one from an accelerator, the host must wait for the device.
     """
 
     # True if slots are written in the order of their numbers
@@ -142,7 +144,7 @@ class Distribution(WriteObserver):
         Args:
             slots: int64 [n].
             priority: d of each slot, float32 [n].
-            mask: in graphs, which cannot branch: the valid rows, and the row that is used of duplicates. None: all rows
+            mask: where values cannot be read: the valid rows, and the row that is used of duplicates. None: all rows
                 are valid, and the last of duplicates is used.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
@@ -152,7 +154,7 @@ class Distribution(WriteObserver):
         """Draw slots with replacement.
 
         Raises:
-            RuntimeError: if nothing can be drawn. In a graph, all rows are then slot 0 with density 0.
+            RuntimeError: if nothing can be drawn. Where values cannot be read, all rows are then slot 0 with density 0.
         """
 
     @abstractmethod
@@ -171,9 +173,9 @@ class Distribution(WriteObserver):
         """Statistics for logging, scalars."""
         return {}
 
-    def sync(self, next_slot: int | None) -> None:
+    def sync(self, next_slot: Callable[[], int | None]) -> None:
         """Update state that is shared with a writer. Called outside of graphs before each use, except for writes.
 
         Args:
-            next_slot: the slot that will be written next; None if unknown.
+            next_slot: returns the slot that will be written next; None if unknown.
         """

@@ -80,7 +80,7 @@ class RankBased(Distribution):
         self._extremes = torch.ones(2, device=device)
         self._probes = torch.tensor(_PROBES, device=device).unsqueeze(1)
         # number of slots written since the last sort
-        self._written = torch.zeros((), dtype=torch.int64, device=device)
+        self._written = torch.zeros((), dtype=torch.int64, device=log.layout.counters)
         # Σ_{r≤k} r^-alpha, and the alpha of this table
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
@@ -214,7 +214,7 @@ class RankBased(Distribution):
         slots = slots[self._order.sort(self._priorities.of_slot[slots])]
         count = len(slots)
         if count:
-            ends = self._priorities.of_slot[slots[[0, -1]]]
+            ends = self._priorities.of_slot[torch.stack([slots[0], slots[-1]])]
             self._extremes.copy_(torch.where(ends > 0, ends, 1.0))
         places = self._size + 1 + 2 * (self._margin + torch.arange(count, device=self._device))
         self._slot_at[places] = slots

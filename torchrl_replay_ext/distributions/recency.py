@@ -38,7 +38,7 @@ class Recency(Distribution):
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         total = self._tree.total()
         message = "RecencySampler: no stored transition can be drawn; write to the buffer first."
-        raise_if(lambda: total == 0, lambda: RuntimeError(message))
+        raise_if(lambda: total == 0, lambda: RuntimeError(message), reads=self._log.layout.checked)
         u = uniform(batch_size, device=total.device, generator=generator)
         rate = math.log(2) / self._half_life
         # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, scalar, uniform, where_int64
+from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, read, uniform, where_int64
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.reliability import Reliability
@@ -94,6 +94,8 @@ class Rejection:
         would need a read from the device. There, a graph repeats accepted proposals; if none is accepted for a table,
         its rows are drawn from all of its proposals in proportion to R^ω.
 
+        On an accelerator the host waits once for eager code to see whether enough proposals were accepted.
+
         Args:
             batch_size: number of rows, B.
             generator: source of randomness; None: the global generator.
@@ -112,13 +114,13 @@ class Rejection:
                 ends = scale * self._num_proposals(rows.ends, tables)
             leaf, factor, density, accepted = self._propose(num, ends, generator, rows)
             if rows is None or ends is None:
-                wanted, missing = number, batch_size - scalar(accepted[-1])
+                wanted, missing = number, batch_size - accepted[-1]
             else:
                 # number of rows and of accepted proposals before each table
                 first, ahead = _with_zero(rows.ends), _with_zero(gather_in_bounds(accepted, ends - 1))
                 wanted = number + gather_in_bounds(ahead - first, rows.table)
-                missing = scalar((first.diff() - ahead.diff()).clamp_min(0).sum())
-            if traced or missing <= 0:
+                missing = (first.diff() - ahead.diff()).clamp_min(0).sum()
+            if traced or read(missing)[0] <= 0:
                 break
             made, scale = made + num, 2 * scale
         else:

@@ -43,7 +43,9 @@ class Reliability(WriteObserver):
         self._log, self.omega, self._reader = log, omega, reader
         self._truncated, self._terminated_key = truncated, terminated_key
         steps, lanes, assigned = log.layout.streams(num_streams)
-        self._episodes = EpisodeIndex(steps, lanes, assigned=assigned, device=log.layout.device)
+        self._episodes = EpisodeIndex(
+            steps, lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
+        )
         if log.layout.for_graphs:
             self._episodes.prepare()
 
@@ -65,7 +67,7 @@ class Reliability(WriteObserver):
         self._episodes.write(
             slots,
             mass,
-            self._log.num_writes + 1,
+            self._log.clock() + 1,
             ended=ended,
             finished=finished,
             trajectory=trajectory,
@@ -81,7 +83,7 @@ class Reliability(WriteObserver):
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes, mask)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._log.clock(), mask)
 
     def of(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64 [n]."""

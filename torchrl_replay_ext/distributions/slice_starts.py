@@ -53,11 +53,18 @@ class SliceStarts(Distribution):
         self._log, self._slice_len = log, slice_len
         self._reader, self._behaviour_keys = reader, behaviour_keys
         steps, lanes, assigned = log.layout.streams(num_streams)
+        layout = log.layout
         self.slices = SliceIndex(
-            steps, lanes, length=slice_len, padded=pad, assigned=assigned, device=log.layout.device
+            steps,
+            lanes,
+            length=slice_len,
+            padded=pad,
+            assigned=assigned,
+            device=layout.device,
+            validate=layout.validate,
         )
         self._tree = self.slices.starts
-        if log.layout.for_graphs:
+        if layout.for_graphs:
             self._tree.prepare()
 
     @property
@@ -69,7 +76,7 @@ class SliceStarts(Distribution):
             rows.require(key, BEHAVIOUR)
         ended, trajectory, initial = self._reader.read(rows, needs_ids=self.slices.streams.assigned)
         if not rows.is_rewrite():
-            self.slices.write(slots, self._log.num_writes + 1, ended=ended, trajectory=trajectory, initial=initial)
+            self.slices.write(slots, self._log.clock() + 1, ended=ended, trajectory=trajectory, initial=initial)
 
     def remove(self, slots: Tensor) -> None:
         self.slices.drop(slots)
@@ -86,6 +93,7 @@ class SliceStarts(Distribution):
                 f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
                 "pad=True."
             ),
+            reads=self._log.layout.checked,
         )
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
 

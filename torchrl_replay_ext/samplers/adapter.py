@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
-from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar
+from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar, to_device, values_can_be_read
 from torchrl_replay_ext.core.write_log import Layout
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
@@ -42,6 +42,8 @@ class PrioritySampler(ShowsArguments, Sampler):
       :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`. The write stamps of a
       :class:`~torchrl_replay_ext.CompilableReplayBuffer` identify such rows exactly.
     * A compiled step keeps no Python state and reads no tensor values. It counts input that is an error in eager mode.
+    * On an accelerator, eager code reads no values of updates either, because the host would have to wait for the
+      device. It counts invalid rows like a compiled step, or raises errors with ``validate``.
 
     Args:
         capacity: number of slots, at least the capacity of the storage. None: the capacity of the storage.
@@ -49,6 +51,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         hyperparameters: by name; their schedules count updates. ``"beta"`` is the exponent of the weights.
         eps, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`. Defaults: 0.0,
             ``"absolute"`` and False.
+        validate: see :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
         on_bind: called with each new storage; returns True if the distribution must be created again. Default: None.
     """
 
@@ -70,6 +73,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         eps: float = 0.0,
         td_error: TDError = "absolute",
         max_priority_within_buffer: bool = False,
+        validate: bool = False,
         on_bind: Callable[[Storage], bool] | None = None,
     ):
         name = type(self).__name__
@@ -77,7 +81,8 @@ class PrioritySampler(ShowsArguments, Sampler):
             require_integer(name, "capacity", capacity)
         require_choice(name, "td_error", td_error, get_args(TDError))
         require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
-        self.capacity = capacity
+        require_bool(name, "validate", validate)
+        self.capacity, self.validate = capacity, validate
         self._priority_arguments = PriorityArguments(
             eps=require_finite(name, "eps", eps), td_error=td_error, within_buffer=max_priority_within_buffer
         )
@@ -87,6 +92,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
 
     def _set_up(self, layout: Layout) -> None:
+        layout = layout._replace(validate=self.validate)
         arguments = self._make_observers, self.hyperparameters, self._priority_arguments
         self.state = SlotState(type(self).__name__, layout, self.make, *arguments)
         self.layout, self.distribution = layout, self.state.distribution
@@ -113,7 +119,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             raise ValueError(
                 f"{name}: the sampler's state is for a storage of shape {self._shape}, not {layout.shape}."
             )
-        if layout != self.layout._replace(known=True) or is_new:
+        if layout != self.layout._replace(known=True, validate=False) or is_new:
             if self._is_spawned:
                 raise RuntimeError(
                     f"{name}: a process started by the learner cannot create the state for a storage of shape "
@@ -163,15 +169,21 @@ class PrioritySampler(ShowsArguments, Sampler):
             self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
-        slots = self.flat_slots(index)
-        if len(self.layout.shape) == 1:
+        # on the device of the index: if it is the CPU, the next line reads nothing from an accelerator
+        slots = flat_slots(type(self).__name__, index, self.layout)
+        if not slots.numel():
+            return
+        write = self.state.locate(slots, storage)
+        if write.smallest < 0 and len(self.layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
             slots = slots[slots >= 0]
-            if slots.numel():
-                require_in_range(type(self).__name__, slots, self.layout.num_slots, self.layout.shape)
-        if slots.numel():
-            self.state.write(slots, storage)
-            self.state.log.announce(index, slots)
+            if not slots.numel():
+                return
+            write = self.state.locate(slots, storage)
+        if write.smallest < 0 or write.largest >= self.layout.num_slots:
+            require_in_range(type(self).__name__, slots, self.layout.num_slots, self.layout.shape)
+        self.state.write(slots, write, storage)
+        self.state.log.announce(index)
 
     # --- draws
 
@@ -209,6 +221,9 @@ class PrioritySampler(ShowsArguments, Sampler):
             )
             raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
+        if self.validate and density is not None and not values_can_be_read(density):
+            message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
+            raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")
         if density is None or beta is None:
             return slots, extras or {}
@@ -217,13 +232,13 @@ class PrioritySampler(ShowsArguments, Sampler):
         weight = (density / smallest).pow_(-beta.current())
         if weight.dtype != torch.float32:
             weight = weight.to(torch.float32)
-        if is_traced():
+        if not values_can_be_read(density):
             weight = torch.where(density > 0, weight, 0.0)
         return slots, {"priority_weight": weight, **(extras or {})}
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""
-        return flat_slots(type(self).__name__, index, self.layout)
+        return to_device(flat_slots(type(self).__name__, index, self.layout), self.layout.device)
 
     # --- priorities
 
@@ -277,25 +292,31 @@ class PrioritySampler(ShowsArguments, Sampler):
         """
         if not self.distribution.takes_priorities:
             return
+        name, state = type(self).__name__, self.state
         if is_traced():
             self.require_bound(storage)
             error = torch.as_tensor(priority, device=self.layout.device)
-            self.state.update_compiled(self.flat_slots(index), error, stamp)
+            state.update_masked(self.flat_slots(index), error, stamp)
             return
-        name = type(self).__name__
-        if self.ready(storage) and is_initialization(priority, storage, self.state.priorities):
+        if self.ready(storage) and is_initialization(priority, storage, state.priorities):
             return
-        slots, state = self.flat_slots(index), self.state
+        state, slots = self.state, self.flat_slots(index)
         error = td_errors(name, priority, len(slots), self.layout.device)
         if not len(slots) or self.lacks_td_errors(priority, storage):
             return
-        largest = largest_td_error(name, error, slots, state.priorities, self.distribution.max_priority)
-        is_own_write = state.log.is_last_write(index, slots)
-        # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
-        if is_own_write and torch.as_tensor(index).ndim == 0 and state.priorities.is_default(largest):
+        is_own_write = state.log.is_last_write(index)
+        if is_own_write and torch.as_tensor(index).ndim == 0 and self._is_default(priority):
             return
+        if not values_can_be_read(self.layout.device):
+            state.update_masked(slots, error, stamp, is_own_write=is_own_write)
+            return
+        largest = largest_td_error(name, error, slots, state.priorities, self.distribution.max_priority)
         late = None if is_own_write else state.late_rows(slots, stamp)
         state.update(slots, error, late, largest)
+
+    def _is_default(self, priority: Any) -> bool:
+        """True if ``priority`` may be the default that TensorDictReplayBuffer.add() passes for a missing TD error."""
+        return self.state.priorities.is_default(float(torch.as_tensor(priority).max()))
 
     # --- inspection and state
 

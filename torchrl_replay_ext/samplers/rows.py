@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from tensordict import NestedKey, is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 
 
 def stored_tensordict(owner: str, storage: Storage | None) -> Any:
@@ -33,11 +31,13 @@ class StoredRows:
         storage: the storage.
         slots: int64 [n].
         log: the log of earlier writes.
+        write: where the write lies in the ring. None: the rows are known to be new, or are written in a graph.
     """
 
-    def __init__(self, owner: str, storage: Storage | None, slots: Tensor, log: WriteLog):
+    def __init__(self, owner: str, storage: Storage | None, slots: Tensor, log: WriteLog, write: RingWrite | None):
         self.owner, self.slots = owner, slots
         self._storage, self._log, self._num_slots = storage, log, log.layout.num_slots
+        self._write, self._is_rewrite = write, None if write is not None else False
 
     def is_rewrite(self) -> bool:
         """True if these rows were stored before and changed in place (``rb.mark_update``); False in graphs.
@@ -45,16 +45,13 @@ class StoredRows:
         Raises:
             ValueError: if the rows are new and not consecutive in the ring.
         """
-        if is_traced():
-            return False
-        if self._log.is_rewrite(self.slots, _torchrl.last_step(self._storage)):
-            return True
-        in_order = torch.arange(self.slots.shape[0], device=self.slots.device)
-        if not torch.equal(self.slots, (self.slots[0] + in_order) % self._num_slots):
-            raise ValueError(
-                f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
-            )
-        return False
+        if self._is_rewrite is None:
+            assert self._write is not None
+            try:
+                self._is_rewrite = self._log.is_rewrite(self.slots, self._write)
+            except ValueError as error:
+                raise ValueError(f"{self.owner}: {error}") from None
+        return self._is_rewrite
 
     def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
         """One number per row, [n]. If the entry is missing: None, or KeyError if ``why`` says why it is required."""

@@ -35,7 +35,7 @@ def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...
 
 
 def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tensor:
-    """Convert TorchRL's index to flat slots, int64 [n].
+    """Convert TorchRL's index to flat slots, int64 [n], on the device of the index.
 
     Args:
         owner: the class that error messages name.
@@ -45,14 +45,14 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
     Raises:
         TypeError: if the index does not hold integers.
         ValueError: if the last dimension of the index is not ndim > 1.
-        IndexError: if ndim > 1 and an index is out of range. For ndim = 1 the caller must check the range.
+        IndexError: if ndim > 1 and an index is out of range. For ndim = 1 the caller must check the range. In graphs
+            and on accelerators, such a row becomes slot -1, unless ``layout.validate``.
     """
-    shape, device = layout.shape, layout.device
+    shape = layout.shape
     if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
-        return index if index.device == device else index.to(device)
-    if isinstance(index, tuple):
-        index = torch.stack([torch.as_tensor(i) for i in index], -1)
-    coordinates = torch.as_tensor(index, device=device)
+        return index
+    coordinates = torch.stack([torch.as_tensor(i) for i in index], -1) if isinstance(index, tuple) else index
+    coordinates = torch.as_tensor(coordinates)
     if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
         raise TypeError(f"{owner}: index must hold integers, got {coordinates.dtype}.")
     coordinates = coordinates.to(torch.int64)
@@ -63,31 +63,21 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
             f"{owner}: index has shape {tuple(coordinates.shape)}; a storage of shape {shape} needs [n, {len(shape)}]."
         )
     coordinates = coordinates.reshape(-1, len(shape))
-    require_in_range(owner, coordinates, shape, shape)
-    return row_major(coordinates, shape)
+    outside = torch.stack([(i < 0) | (i >= n) for i, n in zip(coordinates.unbind(1), shape, strict=True)]).any(0)
+    raise_if(outside.any, lambda: out_of_range(owner, coordinates[outside][0].tolist(), shape), reads=layout.checked)
+    return row_major(coordinates, shape).masked_fill(outside, -1)
 
 
-def require_in_range(owner: str, index: Tensor, high: int | tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Raise IndexError if an entry of ``index`` [n] or [n, ndim] is negative or >= ``high``.
+def require_in_range(owner: str, slots: Tensor, size: int, shape: tuple[int, ...]) -> None:
+    """Raise IndexError if one of ``slots`` [n] is negative or >= ``size``; ``shape`` is for the error message."""
+    outside = (slots < 0) | (slots >= size)
+    if bool(outside.any()):
+        raise out_of_range(owner, int(slots[outside][0]), shape)
 
-    Args:
-        owner: the class that error messages name.
-        index: integers, [n] or [n, ndim].
-        high: upper limit, a number or one for each dimension.
-        shape: the shape of the storage, for the error message.
 
-    Values are not checked in a compiled graph.
-    """
-
-    def outside() -> Tensor:
-        limit = high if isinstance(high, int) else torch.tensor(high, device=index.device)
-        return (index < 0) | (index >= limit)
-
-    def error() -> IndexError:
-        wrong = index[outside().reshape(len(index), -1).any(1)][0].tolist()
-        return IndexError(f"{owner}: index {wrong} is out of range for a storage of shape {shape}.")
-
-    raise_if(lambda: outside().any(), error)
+def out_of_range(owner: str, index: int | list[int], shape: tuple[int, ...]) -> IndexError:
+    """The error for an index outside of a storage of shape ``shape``."""
+    return IndexError(f"{owner}: index {index} is out of range for a storage of shape {shape}.")
 
 
 def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -12,18 +13,29 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    raise_if,
+    scalar,
+    to_device,
+    values_can_be_read,
+)
 from torchrl_replay_ext.core.pending_draws import PendingDraws
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
-from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, Layout, WriteLog
+from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, Layout, RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.functional import last_occurrence
 from torchrl_replay_ext.samplers.rows import StoredRows
-from torchrl_replay_ext.samplers.slot_index import require_in_range
+from torchrl_replay_ext.samplers.slot_index import out_of_range, require_in_range
+from torchrl_replay_ext.samplers.td_errors import invalid_td_error
 
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
+# A number that no write has.
+_NO_WRITE = 2**62
+_EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
 # Errors that reject a write before any change. A warning is included: a filter can turn it into an error.
 REFUSALS = (KeyError, TypeError, ValueError, Warning)
 
@@ -69,7 +81,7 @@ class SlotState:
     ):
         self.owner, self.layout, self._hyperparameters = owner, layout, hyperparameters
         for hyperparameter in hyperparameters.values():
-            hyperparameter.to(layout.device)
+            hyperparameter.to(layout.counters)
         self.log = WriteLog(layout)
         self.pending = PendingDraws(self.log)
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
@@ -79,6 +91,8 @@ class SlotState:
             name: torch.zeros((), dtype=torch.int64, device=layout.device)
             for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
         }
+        # number of writes to the storage, counted by the storage, at the last comparison of storage and log; on the CPU
+        self._seen_sets = torch.full((), -1, dtype=torch.int64)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self._max_priority = torch.zeros(1, dtype=torch.float64, device=layout.device)
         self.distribution = make(self.log, self.priorities)
@@ -146,11 +160,16 @@ class SlotState:
     def discard_unseen_writes(self, storage: Storage | None) -> None:
         """Remove slots written after the last write that the sampler was notified of; they may be incomplete."""
         self.recover(storage)
+        sets = _torchrl.num_sets(storage)
+        if sets is not None and sets.item() == self._seen_sets.item():
+            return
         last, last_seen = _torchrl.last_step(storage), self.log.last_seen_step.item()
         if last is not None and last_seen >= 0 and last != last_seen:
             with self.log.transaction():
                 self.remove(self.log.unannounced(last))
                 self.log.see_step(last)
+        if sets is not None:
+            self._seen_sets.copy_(sets)
 
     def recover(self, storage: Storage | None, being_written: Tensor | None = None) -> None:
         """Rebuild the state from the log and the stored rows if a change was interrupted.
@@ -160,11 +179,11 @@ class SlotState:
         """
         if storage is None:
             return
-        last = _torchrl.last_step(storage)
         if being_written is None:
-            self.distribution.sync(None if last is None else (last + 1) * self.layout.slots_per_step)
+            self.distribution.sync(lambda: self._next_slot(storage))
         if not self.log.needs_recovery:
             return
+        last = _torchrl.last_step(storage)
         runs, priority = self.log.known_runs(last, being_written), self.priorities.of_slot.clone()
         unseen = self.log.unannounced(last)
         if unseen.numel():
@@ -181,38 +200,52 @@ class SlotState:
         if updated.numel():
             self.priorities.update(updated, priority[updated], 0.0)
             self.distribution.update(updated, priority[updated], None)
-        self.log.last_written_slots = None
+        self.log.announce(None)
         self.log.mark_clean()
 
-    def write(self, slots: Tensor, storage: Storage | None) -> None:
+    def _next_slot(self, storage: Storage) -> int | None:
+        last = _torchrl.last_step(storage)
+        return None if last is None else (last + 1) * self.layout.slots_per_step
+
+    def locate(self, slots: Tensor, storage: Storage | None) -> RingWrite:
+        """Find where a write of ``slots`` [n] lies in the ring."""
+        newest = _torchrl.last_step_value(storage) if self.distribution.slots_in_ring_order else None
+        return self.log.locate(slots, newest)
+
+    def write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Update the state after a write of ``slots`` [n]. Not usable in graphs.
 
         Raises:
             KeyError, TypeError, ValueError: if a part rejects the rows; nothing is changed then.
         """
+        slots = to_device(slots, self.layout.device)
         self.recover(storage, slots)
         self._accepting_parts = 0
         try:
             with self.log.transaction():
-                self._apply_write(slots, storage)
+                self._apply_write(slots, write, storage)
         except REFUSALS:
             if not self._accepting_parts:
                 self.log.mark_clean()
             self.holds_only_rejected_write |= storage is not None and _torchrl.length(storage) <= slots.numel()
             raise
+        sets = _torchrl.num_sets(storage)
+        if sets is not None:
+            self._seen_sets.copy_(sets)
 
-    def _apply_write(self, slots: Tensor, storage: Storage | None) -> None:
+    def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
-        last, log = _torchrl.last_step(storage), self.log
-        if self._needs_order and self._order_is_unknown and last is not None:
+        log = self.log
+        if self._needs_order and self._order_is_unknown and write.newest >= 0:
             self.clear()
             log.mark_dirty()
+            write = write._replace(last_seen=UNKNOWN)
         is_first = log.is_empty and not self.holds_only_rejected_write
         if is_first and storage is not None and _torchrl.length(storage) > slots.numel():
             self.ingest(storage)
-            log.see_step(self._place(slots, storage)[0])
+            log.see_step(self._place(len(slots), write, storage)[0])
             return
-        end, skipped = self._place(slots, storage)
+        end, skipped = self._place(len(slots), write, storage)
         if skipped.numel():
             self.remove(skipped)
         if slots.numel() > self.layout.num_slots:
@@ -221,20 +254,19 @@ class SlotState:
             for part in self._parts:
                 part.before_full_overwrite()
             self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
-        self.insert(slots[-self.layout.num_slots :], storage)
+        self.insert(slots[-self.layout.num_slots :], storage, write)
         # last, because the write may be rejected
         log.see_step(end)
 
-    def _place(self, slots: Tensor, storage: Storage | None) -> tuple[int, Tensor]:
-        """Find the ring position after a write of ``slots`` [n], and the slots that it skipped.
+    def _place(self, count: int, write: RingWrite, storage: Storage | None) -> tuple[int, Tensor]:
+        """Find the ring position after a write of ``count`` rows, and the slots that it skipped.
 
         Raises:
             ValueError: if the write is not consecutive in the ring, but the order of slots is needed.
         """
-        last = _torchrl.last_step(storage) if self.distribution.slots_in_ring_order else None
         end, skipped = self.log.place_write(
-            slots,
-            last,
+            count,
+            write,
             lambda: (
                 any(part.requires_sequential_writer for part in self._parts) or _torchrl.has_round_robin_writer(storage)
             ),
@@ -245,9 +277,9 @@ class SlotState:
             )
         return end, skipped
 
-    def insert(self, slots: Tensor, storage: Storage | None) -> None:
-        """Insert new transitions in ``slots`` [n]."""
-        rows = StoredRows(self.owner, storage, slots, self.log)
+    def insert(self, slots: Tensor, storage: Storage | None, write: RingWrite | None = None) -> None:
+        """Insert the transitions in ``slots`` [n], new ones if ``write`` does not say where they lie in the ring."""
+        rows = StoredRows(self.owner, storage, slots, self.log, write)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.overwrite(slots)
         accepting = 0
@@ -282,16 +314,23 @@ class SlotState:
             comes_back: True (default) if an update of the rows is expected.
         """
         if not is_traced():
-            self.pending.add(slots, int(self.log.num_writes), real=real, comes_back=comes_back)
+            self.pending.add(slots, self._num_writes(), real=real, comes_back=comes_back)
+
+    def _num_writes(self) -> int | Tensor:
+        number = scalar(self.log.num_writes)
+        return number.clone() if isinstance(number, Tensor) else number
 
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
         return gather_in_bounds(self.log.generation, slots)
 
     def generation_if_current(self, slots: Tensor) -> Tensor:
-        """Generation of each of ``slots`` [n] in an update, int64 [n]; -1 if it was overwritten since the draw."""
-        late, generation = self.late_rows(slots, None), self._generation_in_range(slots)
-        return generation if late is None else torch.where(late, -1, generation)
+        """Generation of each of ``slots`` [n] in an update, int64 [n]; of no write if overwritten since the draw."""
+        if values_can_be_read(slots):
+            late, generation = self.late_rows(slots, None), self._generation_in_range(slots)
+        else:
+            late, generation = self.pending.judge(slots, self._num_writes())[1], self.generation(slots)
+        return generation if late is None else torch.where(late, _NO_WRITE, generation)
 
     def late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
         """Find the rows of an update whose slots were overwritten since the draw.
@@ -310,25 +349,19 @@ class SlotState:
             self.pending.come_back(slots)
             late = self._generation_in_range(slots) != stamp.reshape(-1)
             return late if bool(late.any()) else None
-        is_drawn, late = self.pending.judge(slots, int(self.log.num_writes))
+        is_drawn, late = self.pending.judge(slots, self._num_writes())
         if is_drawn:
             return late
         missing = self._generation_in_range(slots) == 0
         if bool(missing.any()):
-            raise IndexError(
-                f"{self.owner}.update_priority: slot {int(slots[missing][0])} is out of range: it is empty."
-            )
+            raise IndexError(_EMPTY.format(owner=self.owner, slot=int(slots[missing][0])))
         return None
 
     def _generation_in_range(self, slots: Tensor) -> Tensor:
-        name, layout = self.owner, self.layout
-        if layout.device.type != "cpu":
-            # on an accelerator, an index out of range would make the device unusable
-            require_in_range(name, slots, layout.size, layout.shape)
         try:
             return self.log.generation.index_select(0, slots)
         except (IndexError, RuntimeError):
-            require_in_range(name, slots, layout.size, layout.shape)
+            require_in_range(self.owner, slots, self.layout.size, self.layout.shape)
             raise
 
     def update(self, slots: Tensor, error: Tensor, late: Tensor | None, largest: float) -> None:
@@ -351,13 +384,18 @@ class SlotState:
                 self.distribution.update(slots, priority, None)
         self._step()
 
-    def update_compiled(self, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
-        """Set priorities from TD errors in a graph. Invalid rows are skipped and counted, since graphs cannot raise.
+    def update_masked(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool = False) -> None:
+        """Set priorities from TD errors where values cannot be read. Invalid rows are left out and counted.
 
         Args:
             slots: int64 [n].
             error: TD errors, one number or [n].
             stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
+            is_own_write: True if the rows are those of the last write. Default: False.
+
+        Raises:
+            ValueError: on accelerators, if a TD error is invalid and ``layout.validate``; nothing is changed then.
+            IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
         """
         error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
         priority = self.priorities.from_td_error(error)
@@ -365,22 +403,50 @@ class SlotState:
         # also False for NaN
         valid = (error >= 0) & (priority <= self._max_priority) & (given == slots)
         generation = self.generation(slots)
-        is_current = generation > 0
-        # padded rows, marked by -1, are not counted
-        is_padded = torch.zeros_like(is_current) if stamp is None else stamp.reshape(-1) < 0
-        if stamp is not None:
-            is_current = is_current & (generation == stamp.reshape(-1))
-        self.counters["rejected_updates"].add_((~valid & ~is_padded).sum())
-        self.counters["dropped_updates"].add_((valid & ~is_current & ~is_padded).sum())
+        is_current, is_drawn, late = generation > 0, True, None
+        if stamp is None:
+            wrong = ~valid
+            if not is_traced() and not is_own_write:
+                is_drawn, late = self.pending.judge(given, self._num_writes())
+        else:
+            stamp = stamp.reshape(-1)
+            # padded rows, marked by -1, are not counted
+            is_real = stamp >= 0
+            valid = valid & is_real
+            wrong = valid ^ is_real
+            is_current = is_current & (generation == stamp)
+            if not is_traced():
+                self.pending.come_back(given)
+        if late is not None:
+            is_current = is_current & ~late
+        self._require_valid(given, error, wrong if is_drawn else wrong | (generation == 0))
         applied = valid & is_current
+        self.counters["rejected_updates"].add_(wrong.sum())
+        self.counters["dropped_updates"].add_((valid ^ applied).sum())
+        priority = torch.where(applied, priority, 0.0)
         source = last_occurrence(slots, applied)
         is_last = source == torch.arange(slots.shape[0], device=slots.device)
-        priority = torch.where(applied, priority, 0.0)
-        largest = torch.where(applied, error, 0.0).amax().to(torch.float64)
-        priority, applied = gather_in_bounds(priority, source), gather_in_bounds(applied, source)
-        self.priorities.update_compiled(slots, priority, applied, self.priorities.from_td_error(largest))
-        self.distribution.update(slots, priority, UpdateMask(applied, is_last))
+        applied = gather_in_bounds(applied, source)
+        with nullcontext() if is_traced() else self.log.transaction():
+            largest = priority.amax()
+            priority = gather_in_bounds(priority, source)
+            self.priorities.update_masked(slots, priority, applied, largest)
+            self.distribution.update(slots, priority, UpdateMask(applied, is_last))
         self._step()
+
+    def _require_valid(self, slots: Tensor, error: Tensor, wrong: Tensor) -> None:
+        """With ``layout.validate``, raise an error outside graphs if a row of an update is ``wrong``, bool [n]."""
+
+        def refused() -> Exception:
+            row = int(wrong.nonzero()[0])
+            slot, size = int(slots[row]), self.layout.num_slots
+            if not 0 <= slot < size:
+                return out_of_range(self.owner, slot, self.layout.shape)
+            if self.log.generation[slot] == 0:
+                return IndexError(_EMPTY.format(owner=self.owner, slot=slot))
+            return invalid_td_error(self.owner, float(error[row]), slot, row, self.distribution.max_priority)
+
+        raise_if(wrong.any, refused, reads=self.layout.checked)
 
     def _step(self) -> None:
         """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""

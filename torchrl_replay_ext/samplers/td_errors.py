@@ -98,7 +98,12 @@ def largest_td_error(owner: str, error: Tensor, slots: Tensor, priorities: Prior
     if smallest >= 0 and from_td_error(largest) <= limit:
         return largest
     wrong = int((~((error >= 0) & (from_td_error(error) <= limit))).nonzero()[0])
-    raise ValueError(
-        f"{owner}.update_priority: TD error {float(error[wrong]):g} at index {int(slots[wrong])} (position {wrong} of "
-        f"the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {limit:g}."
+    raise invalid_td_error(owner, float(error[wrong]), int(slots[wrong]), wrong, limit)
+
+
+def invalid_td_error(owner: str, error: float, slot: int, position: int, limit: float) -> ValueError:
+    """The error for an invalid TD error at ``position`` of an update; ``limit``: the largest allowed priority."""
+    return ValueError(
+        f"{owner}.update_priority: TD error {error:g} at index {slot} (position {position} of the update); TD errors "
+        f"must be >= 0 and finite, and the priority |δ| + eps at most {limit:g}."
     )

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_bool, require_integer
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
@@ -354,6 +354,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return
         generation = stamp.reshape(-1) if stamp is not None else sampler.state.generation_if_current(slots)
+        if not values_can_be_read(slots):
+            stamp = where_int64(mask, generation, torch.full_like(generation, -1))
+            sampler.update_priority(index, error.expand(mask.shape), storage=storage, stamp=stamp)
+            return
         chosen = tuple(i[mask] for i in index) if isinstance(index, tuple) else index[mask]
         error = error.reshape(-1)[mask] if error.numel() == mask.numel() else error
         sampler.update_priority(chosen, error, storage=storage, stamp=generation[mask])

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
 
 from torchrl_replay_ext._torchrl import map_tensors, stored_columns, stored_data
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, mark_static, scalar, uniform
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, mark_static, scalar, uniform, values_can_be_read
 
 
 class CompilableTensorStorage(LazyTensorStorage):
@@ -41,6 +41,8 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64)
+        # number of calls of set() outside graphs, by which samplers see without a read whether they missed a write
+        self.num_sets = torch.zeros((), dtype=torch.int64)
         super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
 
     @property
@@ -103,6 +105,7 @@ class CompilableTensorStorage(LazyTensorStorage):
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write ``data`` at ``cursor``. In a graph, ``data`` must have the entries of the first write."""
         if not is_traced():
+            self.num_sets.add_(1)
             super().set(cursor, data, set_cursor=set_cursor)
             return
         self._require_columns()
@@ -127,6 +130,13 @@ class CompilableTensorStorage(LazyTensorStorage):
                 f"{type(self).__name__}: the first write must run outside the compiled function; it allocates memory."
             )
 
+    def get(self, index: Any) -> Any:
+        """Read rows. On an accelerator, an index beyond the length, which would have to be read, finds empty rows."""
+        data = stored_data(self)
+        if is_tensor_collection(data) and not values_can_be_read(self.counters_device):
+            return data[index]
+        return super().get(index)
+
     def take(self, index: Tensor) -> TensorDictBase:
         """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts."""
         return map_tensors(stored_data(self), lambda column: gather_in_bounds(column, index), index.shape)
@@ -138,11 +148,13 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``."""
+        self.num_sets.add_(1)
         super().load_state_dict(state_dict)
         self._settle()
 
     def loads(self, path: Any) -> None:
         """Load a state saved by ``dumps``."""
+        self.num_sets.add_(1)
         super().loads(path)
         self._settle()
 

@@ -11,8 +11,15 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
-from torchrl_replay_ext._torchrl import attached_buffers, last_step, rows_of_ring, shape_and_device, stored_data
-from torchrl_replay_ext.compilation import is_traced, mark_static, scalar
+from torchrl_replay_ext._torchrl import (
+    attached_buffers,
+    last_step,
+    last_step_value,
+    rows_of_ring,
+    shape_and_device,
+    stored_data,
+)
+from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 
@@ -22,7 +29,11 @@ def _counter(name: str) -> Any:
     def set_(self: Any, value: int | Tensor) -> None:
         getattr(self, name).copy_(torch.as_tensor(value))
 
-    return property(lambda self: scalar(getattr(self, name)), set_)
+    def get(self: Any) -> int | Tensor:
+        value = getattr(self, name)
+        return value if is_traced() else value.item()
+
+    return property(get, set_)
 
 
 def bind_samplers(storage: Any) -> None:
@@ -118,15 +129,18 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
         """Call ``write(data)``; if the storage rejects the data before it writes anything, restore the cursor."""
         storage: Any = self._storage
-        before = last_step(storage), int(self._cursor_value), int(self._write_count_value)
+        # copies, which are read only after an error
+        last = last_step_value(storage)
+        last = torch.as_tensor(-1 if last is None else last).clone()
+        cursor, write_count = self._cursor_value.clone(), self._write_count_value.clone()
         try:
             return write(data)
         except BaseException:
-            known = shape_and_device(storage)
+            known, now = shape_and_device(storage), last_step(storage)
             # a write of the whole ring ends where the one before it has ended
             steps = storage.max_size if known is None else known[0][0]
-            if last_step(storage) == before[0] and int(self._write_count_value) - before[2] < steps:
-                self._cursor, self._write_count = before[1:]
+            if (-1 if now is None else now) == int(last) and int(self._write_count_value - write_count) < steps:
+                self._cursor, self._write_count = int(cursor), int(write_count)
             raise
 
     def extend(self, data: TensorDictBase) -> Tensor:
@@ -147,20 +161,28 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         storage: Any = self._storage
         if is_tensor_collection(data) and 0 in data.shape:
             return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64)
-        if not is_traced():
-            if is_tensor_collection(data):
-                self._check(data, storage.ndim)
-            index = self._undone_if_refused(super().extend, data)
-            device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
-            if device not in (None, self._cursor_value.device):
-                self._cursor_value = self._cursor_value.to(device)
-                self._write_count_value = self._write_count_value.to(device)
-                mark_static(vars(self))
-            return index
-        if self._track_generations or not isinstance(storage, CompilableTensorStorage):
-            raise TypeError(
-                "CompilableWriter: compiled graphs need a CompilableTensorStorage and track_generations=False."
-            )
+        can_be_traced = isinstance(storage, CompilableTensorStorage) and not self._track_generations
+        if is_traced():
+            if not can_be_traced:
+                raise TypeError(
+                    "CompilableWriter: compiled graphs need a CompilableTensorStorage and track_generations=False."
+                )
+            return self._extend(data)
+        if is_tensor_collection(data):
+            self._check(data, storage.ndim)
+            if can_be_traced and not values_can_be_read(self._cursor_value):
+                return self._undone_if_refused(self._extend, data)
+        index = self._undone_if_refused(super().extend, data)
+        device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
+        if device not in (None, self._cursor_value.device):
+            self._cursor_value = self._cursor_value.to(device)
+            self._write_count_value = self._write_count_value.to(device)
+            mark_static(vars(self))
+        return index
+
+    def _extend(self, data: TensorDictBase) -> Tensor:
+        """:meth:`extend` without reading the cursor, for graphs and accelerators."""
+        storage: Any = self._storage
         rows, count = rows_of_ring(storage, data), len(data)
         index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
         data.set("index", expand_as_right(index.to(data.device or index.device), data))
@@ -181,10 +203,13 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def _mark_update_entities(self, index: Tensor) -> None:
         storage: Any = self._storage
-        # the flag stays set if a sampler rejects the rows
-        self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
-        for buffer in attached_buffers(storage):
-            buffer.mark_update(index)
+        try:
+            for buffer in attached_buffers(storage):
+                buffer.mark_update(index)
+        except BaseException:
+            # a sampler has rejected the rows
+            self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+            raise
         self._only_refused = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
