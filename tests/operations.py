@@ -67,7 +67,7 @@ class Case:
     """A kind of buffer.
 
     Args:
-        parts: creates sampler and writer from a capacity, a number of streams and a random generator.
+        parts: creates sampler and writer from a capacity, a number of streams, a random generator and ``validate``.
         reference: class of the naive sampler for comparison, if there is one.
         ndims: supported numbers of dimensions of the storage.
         pinned: True for event tables with retention="pinned".
@@ -76,7 +76,7 @@ class Case:
         reliable: True if the sampler has an exponent omega.
     """
 
-    parts: Callable[[int, int, random.Random], dict[str, Any]]
+    parts: Callable[[int, int, random.Random, bool], dict[str, Any]]
     reference: type | None = None
     ndims: tuple[int, ...] = (1, 2)
     pinned: bool = False
@@ -85,29 +85,34 @@ class Case:
     reliable: bool = False
 
 
-def proportional(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+def proportional(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
-    sampler = ProportionalSampler(capacity, stratified=rng.random() < 0.5, **choices)
+    sampler = ProportionalSampler(capacity, stratified=rng.random() < 0.5, validate=validate, **choices)
     return {"sampler": sampler, "choices": choices}
 
 
-def rank(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+def rank(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
     choices = {"segments": rng.choice(["exact", "piecewise"]), "weight_norm": rng.choice(["buffer", "batch"])}
     stale = rng.choice([0.0, 0.05, 0.5, 1.0])
-    return {"sampler": RankBasedSampler(capacity, stratified=rng.random() < 0.5, stale_fraction=stale, **choices)}
+    choices |= {"stratified": rng.random() < 0.5, "validate": validate}
+    return {"sampler": RankBasedSampler(capacity, stale_fraction=stale, **choices)}
 
 
-def reaper(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+def reaper(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
     choices["truncated"] = rng.choice(["finished", "ongoing"])
-    return {"sampler": ReaPERSampler(capacity, num_streams=streams, **choices), "choices": choices}
+    sampler = ReaPERSampler(capacity, num_streams=streams, validate=validate, **choices)
+    return {"sampler": sampler, "choices": choices}
 
 
-def recency(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
-    return {"sampler": RecencySampler(capacity, half_life=rng.choice([0.5, 3, math.inf]), beta=rng.choice([0.0, 0.5]))}
+def recency(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
+    choices = {"half_life": rng.choice([0.5, 3, math.inf]), "beta": rng.choice([0.0, 0.5])}
+    return {"sampler": RecencySampler(capacity, validate=validate, **choices)}
 
 
-def events(kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
+def events(
+    kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random, validate: bool
+) -> dict[str, Any]:
     specs = [EventSpec(name, ("next", name), history, table=table) for name, (history, table) in HISTORY.items()]
     sizes = {"a": max(capacity // 2, 3), "b": 4}
     if retention == "pinned":
@@ -127,25 +132,33 @@ def events(kind: str | None, retention: str, capacity: int, streams: int, rng: r
         correction=rng.choice(corrections),
         priority=priority,
         pair_keys=("observation",),
+        validate=validate,
     )
     return {"sampler": sampler, "writer": EventTableWriter(tables)}
 
 
-def decoupled(capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
-    parts = proportional(capacity, streams, rng)
+def decoupled(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
+    parts = proportional(capacity, streams, rng, validate)
     granularity = rng.choice(["batch", "transition"])
     decoupled = DecoupledSampler(parts["sampler"], linear_policy(), num_candidates=2, granularity=granularity)
     return parts | {"sampler": decoupled}
 
 
-def slices(anchors: Callable[..., Any] | None, capacity: int, streams: int, rng: random.Random) -> dict[str, Any]:
-    drawn_by = "uniform" if anchors is None else anchors(capacity, streams, rng)["sampler"]
+def slices(
+    anchors: Callable[..., Any] | None, capacity: int, streams: int, rng: random.Random, validate: bool
+) -> dict[str, Any]:
+    drawn_by = "uniform" if anchors is None else anchors(capacity, streams, rng, validate)["sampler"]
     pad = anchors is not None or rng.random() < 0.7
-    return {
-        "sampler": TrajectoryRetraceSampler(
-            capacity, slice_len=SLICE, num_streams=streams, behaviour_keys=(), anchors=drawn_by, pad=pad
-        )
-    }
+    sampler = TrajectoryRetraceSampler(
+        capacity,
+        slice_len=SLICE,
+        num_streams=streams,
+        behaviour_keys=(),
+        anchors=drawn_by,
+        pad=pad,
+        validate=validate and anchors is None,
+    )
+    return {"sampler": sampler}
 
 
 # add one line for each new sampler
@@ -180,11 +193,12 @@ class Driven:
         name: name of the case.
         seed: seed of the setting and of all operations.
         device: device of the storage. On another device than the CPU, half of the writes bring CPU data.
+        validate: True if invalid input raises errors on all devices.
         buffer: further arguments of the buffer.
     """
 
-    def __init__(self, name: str, seed: int, device: str = "cpu", **buffer: Any):
-        self.arguments, self.device = buffer, device
+    def __init__(self, name: str, seed: int, device: str = "cpu", validate: bool = False, **buffer: Any):
+        self.arguments, self.device, self.validate = buffer, device, validate
         self.case, rng = CASES[name], random.Random(seed)
         self.rng = rng
         num_envs, ndim = rng.choice([1, 1, 2, 3]), rng.choice(self.case.ndims)
@@ -226,7 +240,7 @@ class Driven:
         """Create the buffer of this setting."""
         setting = self.setting
         rng, capacity = random.Random(setting.seed), setting.capacity
-        parts = self.case.parts(capacity, setting.num_envs if setting.ndim == 1 else 1, rng)
+        parts = self.case.parts(capacity, setting.num_envs if setting.ndim == 1 else 1, rng, self.validate)
         tables = parts["writer"].tables if self.case.pinned else None
         size = capacity if tables is None else sum(tables[name].capacity for name in tables)
         compilable = setting.compilable
@@ -515,7 +529,7 @@ class Driven:
         if not sampler.takes_priorities:
             return
         count = self.rng.randint(1, 4)
-        index, _ = self.some_index(count)
+        index, slots = self.some_index(count)
         error = self.td_errors(count)
         kind = self.rng.choice(["nan", "inf", "negative", "huge", "short", "long", "outside", "below", "float"])
         wrong = {"nan": float("nan"), "inf": float("inf"), "negative": -1.0, "huge": 3e38}
@@ -529,7 +543,21 @@ class Driven:
             index = index.float() + 0.5
         else:
             index[self.rng.randrange(count)] = -1000 if kind == "below" else 1000
-        self.refused(lambda: self.buffer.update_priority(index, error))
+        if self.device == "cpu" or self.validate or kind in ("short", "long", "float"):
+            self.refused(lambda: self.buffer.update_priority(index, error))
+        else:
+            self.left_out(index, slots, error)
+
+    def left_out(self, index: torch.Tensor, slots: list[int], error: torch.Tensor) -> None:
+        """Check that an update of which one row is invalid changes only the others, and counts it."""
+        before = int(self.buffer.sampler.stats()["rejected_updates"])
+        self.buffer.update_priority(index, error)
+        assert int(self.buffer.sampler.stats()["rejected_updates"]) == before + 1
+        if self.reference is not None:
+            inside = (index.reshape(len(slots), -1).abs() < 1000).all(1)
+            for slot, value, is_inside in zip(slots, error.tolist(), inside.tolist(), strict=True):
+                if is_inside and 0 <= value < 1e38:
+                    self.reference.update([slot], [value])
 
     def refused(self, operation: Callable[[], Any], error: Any = (ValueError, IndexError, TypeError, KeyError)) -> None:
         """Check that ``operation`` raises an error and changes nothing."""

@@ -245,6 +245,7 @@ class _PriorityConfig(SamplerConfig):
     _convert_: str = "all"
     capacity: Any = _CAPACITY
     td_error: Any = _TD_ERROR
+    validate: bool = False
 
 
 @dataclass
@@ -310,6 +311,7 @@ class TrajectoryRetraceSamplerConfig(SamplerConfig):
     pad: bool = True
     anchors: Any = "uniform"
     init_key: Any = "is_init"
+    validate: bool = False
 
 
 @dataclass
@@ -329,6 +331,7 @@ class EventTableSamplerConfig(SamplerConfig):
     priority: Any = None
     td_error: Any = _TD_ERROR
     pair_keys: Any = ("observation", "action")
+    validate: bool = False
 
 
 @dataclass

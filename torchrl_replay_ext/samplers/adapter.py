@@ -82,7 +82,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         require_choice(name, "td_error", td_error, get_args(TDError))
         require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
         require_bool(name, "validate", validate)
-        self.capacity, self.validate = capacity, validate
+        self.capacity, self._validate = capacity, validate
         self._priority_arguments = PriorityArguments(
             eps=require_finite(name, "eps", eps), td_error=td_error, within_buffer=max_priority_within_buffer
         )
@@ -92,7 +92,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
 
     def _set_up(self, layout: Layout) -> None:
-        layout = layout._replace(validate=self.validate)
+        layout = layout._replace(validate=self._validate)
         arguments = self._make_observers, self.hyperparameters, self._priority_arguments
         self.state = SlotState(type(self).__name__, layout, self.make, *arguments)
         self.layout, self.distribution = layout, self.state.distribution
@@ -221,7 +221,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             )
             raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
-        if self.validate and density is not None and not values_can_be_read(density):
+        if self._validate and density is not None and not values_can_be_read(density):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
             raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")

@@ -141,8 +141,8 @@ class EventTableSampler(PrioritySampler):
       ``stale_fraction`` of all entries has changed. In between, an updated transition gets the rank that fits its new
       TD error in the last sort. New transitions have rank 1.
     * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`. Entries: the arguments of that class
-      and its defaults, except ``capacity`` and ``weight_norm``. Needs ``retention="ring"``. Draws follow Ψ exactly. The
-      sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;
+      and its defaults, except ``capacity``, ``weight_norm`` and ``validate``. Needs ``retention="ring"``. Draws follow
+      Ψ exactly. The sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;
       :meth:`probabilities` is exact.
 
     Args:
@@ -162,6 +162,8 @@ class EventTableSampler(PrioritySampler):
             dtype; equal states and actions must have exactly equal values. Pairs are counted by hash: for D different
             pairs in a buffer of N transitions, two pairs share a count with a probability of about D² / 8N. Default:
             ``("observation", "action")``.
+        validate: raise errors for invalid input on accelerators too, see
+            :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -188,6 +190,7 @@ class EventTableSampler(PrioritySampler):
         beta: float | Anneal = 1.0,
         priority: TablePriority | None = None,
         pair_keys: tuple[NestedKey, ...] = ("observation", "action"),
+        validate: bool = False,
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableSampler: tables must be EventTables, not {type(tables).__name__}.")
@@ -265,7 +268,9 @@ class EventTableSampler(PrioritySampler):
             make_reliability=_reliability(settings, hyperparameters) if kind == "reaper" else None,
         )
         make = partial(EventTableMixture, tables=tables, **self._arguments)
-        super().__init__(None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, **settings)
+        super().__init__(
+            None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, validate=validate, **settings
+        )
 
     def _find_tables(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""

@@ -41,6 +41,9 @@ class ProportionalSampler(PrioritySampler):
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated, instead of the largest d ever seen; rows that the same write overwrites are not included. If no
             stored transition has been updated, the last such value is kept. Default: False.
+        validate: if True, invalid input raises errors on accelerators too; to see it, the host must wait for the
+            device. If False (default), invalid rows of updates are left out there and counted in :meth:`stats`, as in
+            a compiled step.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.
@@ -72,6 +75,7 @@ class ProportionalSampler(PrioritySampler):
         td_error: TDError = "squared",
         weight_norm: WeightNorm = "buffer",
         max_priority_within_buffer: bool = False,
+        validate: bool = False,
     ):
         name = "ProportionalSampler"
         require_bool(name, "stratified", stratified)
@@ -84,4 +88,5 @@ class ProportionalSampler(PrioritySampler):
             eps=eps,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
+            validate=validate,
         )

@@ -93,6 +93,9 @@ class ReaPERSampler(PrioritySampler):
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated, instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. The sums
             of episodes use this d for rows that have not been updated. Default: False.
+        validate: raise errors for invalid input on accelerators too, see
+            :class:`~torchrl_replay_ext.ProportionalSampler`. If False (default), trajectories in excess of
+            ``num_streams`` are counted there as ``broken_off`` in :meth:`stats`.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.
@@ -144,6 +147,7 @@ class ReaPERSampler(PrioritySampler):
         init_key: NestedKey = "is_init",
         weight_norm: WeightNorm = "batch",
         max_priority_within_buffer: bool = False,
+        validate: bool = False,
     ):
         name = "ReaPERSampler"
         require_integer(name, "num_streams", num_streams)
@@ -171,4 +175,5 @@ class ReaPERSampler(PrioritySampler):
             eps=eps,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
+            validate=validate,
         )

@@ -34,8 +34,8 @@ _NO_SEQUENCES = (
 
 
 class _UniformStarts(PrioritySampler):
-    def __init__(self, capacity: int | None, make: partial[SliceStarts]):
-        super().__init__(capacity, make, hyperparameters={})
+    def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
+        super().__init__(capacity, make, hyperparameters={}, validate=validate)
 
 
 @PrioritizedSampler.register
@@ -86,6 +86,9 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
+        validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
+            it. If False (default), trajectories in excess of ``num_streams`` are counted there as ``broken_off`` in
+            :meth:`stats`. With ``anchors``, pass ``validate`` to their sampler.
 
     Raises:
         TypeError: if a flag has another type.
@@ -128,10 +131,12 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         pad: bool = True,
         anchors: Literal["uniform"] | PrioritySampler = "uniform",
         init_key: NestedKey = "is_init",
+        validate: bool = False,
     ):
         for name, value in (("slice_len", slice_len), ("num_streams", num_streams)):
             require_integer(_OWNER, name, value)
         require_bool(_OWNER, "pad", pad)
+        require_bool(_OWNER, "validate", validate)
         path = (done_key,) if isinstance(done_key, str) else tuple(done_key)
         if path[-1] == "terminated":
             raise ValueError(
@@ -168,8 +173,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         )
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):
-            self._sampler: PrioritySampler = _UniformStarts(capacity, make)
+            self._sampler: PrioritySampler = _UniformStarts(capacity, make, validate)
         else:
+            if validate:
+                raise ValueError(f"{_OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
             anchors.observe(make)
             self._sampler = anchors
 

@@ -131,9 +131,13 @@ class CompilableTensorStorage(LazyTensorStorage):
             )
 
     def get(self, index: Any) -> Any:
-        """Read rows. On an accelerator, an index beyond the length, which would have to be read, finds empty rows."""
+        """Read rows. On an accelerator, the length is not read to check a tensor ``index``."""
         data = stored_data(self)
-        if is_tensor_collection(data) and not values_can_be_read(self.counters_device):
+        if (
+            isinstance(index, (Tensor, tuple))
+            and is_tensor_collection(data)
+            and not values_can_be_read(self.counters_device)
+        ):
             return data[index]
         return super().get(index)
 
