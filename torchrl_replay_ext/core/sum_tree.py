@@ -85,8 +85,8 @@ class SumTree:
         self._minima = ReductionTree(leaves, top=top, kind="min") if track_min else None
         self._trees = [self._sums] if self._minima is None else [self._sums, self._minima]
         # not on accelerators, where values cannot be read
-        is_cached = self._minima is not None and self.leaves.device.type == "cpu"
-        self._smallest = SmallestMass(self._minima) if is_cached else None
+        on_cpu = self.leaves.device.type == "cpu"
+        self._smallest = SmallestMass(self._minima) if self._minima is not None and on_cpu else None
         # the sum of all stored leaves must be below 2^62
         self.max_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
 

@@ -161,8 +161,9 @@ class WriteLog(Recoverable):
         if announced is None:
             return False
         if isinstance(index, Tensor) and index.ndim:
-            same_shape = isinstance(announced, Tensor) and announced.shape == index.shape
-            return same_shape and announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
+            if not isinstance(announced, Tensor) or announced.shape != index.shape:
+                return False
+            return announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
         is_number = not isinstance(announced, Tensor) or not announced.ndim
         return is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
 

@@ -20,9 +20,9 @@ from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, sca
 from torchrl_replay_ext.core.write_log import Layout
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
-from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_in_range, unravel
+from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, unravel
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
-from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initialization, largest_td_error, td_errors
+from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initialization, td_errors
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"
@@ -169,21 +169,8 @@ class PrioritySampler(ShowsArguments, Sampler):
             self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
-        # on the device of the index: if it is the CPU, the next line reads nothing from an accelerator
-        slots = flat_slots(type(self).__name__, index, self.layout)
-        if not slots.numel():
-            return
-        write = self.state.locate(slots, storage)
-        if write.smallest < 0 and len(self.layout.shape) == 1:
-            # TensorDictMaxValueWriter returns -1 for transitions that it does not store
-            slots = slots[slots >= 0]
-            if not slots.numel():
-                return
-            write = self.state.locate(slots, storage)
-        if write.smallest < 0 or write.largest >= self.layout.num_slots:
-            require_in_range(type(self).__name__, slots, self.layout.num_slots, self.layout.shape)
-        self.state.write(slots, write, storage)
-        self.state.log.announce(index)
+        if self.state.write(flat_slots(type(self).__name__, index, self.layout), storage):
+            self.state.log.announce(index)
 
     # --- draws
 
@@ -204,7 +191,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         if self.layout.for_graphs:
             info[STAMP_KEY] = self.state.generation(slots)
         if self.takes_priorities:
-            self.state.remember_draw(slots)
+            self.state.updates.remember_draw(slots)
         return unravel(slots, self.layout.shape), info
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
@@ -253,7 +240,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
         ):
             return False
-        self.state.counters["rejected_updates"].add_(priority.shape[0])
+        self.state.updates.counters["rejected_updates"].add_(priority.shape[0])
         return True
 
     @property
@@ -296,7 +283,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         if is_traced():
             self.require_bound(storage)
             error = torch.as_tensor(priority, device=self.layout.device)
-            state.update_masked(self.flat_slots(index), error, stamp)
+            state.updates.apply_masked(self.flat_slots(index), error, stamp)
             return
         if self.ready(storage) and is_initialization(priority, storage, state.priorities):
             return
@@ -304,19 +291,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         error = td_errors(name, priority, len(slots), self.layout.device)
         if not len(slots) or self.lacks_td_errors(priority, storage):
             return
-        is_own_write = state.log.is_last_write(index)
-        if is_own_write and torch.as_tensor(index).ndim == 0 and self._is_default(priority):
-            return
-        if not values_can_be_read(self.layout.device):
-            state.update_masked(slots, error, stamp, is_own_write=is_own_write)
-            return
-        largest = largest_td_error(name, error, slots, state.priorities, self.distribution.max_priority)
-        late = None if is_own_write else state.late_rows(slots, stamp)
-        state.update(slots, error, late, largest)
-
-    def _is_default(self, priority: Any) -> bool:
-        """True if ``priority`` may be the default that TensorDictReplayBuffer.add() passes for a missing TD error."""
-        return self.state.priorities.is_default(float(torch.as_tensor(priority).max()))
+        state.updates.apply(index, slots, error, stamp)
 
     # --- inspection and state
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -15,27 +14,15 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import (
     gather_in_bounds,
-    is_traced,
-    raise_if,
-    scalar,
     to_device,
-    values_can_be_read,
 )
-from torchrl_replay_ext.core.pending_draws import PendingDraws
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, Layout, RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
-from torchrl_replay_ext.functional import last_occurrence
 from torchrl_replay_ext.samplers.rows import StoredRows
-from torchrl_replay_ext.samplers.slot_index import out_of_range, require_in_range
-from torchrl_replay_ext.samplers.td_errors import invalid_td_error
+from torchrl_replay_ext.samplers.slot_index import require_in_range
+from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
 
-# In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
-_REWEIGHTED = 64
-# A number that no write has.
-_NO_WRITE = 2**62
-_EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
 # Errors that reject a write before any change. A warning is included: a filter can turn it into an error.
 REFUSALS = (KeyError, TypeError, ValueError, Warning)
 
@@ -52,7 +39,7 @@ class PriorityArguments(TypedDict):
 
 
 class SlotState:
-    """The write log, the priorities and the distribution of the slots of one buffer.
+    """The write log, the priorities, the distribution and the updates of the slots of one buffer.
 
     Args:
         owner: class name of the sampler, for error messages.
@@ -83,19 +70,13 @@ class SlotState:
         for hyperparameter in hyperparameters.values():
             hyperparameter.to(layout.counters)
         self.log = WriteLog(layout)
-        self.pending = PendingDraws(self.log)
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
         if layout.for_graphs:
             self.priorities.prepare()
-        self.counters = {
-            name: torch.zeros((), dtype=torch.int64, device=layout.device)
-            for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
-        }
         # number of writes to the storage, counted by the storage, at the last comparison of storage and log; on the CPU
         self._seen_sets = torch.full((), -1, dtype=torch.int64)
-        # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
-        self._max_priority = torch.zeros(1, dtype=torch.float64, device=layout.device)
         self.distribution = make(self.log, self.priorities)
+        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, hyperparameters)
         self.observers = [make(self.log) for make in make_observers]
         self.hyperparameters_changed()
 
@@ -116,7 +97,7 @@ class SlotState:
 
     def hyperparameters_changed(self) -> None:
         """Called after hyperparameters were changed."""
-        self._max_priority.fill_(self.distribution.max_priority)
+        self.updates.hyperparameters_changed()
 
     def set_hyperparameter(self, name: str, value: float | Tensor | Anneal) -> None:
         """Assign a number or a schedule.
@@ -207,17 +188,35 @@ class SlotState:
         last = _torchrl.last_step(storage)
         return None if last is None else (last + 1) * self.layout.slots_per_step
 
-    def locate(self, slots: Tensor, storage: Storage | None) -> RingWrite:
-        """Find where a write of ``slots`` [n] lies in the ring."""
+    def _locate(self, slots: Tensor, storage: Storage | None) -> RingWrite:
         newest = _torchrl.last_step_value(storage) if self.distribution.slots_in_ring_order else None
         return self.log.locate(slots, newest)
 
-    def write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
-        """Update the state after a write of ``slots`` [n]. Not usable in graphs.
+    def write(self, slots: Tensor, storage: Storage | None) -> bool:
+        """Update the state after a write. Not usable in graphs.
+
+        Args:
+            slots: int64 [n], on any device: if it is the CPU, the host need not wait for an accelerator to see them.
+            storage: the storage.
+
+        Returns:
+            False if no row was stored.
 
         Raises:
             KeyError, TypeError, ValueError: if a part rejects the rows; nothing is changed then.
+            IndexError: if a slot is out of range.
         """
+        if not slots.numel():
+            return False
+        write = self._locate(slots, storage)
+        if write.smallest < 0 and len(self.layout.shape) == 1:
+            # TensorDictMaxValueWriter returns -1 for transitions that it does not store
+            slots = slots[slots >= 0]
+            if not slots.numel():
+                return False
+            write = self._locate(slots, storage)
+        if write.smallest < 0 or write.largest >= self.layout.num_slots:
+            require_in_range(self.owner, slots, self.layout.num_slots, self.layout.shape)
         slots = to_device(slots, self.layout.device)
         self.recover(storage, slots)
         self._accepting_parts = 0
@@ -232,6 +231,7 @@ class SlotState:
         sets = _torchrl.num_sets(storage)
         if sets is not None:
             self._seen_sets.copy_(sets)
+        return True
 
     def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
@@ -303,167 +303,9 @@ class SlotState:
             self.log.invalidate(slots)
             self.priorities.remove(slots)
 
-    # --- updates
-
-    def remember_draw(self, slots: Tensor, *, real: Tensor | None = None, comes_back: bool = True) -> None:
-        """Outside graphs, record a draw.
-
-        Args:
-            slots: int64 [n].
-            real: which rows are not padding, bool [n]; None (default): all.
-            comes_back: True (default) if an update of the rows is expected.
-        """
-        if not is_traced():
-            self.pending.add(slots, self._num_writes(), real=real, comes_back=comes_back)
-
-    def _num_writes(self) -> int | Tensor:
-        number = scalar(self.log.num_writes)
-        return number.clone() if isinstance(number, Tensor) else number
-
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
         return gather_in_bounds(self.log.generation, slots)
-
-    def generation_if_current(self, slots: Tensor) -> Tensor:
-        """Generation of each of ``slots`` [n] in an update, int64 [n]; of no write if overwritten since the draw."""
-        if values_can_be_read(slots):
-            late, generation = self.late_rows(slots, None), self._generation_in_range(slots)
-        else:
-            late, generation = self.pending.judge(slots, self._num_writes())[1], self.generation(slots)
-        return generation if late is None else torch.where(late, _NO_WRITE, generation)
-
-    def late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
-        """Find the rows of an update whose slots were overwritten since the draw.
-
-        Args:
-            slots: int64 [n].
-            stamp: generations at the draw, int64 [n]; None if unknown.
-
-        Returns:
-            True for late rows, bool [n]; None if there are none.
-
-        Raises:
-            IndexError: if a slot is out of range, or is empty and was never drawn.
-        """
-        if stamp is not None:
-            self.pending.come_back(slots)
-            late = self._generation_in_range(slots) != stamp.reshape(-1)
-            return late if bool(late.any()) else None
-        is_drawn, late = self.pending.judge(slots, self._num_writes())
-        if is_drawn:
-            return late
-        missing = self._generation_in_range(slots) == 0
-        if bool(missing.any()):
-            raise IndexError(_EMPTY.format(owner=self.owner, slot=int(slots[missing][0])))
-        return None
-
-    def _generation_in_range(self, slots: Tensor) -> Tensor:
-        try:
-            return self.log.generation.index_select(0, slots)
-        except (IndexError, RuntimeError):
-            require_in_range(self.owner, slots, self.layout.size, self.layout.shape)
-            raise
-
-    def update(self, slots: Tensor, error: Tensor, late: Tensor | None, largest: float) -> None:
-        """Set priorities from valid TD errors.
-
-        Args:
-            slots: int64 [n].
-            error: TD errors, float32 [n].
-            late: True for rows to skip, bool [n]; None to skip none.
-            largest: the largest of ``error``.
-        """
-        if late is not None:
-            self.counters["dropped_updates"].add_(late.sum())
-            slots, error = slots[~late], error[~late]
-            largest = float(error.max()) if slots.numel() else 0.0
-        if slots.numel():
-            priority = self.priorities.from_td_error(error)
-            with self.log.transaction():
-                self.priorities.update(slots, priority, self.priorities.from_td_error(largest))
-                self.distribution.update(slots, priority, None)
-        self._step()
-
-    def update_masked(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool = False) -> None:
-        """Set priorities from TD errors where values cannot be read. Invalid rows are left out and counted.
-
-        Args:
-            slots: int64 [n].
-            error: TD errors, one number or [n].
-            stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
-            is_own_write: True if the rows are those of the last write. Default: False.
-
-        Raises:
-            ValueError: on accelerators, if a TD error is invalid and ``layout.validate``; nothing is changed then.
-            IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
-        """
-        error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
-        priority = self.priorities.from_td_error(error)
-        given, slots = slots, slots.clamp(0, self.layout.num_slots - 1)
-        # also False for NaN
-        valid = (error >= 0) & (priority <= self._max_priority) & (given == slots)
-        generation = self.generation(slots)
-        is_current, is_drawn, late = generation > 0, True, None
-        if stamp is None:
-            wrong = ~valid
-            if not is_traced() and not is_own_write:
-                is_drawn, late = self.pending.judge(given, self._num_writes())
-        else:
-            stamp = stamp.reshape(-1)
-            # padded rows, marked by -1, are not counted
-            is_real = stamp >= 0
-            valid = valid & is_real
-            wrong = valid ^ is_real
-            is_current = is_current & (generation == stamp)
-            if not is_traced():
-                self.pending.come_back(given)
-        if late is not None:
-            is_current = is_current & ~late
-        self._require_valid(given, error, wrong if is_drawn else wrong | (generation == 0))
-        applied = valid & is_current
-        self.counters["rejected_updates"].add_(wrong.sum())
-        self.counters["dropped_updates"].add_((valid ^ applied).sum())
-        priority = torch.where(applied, priority, 0.0)
-        source = last_occurrence(slots, applied)
-        is_last = source == torch.arange(slots.shape[0], device=slots.device)
-        applied = gather_in_bounds(applied, source)
-        with nullcontext() if is_traced() else self.log.transaction():
-            largest = priority.amax()
-            priority = gather_in_bounds(priority, source)
-            self.priorities.update_masked(slots, priority, applied, largest)
-            self.distribution.update(slots, priority, UpdateMask(applied, is_last))
-        self._step()
-
-    def _require_valid(self, slots: Tensor, error: Tensor, wrong: Tensor) -> None:
-        """With ``layout.validate``, raise an error outside graphs if a row of an update is ``wrong``, bool [n]."""
-
-        def refused() -> Exception:
-            row = int(wrong.nonzero()[0])
-            slot, size = int(slots[row]), self.layout.num_slots
-            if not 0 <= slot < size:
-                return out_of_range(self.owner, slot, self.layout.shape)
-            if self.log.generation[slot] == 0:
-                return IndexError(_EMPTY.format(owner=self.owner, slot=slot))
-            return invalid_td_error(self.owner, float(error[row]), slot, row, self.distribution.max_priority)
-
-        raise_if(wrong.any, refused, reads=self.layout.checked)
-
-    def _step(self) -> None:
-        """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
-        for hyperparameter in self._hyperparameters.values():
-            hyperparameter.step()
-        alpha = self._hyperparameters.get("alpha")
-        if alpha is None:
-            return
-        if not self.layout.for_graphs:
-            if alpha.just_ended():
-                with self.log.transaction():
-                    self.distribution.reweight(None)
-        elif alpha.annealed:
-            cursor, size = self.counters["reweight_cursor"], self.layout.size
-            slots = (cursor + torch.arange(_REWEIGHTED, device=self.layout.device)) % size
-            cursor.add_(_REWEIGHTED)
-            self.distribution.reweight(slots)
 
     def reweight(self) -> None:
         """Recompute all densities after an exponent was changed."""
@@ -478,13 +320,13 @@ class SlotState:
             part.clear()
         self.log.clear()
         self.priorities.reset()
-        for counter in self.counters.values():
+        for counter in self.updates.counters.values():
             counter.zero_()
         self.holds_only_rejected_write = self._order_is_unknown = False
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
-        tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.counters}
+        tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.updates.counters}
         for part in self._parts:
             tensors |= part.tensors()
         return tensors
@@ -494,7 +336,7 @@ class SlotState:
         self.hyperparameters_changed()
         self.log.rebuild()
         self.priorities.rebuild()
-        self.pending.forget_contents()
+        self.updates.pending.forget_contents()
         for part in self._parts:
             part.rebuild()
 
@@ -513,7 +355,7 @@ class SlotState:
             "priority_max": relative.max(),
             "never_updated": (self.priorities.of_slot < 0).sum() / max(count, 1),
             "max_priority": self.priorities.largest,
-            **{name: self.counters[name] for name in ("dropped_updates", "rejected_updates")},
+            **{name: self.updates.counters[name] for name in ("dropped_updates", "rejected_updates")},
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self.distribution.stats(),
         }
@@ -524,11 +366,3 @@ class SlotState:
         self.priorities.check_valid(self.log.generation)
         for part in self._parts:
             part.check_valid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # pending draws belong to this process only
-        return {**vars(self), "pending": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.pending = PendingDraws(self.log)

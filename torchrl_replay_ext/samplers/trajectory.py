@@ -288,7 +288,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 # a stamp that no write has
                 info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
             # an update with the batch of newest() is not expected
-            self._sampler.state.remember_draw(slots, real=mask, comes_back=drawn is not None)
+            self._sampler.state.updates.remember_draw(slots, real=mask, comes_back=drawn is not None)
         return unravel(slots, self._sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
@@ -356,11 +356,11 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         if sampler.lacks_td_errors(priority, storage):
             return
         slots, error = sampler.flat_slots(index), torch.as_tensor(priority, device=sampler.layout.device)
-        mask = sampler.state.pending.real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
+        mask = sampler.state.updates.pending.real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return
-        generation = stamp.reshape(-1) if stamp is not None else sampler.state.generation_if_current(slots)
+        generation = stamp.reshape(-1) if stamp is not None else sampler.state.updates.generation_if_current(slots)
         if not values_can_be_read(slots):
             stamp = where_int64(mask, generation, torch.full_like(generation, -1))
             sampler.update_priority(index, error.expand(mask.shape), storage=storage, stamp=stamp)

@@ -132,12 +132,8 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def get(self, index: Any) -> Any:
         """Read rows. On an accelerator, the length is not read to check a tensor ``index``."""
-        data = stored_data(self)
-        if (
-            isinstance(index, (Tensor, tuple))
-            and is_tensor_collection(data)
-            and not values_can_be_read(self.counters_device)
-        ):
+        data, is_tensor = stored_data(self), isinstance(index, (Tensor, tuple))
+        if is_tensor and is_tensor_collection(data) and not values_can_be_read(self.counters_device):
             return data[index]
         return super().get(index)
 

@@ -1,0 +1,241 @@
+"""Priority updates of the slots of a buffer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, scalar, values_can_be_read
+from torchrl_replay_ext.core.pending_draws import PendingDraws
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import UpdateMask
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.distributions.protocol import Distribution
+from torchrl_replay_ext.functional import last_occurrence
+from torchrl_replay_ext.samplers.slot_index import out_of_range, require_in_range
+from torchrl_replay_ext.samplers.td_errors import invalid_td_error, largest_td_error
+
+# In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
+_REWEIGHTED = 64
+# A number that no write has.
+_NO_WRITE = 2**62
+_EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
+
+
+class SlotUpdates:
+    """Applies TD errors to the slots of one buffer, except rows whose slot was overwritten after the draw.
+
+    There are two ways. Where values can be read, invalid rows raise errors and late rows are removed. In graphs and on
+    accelerators, both are masked and counted.
+
+    Args:
+        owner: class name of the sampler, for error messages.
+        log, priorities, distribution: the state to update.
+        hyperparameters: hyperparameters of the sampler, by name; their schedules count updates.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        log: WriteLog,
+        priorities: Priorities,
+        distribution: Distribution,
+        hyperparameters: dict[str, Hyperparameter],
+    ):
+        self._owner, self._layout, self._log = owner, log.layout, log
+        self._priorities, self._distribution, self._hyperparameters = priorities, distribution, hyperparameters
+        self.pending = PendingDraws(log)
+        self.counters = {
+            name: torch.zeros((), dtype=torch.int64, device=log.layout.device)
+            for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
+        }
+        # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
+        self._max_priority = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
+
+    def hyperparameters_changed(self) -> None:
+        """Called after hyperparameters were changed."""
+        self._max_priority.fill_(self._distribution.max_priority)
+
+    def remember_draw(self, slots: Tensor, *, real: Tensor | None = None, comes_back: bool = True) -> None:
+        """Outside graphs, record a draw.
+
+        Args:
+            slots: int64 [n].
+            real: which rows are not padding, bool [n]; None (default): all.
+            comes_back: True (default) if an update of the rows is expected.
+        """
+        if not is_traced():
+            self.pending.add(slots, self._num_writes(), real=real, comes_back=comes_back)
+
+    def _num_writes(self) -> int | Tensor:
+        number = scalar(self._log.num_writes)
+        return number.clone() if isinstance(number, Tensor) else number
+
+    def generation_if_current(self, slots: Tensor) -> Tensor:
+        """Generation of each of ``slots`` [n] in an update, int64 [n]; of no write if overwritten since the draw."""
+        if values_can_be_read(slots):
+            late, generation = self._late_rows(slots, None), self._generation_in_range(slots)
+        else:
+            late, generation = self.pending.judge(slots, self._num_writes())[1], self._generation(slots)
+        return generation if late is None else torch.where(late, _NO_WRITE, generation)
+
+    def _late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
+        """Find the rows of an update whose slots were overwritten since the draw.
+
+        Args:
+            slots: int64 [n].
+            stamp: generations at the draw, int64 [n]; None if unknown.
+
+        Returns:
+            True for late rows, bool [n]; None if there are none.
+
+        Raises:
+            IndexError: if a slot is out of range, or is empty and was never drawn.
+        """
+        if stamp is not None:
+            self.pending.come_back(slots)
+            late = self._generation_in_range(slots) != stamp.reshape(-1)
+            return late if bool(late.any()) else None
+        is_drawn, late = self.pending.judge(slots, self._num_writes())
+        if is_drawn:
+            return late
+        missing = self._generation_in_range(slots) == 0
+        if bool(missing.any()):
+            raise IndexError(_EMPTY.format(owner=self._owner, slot=int(slots[missing][0])))
+        return None
+
+    def _generation(self, slots: Tensor) -> Tensor:
+        return gather_in_bounds(self._log.generation, slots)
+
+    def _generation_in_range(self, slots: Tensor) -> Tensor:
+        try:
+            return self._log.generation.index_select(0, slots)
+        except (IndexError, RuntimeError):
+            require_in_range(self._owner, slots, self._layout.size, self._layout.shape)
+            raise
+
+    def apply(self, index: Any, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
+        """Set priorities from TD errors, outside graphs.
+
+        Args:
+            index: the index of the update, in TorchRL's format.
+            slots: int64 [n].
+            error: TD errors, float32 [n].
+            stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
+
+        Raises:
+            ValueError: if a TD error is invalid; nothing is changed then. See :meth:`apply_masked` for accelerators.
+            IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
+        """
+        is_own_write = self._log.is_last_write(index)
+        # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
+        if is_own_write and torch.as_tensor(index).ndim == 0 and self._priorities.is_default(float(error.max())):
+            return
+        if not values_can_be_read(slots):
+            self.apply_masked(slots, error, stamp, is_own_write=is_own_write)
+            return
+        largest = largest_td_error(self._owner, error, slots, self._priorities, self._distribution.max_priority)
+        late = None if is_own_write else self._late_rows(slots, stamp)
+        if late is not None:
+            self.counters["dropped_updates"].add_(late.sum())
+            slots, error = slots[~late], error[~late]
+            largest = float(error.max()) if slots.numel() else 0.0
+        if slots.numel():
+            priority = self._priorities.from_td_error(error)
+            with self._log.transaction():
+                self._priorities.update(slots, priority, self._priorities.from_td_error(largest))
+                self._distribution.update(slots, priority, None)
+        self._step()
+
+    def apply_masked(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool = False) -> None:
+        """Set priorities from TD errors where values cannot be read. Invalid rows are left out and counted.
+
+        Args:
+            slots: int64 [n].
+            error: TD errors, one number or [n].
+            stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
+            is_own_write: True if the rows are those of the last write. Default: False.
+
+        Raises:
+            ValueError: on accelerators, if a TD error is invalid and ``layout.validate``; nothing is changed then.
+            IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
+        """
+        error = error.to(torch.float32).reshape(-1).expand(slots.shape[0])
+        priority = self._priorities.from_td_error(error)
+        given, slots = slots, slots.clamp(0, self._layout.num_slots - 1)
+        # also False for NaN
+        valid = (error >= 0) & (priority <= self._max_priority) & (given == slots)
+        generation = self._generation(slots)
+        is_current, is_drawn, late = generation > 0, True, None
+        if stamp is None:
+            wrong = ~valid
+            if not is_traced() and not is_own_write:
+                is_drawn, late = self.pending.judge(given, self._num_writes())
+        else:
+            stamp = stamp.reshape(-1)
+            # padded rows, marked by -1, are not counted
+            is_real = stamp >= 0
+            valid = valid & is_real
+            wrong = valid ^ is_real
+            is_current = is_current & (generation == stamp)
+            if not is_traced():
+                self.pending.come_back(given)
+        if late is not None:
+            is_current = is_current & ~late
+        self._require_valid(given, error, wrong if is_drawn else wrong | (generation == 0))
+        applied = valid & is_current
+        self.counters["rejected_updates"].add_(wrong.sum())
+        self.counters["dropped_updates"].add_((valid ^ applied).sum())
+        priority = torch.where(applied, priority, 0.0)
+        source = last_occurrence(slots, applied)
+        is_last = source == torch.arange(slots.shape[0], device=slots.device)
+        applied = gather_in_bounds(applied, source)
+        with nullcontext() if is_traced() else self._log.transaction():
+            largest = priority.amax()
+            priority = gather_in_bounds(priority, source)
+            self._priorities.update_masked(slots, priority, applied, largest)
+            self._distribution.update(slots, priority, UpdateMask(applied, is_last))
+        self._step()
+
+    def _require_valid(self, slots: Tensor, error: Tensor, wrong: Tensor) -> None:
+        """With ``layout.validate``, raise an error outside graphs if a row of an update is ``wrong``, bool [n]."""
+
+        def refused() -> Exception:
+            row = int(wrong.nonzero()[0])
+            slot, size = int(slots[row]), self._layout.num_slots
+            if not 0 <= slot < size:
+                return out_of_range(self._owner, slot, self._layout.shape)
+            if self._log.generation[slot] == 0:
+                return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
+            return invalid_td_error(self._owner, float(error[row]), slot, row, self._distribution.max_priority)
+
+        raise_if(wrong.any, refused, reads=self._layout.checked)
+
+    def _step(self) -> None:
+        """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
+        for hyperparameter in self._hyperparameters.values():
+            hyperparameter.step()
+        alpha = self._hyperparameters.get("alpha")
+        if alpha is None:
+            return
+        if not self._layout.for_graphs:
+            if alpha.just_ended():
+                with self._log.transaction():
+                    self._distribution.reweight(None)
+        elif alpha.annealed:
+            cursor, size = self.counters["reweight_cursor"], self._layout.size
+            slots = (cursor + torch.arange(_REWEIGHTED, device=self._layout.device)) % size
+            cursor.add_(_REWEIGHTED)
+            self._distribution.reweight(slots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pending draws belong to this process only
+        return {**vars(self), "pending": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.pending = PendingDraws(self._log)
