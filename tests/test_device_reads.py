@@ -1,0 +1,207 @@
+"""How often the host waits for an accelerator, which is emulated, and what happens there to invalid input."""
+
+from statistics import median
+
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+
+from tests.data import random_rows
+from tests.emulated_device import EmulatedDevice
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    RecencySampler,
+    TrajectoryRetraceSampler,
+)
+
+SIZE, BATCH, CHUNK = 240, 32, 8
+SAMPLERS = {
+    "proportional": lambda **choices: {"sampler": ProportionalSampler(**choices)},
+    "proportional, stratified": lambda **choices: {"sampler": ProportionalSampler(stratified=True, **choices)},
+    "rank": lambda **choices: {"sampler": RankBasedSampler(stale_fraction=1.0, **choices)},
+    "reaper": lambda **choices: {"sampler": ReaPERSampler(**choices)},
+    "recency": lambda **choices: {"sampler": RecencySampler(**choices)},
+    "slices": lambda **choices: {"sampler": TrajectoryRetraceSampler(slice_len=4, **choices)},
+    "slices, proportional": lambda **choices: {
+        "sampler": TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler(**choices))
+    },
+}
+# The sort of ranks, and the check whether it is due.
+EXEMPT = {"rank": 1}
+WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
+
+
+@pytest.fixture
+def device():
+    with EmulatedDevice("torchrl_replay_ext") as device:
+        yield device
+
+
+def on_device(count, first=0):
+    return random_rows(count, first=first).to("emulated")
+
+
+def stock(**parts):
+    storage = LazyTensorStorage(SIZE, device="emulated")
+    return TensorDictReplayBuffer(storage=storage, batch_size=BATCH, **parts)
+
+
+def compilable(**parts):
+    storage = CompilableTensorStorage(SIZE, device="emulated")
+    return CompilableReplayBuffer(storage=storage, batch_size=BATCH, **parts)
+
+
+def filled(make, *, rows=SIZE + 60, **parts):
+    buffer = make(**parts)
+    for first in range(0, rows, 60):
+        buffer.extend(on_device(60, first))
+    return buffer
+
+
+def waits(device, buffer):
+    """Median numbers of waits in a write, and in a sample with its priority update."""
+    writes, cycles = [], []
+    for number in range(9):
+        data = on_device(CHUNK, SIZE + CHUNK * number)
+        device.reset()
+        buffer.extend(data)
+        writes.append(sum(device.waits.values()))
+        device.reset()
+        batch = buffer.sample()
+        if getattr(buffer.sampler, "takes_priorities", False):
+            batch["td_error"] = torch.rand(BATCH, device="emulated")
+            buffer.update_tensordict_priority(batch)
+        cycles.append(sum(device.waits.values()))
+    return median(writes), median(cycles)
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, device):
+    """Beyond the waits of TorchRL's uniform buffer."""
+    write, cycle = waits(device, filled(make, **SAMPLERS[name]()))
+    uniform = waits(device, filled(stock, sampler=RandomSampler()))
+    assert write <= uniform[0] + 2 + EXEMPT.get(name, 0)
+    assert cycle <= uniform[1] + 1 + EXEMPT.get(name, 0)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_host_never_waits_while_a_graph_is_captured(name, device):
+    buffer = filled(compilable, **SAMPLERS[name]())
+    data = on_device(CHUNK, SIZE)
+    device.reset()
+    with device.capturing():
+        buffer.extend(data)
+        batch = buffer.sample()
+        if getattr(buffer.sampler, "takes_priorities", False):
+            batch["td_error"] = torch.rand(BATCH, device="emulated")
+            buffer.update_tensordict_priority(batch)
+    assert not device.waits
+    buffer.sampler.check_valid()
+
+
+def invalid_updates(buffer):
+    """Updates of one valid and one invalid row: their index, TD errors, and the valid slot."""
+    index = torch.tensor([3, 5], device="emulated")
+    for value in WRONG.values():
+        yield index, torch.tensor([0.25, value], device="emulated"), 3
+    for slot in (-1, SIZE, 10**9):
+        for place in ("emulated", "cpu"):
+            yield torch.tensor([slot, 5], device=place), torch.tensor([0.5, 0.25], device="emulated"), 5
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+@pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
+def test_an_accelerator_leaves_out_invalid_rows_and_counts_them(name, make, device):
+    buffer = filled(make, **SAMPLERS[name](td_error="absolute"))
+    for number, (index, error, valid) in enumerate(invalid_updates(buffer), start=1):
+        if name == "rank" and error[1] == WRONG["too large"]:
+            error[1] = -error[1]
+        buffer.update_priority(index, error)
+        assert buffer.sampler.stats()["rejected_updates"] == number
+        assert buffer.sampler.stats()["dropped_updates"] == 0
+        buffer.sampler.check_valid()
+        assert 0 < buffer.sampler.probabilities(buffer.storage)[valid] < 1
+    assert buffer.sample()["index"].max() < SIZE
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+@pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
+def test_an_accelerator_raises_errors_with_validate_before_anything_is_changed(name, make, device):
+    buffer = filled(make, **SAMPLERS[name](validate=True, td_error="absolute"))
+    before = buffer.sampler.state_dict()
+    for index, error, _ in invalid_updates(buffer):
+        if name == "rank" and error[1] == WRONG["too large"]:
+            continue
+        with pytest.raises((ValueError, IndexError), match=r"TD errors must be|out of range"):
+            buffer.update_priority(index, error)
+        after = buffer.sampler.state_dict()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+def test_validate_costs_one_wait_for_an_update(make, device):
+    both = []
+    for validate in (False, True):
+        buffer = filled(make, sampler=ProportionalSampler(validate=validate))
+        batch = buffer.sample()
+        batch["td_error"] = torch.rand(BATCH, device="emulated")
+        device.reset()
+        buffer.update_tensordict_priority(batch)
+        both.append(sum(device.waits.values()))
+    assert both[1] <= both[0] + 1
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_accelerator_refuses_draws_from_an_empty_buffer(name, make, device):
+    buffer = make(**SAMPLERS[name]())
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+    buffer.extend(on_device(20))
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises_with_validate(make, device):
+    for validate in (False, True):
+        buffer = filled(make, sampler=ProportionalSampler(eps=0, validate=validate))
+        everything = torch.arange(SIZE, device="emulated")
+        buffer.update_priority(everything, torch.zeros(SIZE, device="emulated"))
+        if validate:
+            with pytest.raises(RuntimeError, match="all priorities are 0"):
+                buffer.sample()
+        else:
+            assert buffer.sample()["priority_weight"].tolist() == [0.0] * BATCH
+
+
+@pytest.mark.parametrize("make", [stock, compilable])
+@pytest.mark.parametrize("name", ["reaper", "slices"])
+def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_validate(name, make, device):
+    data = random_rows(12)
+    data["next", "done"][:] = False
+    data["collector", "traj_ids"] = torch.arange(12) % 4
+    for validate in (False, True):
+        buffer = make(**SAMPLERS[name](num_streams=2, validate=validate))
+        if validate:
+            with pytest.raises(ValueError, match="num_streams=2"):
+                buffer.extend(data.to("emulated"))
+        else:
+            buffer.extend(data.to("emulated"))
+            assert buffer.sampler.stats()["broken_off"] > 0
+            buffer.sampler.check_valid()
+
+
+def test_a_write_from_the_cpu_tells_its_place_without_a_wait(device):
+    buffer = filled(stock, sampler=ProportionalSampler())
+    data = random_rows(CHUNK)
+    device.reset()
+    buffer.extend(data)
+    assert not any("compilation.py" in place for _, place in device.waits)
