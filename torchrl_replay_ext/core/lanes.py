@@ -213,8 +213,7 @@ class Lanes:
         begins, recent, highest, *columns = fetch(begins, recent, self._max_trajectory, *columns)
         rows = begins.to(torch.bool)
         columns = [column[rows].tolist() for column in columns]
-        if any(columns.pop()):
-            self._warn_of_cut()
+        must_warn = any(columns.pop())
         gone = dict.fromkeys(each for each in recent.tolist() if each >= 0)
         largest = int(highest)
         for new, old, is_cut, is_marked in zip(*columns, strict=True):
@@ -226,6 +225,8 @@ class Lanes:
             elif is_cut:
                 gone[old] = None
             largest = new
+        if must_warn:
+            self._warn_of_cut()
         return torch.tensor([[*[-1] * _REMEMBERED_ALONE, *gone][-_REMEMBERED_ALONE:]])
 
     def _warn_of_cut(self) -> None:

@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collecti
 from tensordict.utils import is_nested_key
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.functional.priorities import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
@@ -238,7 +238,8 @@ class FrameStackStorage(CompilableTensorStorage):
             return column if isinstance(column, Tensor) else self.get(slice(None))[index]
         rows = self._columns_at(index)
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
-            slots = index + len(self) * (index < 0)
+            slots = to_device(index, self.counters_device)
+            slots = slots + self._len_value * (slots < 0)
         else:
             # A slice of a full storage is the stored TensorDict itself; do not add the stacks to it.
             rows = rows.copy()

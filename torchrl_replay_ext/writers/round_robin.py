@@ -117,14 +117,13 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                     f"{name}: the entry {key!r} has dtype {column.dtype}; the storage needs {known.dtype}. Convert it "
                     f"before the write: data[{key!r}] = data[{key!r}].to({known.dtype})."
                 )
-        if columns and len(storage) and not self._only_refused:
-            is_stacked = getattr(storage, "is_stacked", lambda key: False)
-            surplus = [key for key in columns if not is_stacked(key)]
-            if surplus:
-                raise KeyError(
-                    f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them "
-                    "from the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
-                )
+        is_stacked = getattr(storage, "is_stacked", lambda key: False)
+        surplus = [key for key in columns if not is_stacked(key)]
+        if surplus and len(storage) and not self._only_refused:
+            raise KeyError(
+                f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from the "
+                "first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
+            )
 
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
         """Call ``write(data)``; if the storage rejects the data before it writes anything, restore the cursor."""
