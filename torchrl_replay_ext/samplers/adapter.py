@@ -184,7 +184,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
         Raises:
             RuntimeError: if the buffer is empty, or all priorities are 0. A traced step raises no error: all rows are
-                slot 0, with weight 0.
+                slot 0, with weight 0. Likewise an accelerator without ``validate``, if all priorities are 0.
             ValueError: if the buffer has ``sample_unit=Sequence(...)`` and slots are not in time order.
         """
         slots, info = self.draw(storage, batch_size)
@@ -274,8 +274,9 @@ class PrioritySampler(ShowsArguments, Sampler):
 
         Raises:
             ValueError: if a TD error is negative or not finite, or the shapes do not match.
-            IndexError: if a slot is out of range or empty. After an error the state is unchanged. A traced step raises
-                no error: such rows change nothing and are counted in :meth:`stats`.
+            IndexError: if a slot is out of range or empty. After an error the state is unchanged. A traced step, and an
+                accelerator without ``validate``, raise no error: such rows change nothing and are counted in
+                :meth:`stats`.
         """
         if not self.distribution.takes_priorities:
             return
@@ -314,9 +315,10 @@ class PrioritySampler(ShowsArguments, Sampler):
         are equal. ``priority_min``, ``priority_median``, ``priority_max``: of the density of draws, relative to its
         mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
         largest |δ| + eps seen, the priority of new transitions. ``dropped_updates``: rows not updated because their
-        slot was overwritten. ``rejected_updates``: rows not updated for one of two reasons. In a graph, the TD error
-        is negative, not finite or too large (an error in eager mode). In TorchRL's TensorDictReplayBuffer, the sample
-        has no entry ``priority_key`` (an error in CompilableReplayBuffer). And the value of each hyperparameter.
+        slot was overwritten. ``rejected_updates``: rows not updated for one of two reasons. In a graph or on an
+        accelerator, the TD error is negative, not finite or too large, or the slot does not exist (errors in eager code
+        on the CPU, or with ``validate``). In TorchRL's TensorDictReplayBuffer, the sample has no entry ``priority_key``
+        (an error in CompilableReplayBuffer). And the value of each hyperparameter.
 
         To print the numbers, call ``to_dict()``: a TensorDict prints only shapes.
 

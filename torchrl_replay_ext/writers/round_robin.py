@@ -121,8 +121,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         surplus = [key for key in columns if not is_stacked(key)]
         if surplus and len(storage) and not self._only_refused:
             raise KeyError(
-                f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from the "
-                "first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
+                f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from "
+                "the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
             )
 
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
