@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, uniform
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    refuse_in_graph,
+    rows_where,
+    uniform,
+    values_can_be_read,
+)
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder
@@ -152,15 +159,14 @@ class EventTableMixture(Distribution):
         self._set(positions, slots)
         self._weights.move(slots)
 
-    def on_remove(self, positions: Tensor, slots: Tensor) -> None:
-        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
+    def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
+        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
         self._order.changes.add_(len(slots))
         if self._correction == "priority":
-            self._set(slots, slots)
+            self._set(distinct, distinct)
             return
         self._tree.write(positions, torch.zeros_like(positions))
-        # a slot may have left several tables
-        self._weights.move(slots.unique())
+        self._weights.move(distinct)
 
     def on_relayout(self) -> None:
         """Called by the tables: the positions of all entries may have changed."""
@@ -187,7 +193,7 @@ class EventTableMixture(Distribution):
         self._order.changes.add_(len(slots))
 
     def remove(self, slots: Tensor) -> None:
-        self._tables.overwrite(slots)
+        self._tables.overwrite(slots.cpu().numpy())
         self._holes.fill_(True)
         if self._reliability is not None:
             self._reliability.remove(slots)
@@ -243,18 +249,22 @@ class EventTableMixture(Distribution):
                 self._sort()
 
     def _sort(self) -> None:
-        everything = torch.arange(self._size, device=self._device)
-        positions, slots = self._everywhere(everything[self._log.generation > 0])
-        listed = positions != self._nowhere
-        positions, slots = positions[listed], slots[listed]
-        table = self._table_of(positions)
+        count = len(self._tables)
+        positions = torch.arange(self._nowhere, device=self._device)
+        slots, table = self._tables.slot_at[:-1].to(torch.int64), self._table_of(positions)
+        held = self._tables.positions(slots).gather(0, table.unsqueeze(0)).squeeze(0) == positions
+        held &= self._log.generation[slots] > 0
+        # on an accelerator, which cannot leave out positions, those without an entry come last
+        table = torch.where(held, table, count)
+        kept = rows_where(held)
+        positions, slots, table = positions[kept], slots[kept], table[kept]
         order = self._order.sort(self._priorities.of_slot[slots], table)
         positions, table = positions[order], table[order]
-        begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
+        begins = torch.searchsorted(table, torch.arange(count + 1, device=self._device))
         rank = torch.arange(len(order), device=self._device) - begins[table]
         leaves = self._tree.leaves
         leaves.zero_()
-        leaves[positions] = self._of_rank(rank)
+        leaves[positions] = self._of_rank(rank) * (table < count)
         self._tree.rebuild_()
 
     # --- draws
@@ -280,8 +290,8 @@ class EventTableMixture(Distribution):
     ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
         """Draw if all entries of each table have the same probability: slots, tables, p(i), and η_k / |B_k|.
 
-        Returns None if some entries cannot be drawn. This draw needs no tree. Outside graphs most steps use Python
-        numbers, which takes half the time.
+        Returns None if some entries cannot be drawn. This draw needs no tree. Most steps use Python numbers, which
+        takes half the time; it reads values, so it is for eager code on the CPU only.
         """
         runs = self._tables.runs()
         if runs is None or self._has_holes():
@@ -330,7 +340,9 @@ class EventTableMixture(Distribution):
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         if not is_traced():
             self._batch_size = batch_size
-            plain = self._plain_rows(batch_size, generator) if self._plain else None
+        on_cpu = values_can_be_read(self._holes)
+        if on_cpu and self._plain:
+            plain = self._plain_rows(batch_size, generator)
             if plain is not None:
                 slots, table, probability, share = plain
                 weight = self._weights.of_plain(slots, probability, share)
@@ -339,12 +351,8 @@ class EventTableMixture(Distribution):
                 return Draw(slots, extras=extras)
         self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
-        raise_if(
-            lambda: total[0] == 0,
-            lambda: RuntimeError(
-                "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
-            ),
-        )
+        if on_cpu and total[0].item() == 0:
+            raise RuntimeError("EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0.")
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:
@@ -358,7 +366,7 @@ class EventTableMixture(Distribution):
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
         weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
-        # in a graph, rows drawn from an empty buffer have mass 0
+        # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
         weight = torch.where(mass > 0, weight, 0.0)
         self._count_batch()
         extras = {
