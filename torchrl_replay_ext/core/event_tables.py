@@ -309,11 +309,10 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def holding(self, slots: np.ndarray) -> np.ndarray:
         """:meth:`holds` for NumPy arrays, without a read from the device."""
-        positions: np.ndarray = self._state.places.numpy()[:, slots]
-        return np.not_equal(positions, self.nowhere, dtype=bool)
+        return self._state.places.numpy()[:, slots] != self.nowhere
 
     def _is_listed(self, slots: np.ndarray) -> np.ndarray:
-        return self.holding(slots).any(0)
+        return np.logical_or.reduce(self.holding(slots))
 
     def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
         """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. Not usable in graphs."""

@@ -295,11 +295,11 @@ class EventTableWriter(CompilableWriter):
             tables.overwrite(slots)
             return
         alive = timeline.number >= tables.oldest + len(slots)
-        dying = tables.holding(slots).any(1).tolist()
+        dying = tables.holding(slots)
         row_by_row = False
         for table, (places, _) in entering.items():
             full = tables.size(table) + len(places) > tables.capacity_of(table)
-            if full and (dying[table - 1] or not alive[places].all()):
+            if full and (dying[table - 1].any() or not alive[places].all()):
                 # in an ordered list, the overwritten entries are the oldest, which are removed first in any case
                 row_by_row |= not tables.list_of(table).stays_ordered(timeline.number[places])
         if not row_by_row:
