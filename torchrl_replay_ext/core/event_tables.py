@@ -315,8 +315,9 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return np.logical_or.reduce(self.holding(slots))
 
     def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
-        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. Not usable in graphs."""
-        result = torch.tensor(of_table[self._first :], device=self.device) @ self.holds(slots).to(torch.float32)
+        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. For the CPU only."""
+        held = self._state.place.index_select(1, slots) != self.nowhere
+        result = torch.tensor(of_table[self._first :]) @ held.to(torch.float32)
         return result if self._pinned else result.add_(of_table[0])
 
     def runs(self) -> list[tuple[int, int, int, int]] | None:

@@ -18,7 +18,6 @@ from torchrl_replay_ext.compilation import (
     refuse_in_graph,
     rows_where,
     uniform,
-    values_can_be_read,
 )
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
@@ -85,6 +84,8 @@ class EventTableMixture(Distribution):
         self._alpha, self._beta = alpha, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
+        # values are read on the CPU only, and not in graphs
+        self._on_cpu = device.type == "cpu"
         self._shares = shares
         shares.to(device)
         self._min_sizes = min_sizes.to(device)
@@ -122,25 +123,28 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor) -> Tensor:
-        """Masses of ``slots`` [n] at ``positions`` [n]; ``priority`` [n]: d, negative if never updated."""
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+        """Masses of ``slots`` [n] at ``positions`` [n].
+
+        ``priority`` [n]: d, negative if never updated; None: that of the slots.
+        """
         if self._correction == "priority":
             eta = 1 - self._shares.current[0]
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
+        if self._kind is None:
+            return SumTree.UNIT
+        if priority is None:
+            priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
             return self._of_rank(self._order.rank(priority, self._table_of(positions)))
-        if self._kind is None:
-            return torch.full_like(positions, SumTree.UNIT)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
 
     def _set(
         self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
     ) -> None:
         """Update the masses of ``slots`` [n] at ``positions`` [n]."""
-        if priority is None:
-            priority = gather_in_bounds(self._priorities.of_slot, slots)
-        mass = self._masses(positions, slots, priority) * (positions != self._nowhere)
+        mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
         self._tree.write(positions, mass, mask=mask)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +156,7 @@ class EventTableMixture(Distribution):
 
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
-        self._order.changes.add_(len(slots))
+        self._count_changes(len(slots))
         if self._correction == "priority":
             self._set(slots, slots)
             return
@@ -161,7 +165,7 @@ class EventTableMixture(Distribution):
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
-        self._order.changes.add_(len(slots))
+        self._count_changes(len(slots))
         if self._correction == "priority":
             self._set(distinct, distinct)
             return
@@ -189,8 +193,8 @@ class EventTableMixture(Distribution):
             self._reliability.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
         positions, repeated = self._everywhere(slots)
-        self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
-        self._order.changes.add_(len(slots))
+        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
+        self._count_changes(len(slots))
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots.cpu().numpy())
@@ -199,7 +203,7 @@ class EventTableMixture(Distribution):
             self._reliability.remove(slots)
         if self.slots_in_ring_order:
             self._tree.write(slots, torch.zeros_like(slots))
-        self._order.changes.add_(len(slots))
+        self._count_changes(len(slots))
         self._weights.remove(slots)
 
     def before_full_overwrite(self) -> None:
@@ -214,7 +218,7 @@ class EventTableMixture(Distribution):
             count = positions.shape[0] // slots.shape[0]
             mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
         self._set(positions, repeated, mask)
-        self._order.changes.add_(slots.shape[0])
+        self._count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
         if self._kind == "rank" and slots is None:
@@ -229,6 +233,11 @@ class EventTableMixture(Distribution):
             self._set(*self._everywhere(self.stored_slots()))
 
     # --- ranks
+
+    def _count_changes(self, count: int) -> None:
+        """Count entries that were written or updated since the last sort."""
+        if self._kind == "rank":
+            self._order.changes.add_(count)
 
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
@@ -338,10 +347,11 @@ class EventTableMixture(Distribution):
         return ends, torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced():
+        in_graph = is_traced()
+        reads_values = self._on_cpu and not in_graph
+        if not in_graph:
             self._batch_size = batch_size
-        on_cpu = values_can_be_read(self._holes)
-        if on_cpu and self._plain:
+        if reads_values and self._plain:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:
                 slots, table, probability, share = plain
@@ -351,7 +361,7 @@ class EventTableMixture(Distribution):
                 return Draw(slots, extras=extras)
         self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
-        if on_cpu and total[0].item() == 0:
+        if reads_values and total[0].item() == 0:
             raise RuntimeError("EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0.")
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
@@ -393,8 +403,9 @@ class EventTableMixture(Distribution):
 
     def _has_holes(self) -> bool:
         """True if the default table may have slots whose content is unknown."""
-        if bool(self._holes):
-            self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
+        if not self._holes.item():
+            return False
+        self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
         return bool(self._holes)
 
     def density(self, slots: Tensor) -> Tensor:

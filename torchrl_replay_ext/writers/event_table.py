@@ -101,6 +101,8 @@ class EventTableWriter(CompilableWriter):
         self._tails = EpisodeTails(tables)
         # num_resets of the tables at the time when the tails were valid
         self._resets = 0
+        # the content of the storage for which the tables were allocated
+        self._sized_by: Any = None
 
     @property
     def tables(self) -> EventTables:
@@ -367,9 +369,13 @@ class EventTableWriter(CompilableWriter):
         return torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
 
     def _allocate(self) -> None:
+        data = stored_data(self._storage)
+        if data is self._sized_by and self._tables.num_slots:
+            return
         known = shape_and_device(self._storage)
         assert known is not None
         self._tables.allocate(int(np.prod(known[0])), known[1])
+        self._sized_by = data
 
     def _flat(self, index: Tensor) -> Tensor:
         """Row-major slots for an index [n] or [n, ndim]."""
@@ -394,7 +400,7 @@ class EventTableWriter(CompilableWriter):
                 "would not share the tables. Call rb.extend(data), then rb.empty(), before. (TorchRL's collectors do "
                 "this, except with a storage of shared_init=True, or with policy_factory= instead of policy=.)"
             )
-        return super().__getstate__()
+        return {**super().__getstate__(), "_sized_by": None}
 
     def _described(self) -> list[str]:
         return [self._tables.retention, *self._tables.names]
