@@ -26,7 +26,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.distributions.rejection import Rejection, Rows, propose
+from torchrl_replay_ext.distributions.rejection import Rejection, Rows
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
@@ -371,7 +371,9 @@ class EventTableMixture(Distribution):
             total_of_row = gather_in_bounds(total, table)
         else:
             total_of_row = gather_in_bounds(total, table)
-            position, mass = propose(self._tree, u[1:], gather_in_bounds(low, table), total_of_row)
+            target = torch.minimum((u[1:] * total_of_row).to(torch.int64), total_of_row - 1)
+            # if nothing can be drawn, the target is -1, which finds leaf 0
+            position, mass = self._tree.find(gather_in_bounds(low, table) + target)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
