@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -834,7 +835,7 @@ ON_DEVICE = [
 ]
 
 
-def on_device(retention, kind, correction, *, device="emulated", compilable=False, **sampler):
+def on_device(retention, kind, correction, *, device="emulated", compilable=False, **sampler) -> Any:
     """A buffer of event tables with its storage on ``device``."""
     priority = kind and {"kind": kind} | ({"num_streams": 2} if kind == "reaper" else {})
     sampler = EventTableSampler(
