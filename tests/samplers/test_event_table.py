@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.chi_square import p_value
 from tests.data import buffer_with, event_sampler
+from tests.emulated_device import EmulatedDevice
 from tests.events import NaiveTables, scripted
 from torchrl_replay_ext import (
     Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -270,13 +274,19 @@ def assert_weights_of_pairs(rb):
     torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
 
 
+def with_pairs(data):
+    """Give ``data`` [n] one of 6 pairs of observation and action in each row."""
+    generator = torch.Generator().manual_seed(0)
+    data["observation"] = torch.randint(3, (len(data), 1), generator=generator).float()
+    data["action"] = torch.randint(2, (len(data),), generator=generator)
+    return data
+
+
 @pytest.mark.parametrize(("streams", "p_event"), [(1, 0.2), (5, 0.2), (5, 0.04)])
 def test_pairs_are_counted_through_everything_that_happens_to_tables(streams, p_event):
     rb = make(size=40, correction="conditional", batch_size=20)
-    data = scripted(400, seed=8, p_event=p_event, streams=streams)
-    generator = torch.Generator().manual_seed(0)
-    data["observation"] = torch.randint(3, (400, 1), generator=generator).float()
-    data["action"] = torch.randint(2, (400,), generator=generator)
+    data = with_pairs(scripted(400, seed=8, p_event=p_event, streams=streams))
+    generator = torch.Generator().manual_seed(1)
     first = 0
     while first < 400:
         step = int(torch.randint(1, 30, (), generator=generator))
@@ -288,6 +298,13 @@ def test_pairs_are_counted_through_everything_that_happens_to_tables(streams, p_
         assert_weights_of_pairs(rb)
     # a pair that appears later
     rb.set_sampler(EventTableSampler(rb.sampler.tables, eta=ETA, min_size=1, correction="conditional"))
+    assert_weights_of_pairs(rb)
+
+
+def test_pairs_are_counted_once_if_a_row_is_announced_twice():
+    rb = make(size=40, correction="conditional", batch_size=20)
+    rb.extend(with_pairs(scripted(60, seed=8, p_event=0.2)))
+    rb.mark_update(torch.tensor([3, 3, 5, 3]))
     assert_weights_of_pairs(rb)
 
 
@@ -794,3 +811,112 @@ def test_what_does_not_fit_together():
     for value in (-0.1, 1.1, math.nan, True, "0.5", None):
         with pytest.raises(ValueError, match="event_share"):
             rb.sampler.event_share = value
+
+
+# --- accelerators
+
+# the files of event tables
+TABLE_FILES = (
+    *("core/event_", "core/table_state", "core/free_list", "core/pair_counts", "core/class_counts"),
+    *("writers/event_", "writers/columns", "distributions/event_tables", "distributions/table_"),
+)
+WEIGHTS = {
+    "ring": [None, "mixture", "conditional", "lemma2", "priority"],
+    "pinned": [None, "mixture"],
+}
+KINDS = {"ring": ["proportional", "rank", "reaper"], "pinned": ["proportional", "rank"]}
+ON_DEVICE = [
+    pytest.param(retention, kind, correction, id=f"{retention}, {kind}, {correction}")
+    for retention in ("ring", "pinned")
+    for kind, correction in [
+        *((None, correction) for correction in WEIGHTS[retention]),
+        *((kind, correction) for kind in KINDS[retention] for correction in (None, "mixture")),
+    ]
+]
+
+
+def on_device(retention, kind, correction, *, device="emulated", compilable=False, **sampler) -> Any:
+    """A buffer of event tables with its storage on ``device``."""
+    priority = kind and {"kind": kind} | ({"num_streams": 2} if kind == "reaper" else {})
+    sampler = EventTableSampler(
+        tables_of(retention, 28),
+        **{"eta": ETA, "min_size": 1, "correction": correction, "priority": priority, **sampler},
+    )
+    storage = (CompilableTensorStorage if compilable else LazyTensorStorage)(60, device=device)
+    make = CompilableReplayBuffer if compilable else TensorDictReplayBuffer
+    arguments = {"sampler": sampler, "writer": EventTableWriter(sampler.tables), "batch_size": 16}
+    return make(storage=storage, priority_key="td_error", **arguments)
+
+
+def learn(rb, device="emulated"):
+    batch = rb.sample()
+    if rb.sampler.takes_priorities:
+        batch["td_error"] = torch.linspace(0.1, 2.0, len(batch), device=device)
+        rb.update_tensordict_priority(batch)
+    return batch
+
+
+@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize(("retention", "kind", "correction"), ON_DEVICE)
+def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_read_nothing(
+    retention, kind, correction, compilable
+):
+    with EmulatedDevice("torchrl_replay_ext") as device:
+        rb = on_device(retention, kind, correction, compilable=compilable)
+        # evictions, gaps, full lists and sorts occur in the second half, and lists are compacted
+        data = with_pairs(scripted(240, streams=2, seed=3, p_event=0.15)).to("emulated")
+        for part in data[:120].split(20):
+            rb.extend(part)
+            learn(rb)
+
+        def waits():
+            found = {wait: n for wait, n in device.waits.items() if any(name in wait[1] for name in TABLE_FILES)}
+            device.reset()
+            return found
+
+        device.reset()
+        for part in data[120:].split(8):
+            rb.extend(part)
+            ((kind_of_wait, place), count), *others = waits().items()
+            assert (kind_of_wait, count, others) == ("copy to the CPU", 1, []) and "writers/columns" in place
+            learn(rb)
+            assert not waits()
+        rb.sampler.check_valid()
+
+
+@pytest.mark.parametrize(("retention", "kind", "correction"), ON_DEVICE)
+def test_tables_on_an_accelerator_are_those_on_the_cpu(retention, kind, correction):
+    with EmulatedDevice("torchrl_replay_ext"):
+        ours, other = (on_device(retention, kind, correction, device=device) for device in ("emulated", "cpu"))
+        data, index = with_pairs(scripted(150, streams=2, seed=4, p_event=0.15)), torch.arange(40)
+        for part in data.split(10):
+            ours.extend(part.to("emulated"))
+            other.extend(part)
+        if kind is not None:
+            error = torch.linspace(0.5, 2.0, 40)
+            index = other.sampler.tables["default"].index()[-20:].repeat(2)
+            ours.update_priority(index.to("emulated"), error.to("emulated"))
+            other.update_priority(index, error)
+        if kind == "rank":
+            for rb in (ours, other):
+                rb.sampler.sort()
+        for name in ETA:
+            mine = ours.sampler.tables[name].index()
+            assert mine.device.type == "emulated"
+            assert mine.tolist() == other.sampler.tables[name].index().tolist()
+        probabilities = [rb.sampler.probabilities(rb.storage).cpu() for rb in (ours, other)]
+        torch.testing.assert_close(*probabilities)
+        batch = ours.sample().cpu()
+        if kind != "reaper":
+            torch.testing.assert_close(
+                batch["sample_probability"].double(), probabilities[1][batch["index"]], rtol=1e-5, atol=0
+            )
+        ours.sampler.check_valid()
+
+
+def test_on_an_accelerator_rows_have_weight_0_if_all_priorities_are_0():
+    with EmulatedDevice("torchrl_replay_ext"):
+        rb = on_device("ring", None, None, priority={"kind": "proportional", "eps": 0.0})
+        rb.extend(scripted(20).to("emulated"))
+        rb.update_priority(torch.arange(20, device="emulated"), torch.zeros(20, device="emulated"))
+        assert rb.sample()["priority_weight"].cpu().eq(0).all()

@@ -653,7 +653,7 @@ def test_a_draw_in_another_thread_leaves_tables_alone_that_are_being_changed():
     drawn = []
 
     class Reader:
-        def on_remove(self, positions, slots):
+        def on_remove(self, positions, slots, distinct):
             thread = threading.Thread(target=lambda: drawn.append(buffer.sample()))
             thread.start()
             thread.join()

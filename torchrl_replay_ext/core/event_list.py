@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from torchrl_replay_ext.core.lanes import shifted
+from torchrl_replay_ext.core.table_state import TableState
 
-
-class Listener(Protocol):
-    """An object that is notified when entries of the lists change."""
-
-    def on_insert(self, positions: Tensor, slots: Tensor) -> None:
-        """``slots`` [n] were inserted at ``positions`` [n]."""
-        ...
-
-    def on_remove(self, positions: Tensor, slots: Tensor) -> None:
-        """``slots`` [n] were removed from ``positions`` [n]."""
-        ...
-
-    def on_relayout(self) -> None:
-        """The positions of all entries may have changed."""
-        ...
-
-
-class Listeners:
-    """The objects to notify, held by weak references."""
-
-    def __init__(self):
-        self._references: list[weakref.ref[Listener]] = []
-
-    def __iter__(self) -> Iterator[Listener]:
-        return iter([found for found in (reference() for reference in self._references) if found is not None])
-
-    def attach(self, listener: Listener) -> None:
-        """Notify ``listener`` of later events."""
-        if all(other is not listener for other in self):
-            self._references.append(weakref.ref(listener))
-
-    def notify(self, event: Literal["on_insert", "on_remove", "on_relayout"], *arguments: Tensor) -> None:
-        """Call the method ``event`` of each listener."""
-        for listener in self:
-            getattr(listener, event)(*arguments)
-
-    def __getstate__(self) -> list[Listener]:
-        return list(self)
-
-    def __setstate__(self, state: list[Listener]) -> None:
-        self._references = [weakref.ref(listener) for listener in state]
+_NO_SLOTS = np.zeros(0, np.int64)
 
 
 @dataclass(eq=False)
@@ -63,142 +19,156 @@ class EventList:
     slot of an entry is overwritten, the entry leaves a gap at its position. Gaps are closed when no free position is
     left.
 
-    All tensors are views of the state of :class:`~torchrl_replay_ext.core.event_tables.EventTables`, which also
-    modifies them.
+    All content is in ``state``, which :class:`~torchrl_replay_ext.core.event_tables.EventTables` also modifies:
+
+    * ``listed_slots``: the slot at each position.
+    * ``places[row]``: the position of each slot; ``nowhere`` if it is not in the list.
+    * ``ends[:, number]``: number of the next entry (head), number of the oldest entry (tail), number of entries
+      without gaps.
+    * ``capacity[number]``: upper limit of the number of entries.
+    * ``newest[number]``: the largest transition number inserted since the list was last empty; -1 if none.
+    * ``ordered[number]``: True if the entries are sorted by transition number.
 
     Args:
+        state: the tensors of all lists.
+        number: number of the table.
         begin: first position.
         end: the position after the last one.
-        nowhere: the position of a slot that is not in the list.
-        slot_at: the slot at each position, int [positions]; shared by all lists.
-        place: the position of each slot, int [slots].
-        head: number of the next entry, int64 [].
-        tail: number of the oldest entry, int64 [].
-        count: number of entries, gaps not included, int64 [].
-        capacity: upper limit of ``count``, int64 [].
-        newest: the largest transition number inserted since the list was last empty; -1 if none, int64 [].
-        ordered: True if the entries are sorted by transition number, bool [].
-        listeners: the objects to notify.
     """
 
+    state: TableState
+    number: int
     begin: int
     end: int
-    nowhere: int
-    slot_at: Tensor
-    place: Tensor
-    head: Tensor
-    tail: Tensor
-    count: Tensor
-    capacity: Tensor
-    newest: Tensor
-    ordered: Tensor
-    listeners: Listeners
+
+    def __post_init__(self):
+        self._row = self.number - self.state.first
 
     def __len__(self) -> int:
-        return int(self.count)
+        return int(self._ends[2])
 
-    def _positions(self, first: int, last: int) -> Tensor:
+    @property
+    def _ends(self) -> np.ndarray:
+        return self.state.ends.numpy()[:, self.number]
+
+    @property
+    def _capacity(self) -> int:
+        return int(self.state.capacity.numpy()[self.number])
+
+    @property
+    def _place(self) -> np.ndarray:
+        return self.state.places.numpy()[self._row]
+
+    def _positions(self, first: int, last: int) -> np.ndarray:
         """The positions of entries ``first`` to ``last - 1``."""
-        return self.begin + torch.arange(first, last, device=self.slot_at.device) % (self.end - self.begin)
+        return self.begin + np.arange(first, last) % (self.end - self.begin)
 
-    def slots(self) -> Tensor:
+    def _entries(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions and slots of entries ``first`` to ``last - 1``, and the indices of those that are not gaps."""
+        positions = self._positions(first, last)
+        slots = self.state.listed_slots.numpy()[positions].astype(np.int64)
+        return positions, slots, (self._place[slots] == positions).nonzero()[0]
+
+    def slots(self) -> np.ndarray:
         """The slots in the list, oldest entry first; int64 [count]."""
-        positions = self._positions(int(self.tail), int(self.head))
-        slots = self.slot_at[positions].to(torch.int64)
-        return slots[self.place[slots] == positions]
+        head, tail, _ = self._ends.tolist()
+        _, slots, listed = self._entries(tail, head)
+        return slots[listed]
 
-    def evict(self, count: int) -> Tensor:
+    def evict(self, count: int) -> np.ndarray:
         """Remove the ``count`` oldest entries and return their slots, int64 [count]."""
         if count <= 0:
-            return torch.zeros(0, dtype=torch.int64, device=self.slot_at.device)
-        tail = int(self.tail)
-        gaps = int(self.head) - tail - len(self)
-        positions = self._positions(tail, tail + gaps + count)
-        slots = self.slot_at[positions].to(torch.int64)
-        kept = (self.place[slots] == positions).nonzero().squeeze(1)[:count]
-        positions, slots = positions[kept], slots[kept]
-        self.place[slots] = self.nowhere
-        self.tail.fill_(tail + int(kept[-1]) + 1)
-        self.count.sub_(count)
-        self.listeners.notify("on_remove", positions, slots)
+            return _NO_SLOTS
+        ends = self._ends
+        head, tail, size = ends.tolist()
+        positions, slots, listed = self._entries(tail, head - size + count)
+        listed = listed[:count]
+        positions, slots = positions[listed], slots[listed]
+        self._place[slots] = self.state.nowhere
+        ends[1] = tail + listed[-1] + 1
+        ends[2] -= count
+        self.state.removed(self._row, positions, slots)
         return slots
 
-    def make_room(self, count: int) -> Tensor:
+    def make_room(self, count: int) -> np.ndarray:
         """Remove the oldest entries to make room for ``count`` more; returns the slots of the removed entries."""
-        capacity = int(self.capacity)
+        capacity = self._capacity
         return self.evict(len(self) + min(count, capacity) - capacity)
 
-    def insert(self, slots: Tensor, numbers: Tensor) -> None:
+    def insert(self, slots: np.ndarray, numbers: np.ndarray) -> None:
         """Add entries that are not in the list. If there is no room, remove the oldest entries.
 
         Args:
             slots: int64 [n], distinct, oldest first. If n exceeds the capacity, the oldest ones are left out.
             numbers: transition numbers, int64 [n].
         """
-        capacity = int(self.capacity)
+        capacity = self._capacity
         slots, numbers = slots[-capacity:], numbers[-capacity:]
         count = len(slots)
         self.make_room(count)
-        if not len(self):
-            self.tail.copy_(self.head)
-            self.newest.fill_(-1)
-            self.ordered.fill_(True)
-        elif int(self.head - self.tail) + count > self.end - self.begin:
+        number, ends = self.number, self._ends
+        newest, ordered = self.state.newest.numpy(), self.state.ordered.numpy()
+        head, tail, size = ends.tolist()
+        if not size:
+            ends[1], newest[number], ordered[number] = head, -1, True
+        elif head - tail + count > self.end - self.begin:
             self._compact()
-        positions = self._place_at(int(self.head), slots)
-        self.head.add_(count)
-        self.count.add_(count)
-        self.ordered.logical_and_(self._follow(numbers))
-        self.newest.copy_(torch.maximum(self.newest, numbers.max()))
-        self.listeners.notify("on_insert", positions, slots)
+            head = size
+        positions = self._place_at(head, slots)
+        ends[0] += count
+        ends[2] += count
+        ordered[number] &= self._follow(numbers)
+        newest[number] = max(newest[number], numbers.max())
+        self.state.inserted(self._row, positions, slots)
 
-    def stays_ordered(self, numbers: Tensor) -> bool:
+    def stays_ordered(self, numbers: np.ndarray) -> bool:
         """True if the list is ordered and would stay ordered after inserting transitions ``numbers`` [n]."""
-        return bool(self.ordered & self._follow(numbers))
+        return bool(self.state.ordered.numpy()[self.number]) and self._follow(numbers)
 
-    def _follow(self, numbers: Tensor) -> Tensor:
-        return (numbers > shifted(numbers, self.newest)).all()
+    def _follow(self, numbers: np.ndarray) -> bool:
+        return bool(numbers[0] > self.state.newest.numpy()[self.number] and (numbers[1:] > numbers[:-1]).all())
 
-    def _place_at(self, first: int, slots: Tensor) -> Tensor:
+    def _place_at(self, first: int, slots: np.ndarray) -> np.ndarray:
         """Store ``slots`` [n] as entries ``first`` to ``first + n - 1``; returns their positions."""
         positions = self._positions(first, first + len(slots))
-        self.slot_at[positions] = slots.to(self.slot_at.dtype)
-        self.place[slots] = positions.to(self.place.dtype)
+        self.state.listed_slots.numpy()[positions] = slots
+        self._place[slots] = positions
         return positions
 
-    def _lay_out(self, slots: Tensor) -> Tensor:
+    def _lay_out(self, slots: np.ndarray) -> np.ndarray:
         """Make ``slots`` [n], oldest first, the only entries, starting at ``begin``; returns their positions."""
         positions = self._place_at(0, slots)
-        self.tail.zero_()
-        self.head.fill_(len(slots))
+        self._ends[:2] = len(slots), 0
         return positions
 
     def _compact(self) -> None:
         slots = self.slots()
-        self.listeners.notify("on_remove", self.place[slots].to(torch.int64), slots)
-        self.listeners.notify("on_insert", self._lay_out(slots), slots)
+        before = self._place[slots].astype(np.int64)
+        self.state.moved(self._row, before, self._lay_out(slots), slots)
 
-    def rebuild(self) -> Tensor:
-        """Restore the list from ``place`` after an interrupted change. Listeners are not notified.
+    def rebuild(self) -> np.ndarray:
+        """Restore the list from ``places`` after an interrupted change. Listeners are not notified.
 
         Returns:
             The slots in the list, oldest entry first; int64 [count].
         """
-        held = (self.place != self.nowhere).nonzero().squeeze(1)
-        passed = (self.place[held].to(torch.int64) - self.begin - self.tail) % (self.end - self.begin)
+        place, ends = self._place, self._ends
+        held = (place != self.state.nowhere).nonzero()[0]
+        passed = (place[held].astype(np.int64) - self.begin - ends[1]) % (self.end - self.begin)
         held = held[passed.argsort()]
-        self.place[held] = self.nowhere
-        held = held[-int(self.capacity) :]
+        place[held] = self.state.nowhere
+        held = held[-self._capacity :]
         self._lay_out(held)
-        self.count.fill_(len(held))
+        ends[2] = len(held)
         return held
 
     def check_valid(self, name: str) -> None:
         """Raise AssertionError if positions, slots and count are inconsistent; ``name`` is the table in the message."""
-        held = (self.place != self.nowhere).nonzero().squeeze(1)
-        if len(held) != len(self) or len(held) > int(self.capacity):
+        place = self._place
+        held = (place != self.state.nowhere).nonzero()[0]
+        if len(held) != len(self) or len(held) > self._capacity:
             raise AssertionError(f"EventTables[{name!r}]: the number of entries is wrong or exceeds the capacity")
-        if not torch.equal(self.slot_at[self.place[held].to(torch.int64)].to(torch.int64), held):
+        if not np.array_equal(self.state.listed_slots.numpy()[place[held]], held):
             raise AssertionError(f"EventTables[{name!r}]: a slot points to a position that holds another slot")
-        if not torch.equal(self.slots().sort().values, held):
+        if not np.array_equal(np.sort(self.slots()), held):
             raise AssertionError(f"EventTables[{name!r}]: a slot points to a position outside of the list")

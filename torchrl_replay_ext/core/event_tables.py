@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
-from torchrl_replay_ext.core.event_list import EventList, Listener, Listeners
+from torchrl_replay_ext.core.event_list import EventList
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.recoverable import Recoverable
+from torchrl_replay_ext.core.table_state import Listener, Listeners, TableState
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
@@ -49,7 +50,9 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     sampler are built separately (from a configuration, in a Ray actor), build the tables of both with equal arguments;
     the sampler then uses the tables of the writer. The table ``"default"`` holds all transitions.
 
-    An entry is the index of a transition. It takes 12 bytes, and each table takes 4 bytes per slot of the storage.
+    An entry is the index of a transition. It takes 12 bytes, and each table takes 4 bytes per slot of the storage. The
+    tables are on the CPU; if the storage is on another device, draws read a copy of them there.
+
     Each table is first-in-first-out. ``retention`` decides what happens to an entry when its transition becomes old:
 
     * ``"ring"``: the storage is a ring of N transitions, and the default table holds all of them. An entry is removed
@@ -128,13 +131,13 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def size(self, number: int) -> int:
         """The number of transitions in a table."""
-        return int(self.counts[number]) if self.num_slots else 0
+        return int(self._state.ends.numpy()[2, number]) if self.num_slots else 0
 
     def capacity_of(self, number: int) -> int:
         """κ of a table."""
         if number < self._first:
             return self.num_slots
-        return int(self._capacity[number]) if self.num_slots else self._max_capacity[number]
+        return int(self._state.capacity.numpy()[number]) if self.num_slots else self._max_capacity[number]
 
     def set_capacity(self, number: int, value: float) -> None:
         """Change κ of a table. If it is lowered, the oldest entries are removed."""
@@ -150,17 +153,17 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"allocated for {most} entries; for more, pass a larger capacity to EventTables."
             )
         with self.transaction():
-            self._capacity[number] = int(value)
+            self._state.capacity[number] = int(value)
             self._release(self.list_of(number).make_room(0))
 
     def index(self, number: int) -> Tensor:
-        """The slots of a table, oldest entry first, int64."""
+        """The slots of a table, oldest entry first, int64, on the device of the storage."""
         if not self.num_slots:
             return torch.zeros(0, dtype=torch.int64)
         if number < self._first:
             size, count = self.num_slots, self.size(0)
             return (torch.arange(count, device=self.device) + (self.num_written if count == size else 0)) % size
-        return self.list_of(number).slots()
+        return self._state.on_device(self.list_of(number).slots())
 
     # --- memory
 
@@ -185,13 +188,13 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             )
 
     def allocate(self, num_slots: int, device: torch.device) -> None:
-        """Allocate the lists for a storage of ``num_slots``. Later calls only move them to ``device``.
+        """Allocate the lists for a storage of ``num_slots`` on ``device``. Later calls only change the device.
 
         Raises:
             ValueError: if the storage is too small, or the tables hold transitions of a storage of another size.
         """
         if self.num_slots == num_slots:
-            self._move(device)
+            self._state.move(device)
             return
         self.check(num_slots)
         if self.num_written:
@@ -199,83 +202,51 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"EventTables: these tables are used with a storage of {self.num_slots} slots and cannot be used with "
                 f"one of {num_slots} slots; give each buffer its own."
             )
-        self.num_slots, self.device = num_slots, device
-        self._begins = self.regions(num_slots)
-        self.nowhere = self._begins[-1]
-        wide = torch.int32 if self.nowhere < 2**31 else torch.int64
-        count = len(self.names)
-        # the extra position, `nowhere`, belongs to no list
-        self.slot_at = torch.zeros(self.nowhere + 1, dtype=wide, device=device)
-        if not self._pinned:
-            self.slot_at[:num_slots] = torch.arange(num_slots, device=device)
-        self._place = torch.full((count - self._first, num_slots), self.nowhere, dtype=wide, device=device)
-        # head, tail and count of each list, see EventList; of the default table of a ring only the count is used
-        self._ends = torch.zeros(3, count, dtype=torch.int64, device=device)
-        self._capacity = torch.tensor(self._max_capacity, dtype=torch.int64, device=device)
-        self._newest = torch.full((count,), -1, dtype=torch.int64, device=device)
-        self._ordered = torch.ones(count, dtype=torch.bool, device=device)
+        self._begins = begins = self.regions(num_slots)
+        self.num_slots, self.nowhere = num_slots, begins[-1]
+        capacities, first = self._max_capacity, self._first
+        # one more position, which belongs to no list
+        self._state = TableState(
+            begins[-1] + 1, num_slots, capacities, first=first, device=device, listeners=self._listeners
+        )
+        self._lists = [EventList(self._state, n, begins[n], begins[n + 1]) for n in range(first, len(capacities))]
         # number of transitions written; in a ring, transition n is in slot n % num_slots
-        self._written = torch.zeros((), dtype=torch.int64, device=device)
+        self._written = torch.zeros((), dtype=torch.int64, device="cpu")
         # number of times that all content was replaced; writers in other processes compare it to detect a reset
-        self._resets = torch.zeros((), dtype=torch.int64, device=device)
-        self._free = FreeList(num_slots, device=device) if self._pinned else None
-        self._bind_lists()
+        self._resets = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._free = FreeList(num_slots, device="cpu") if self._pinned else None
 
-    def _bind_lists(self) -> None:
-        """Create the lists as views of the state tensors."""
-        self.counts = self._ends[2]
-        self._lists = [
-            EventList(
-                begin=self._begins[number],
-                end=self._begins[number + 1],
-                nowhere=self.nowhere,
-                slot_at=self.slot_at,
-                place=self._place[number - self._first],
-                head=self._ends[0, number],
-                tail=self._ends[1, number],
-                count=self._ends[2, number],
-                capacity=self._capacity[number],
-                newest=self._newest[number],
-                ordered=self._ordered[number],
-                listeners=self._listeners,
-            )
-            for number in range(self._first, len(self.names))
-        ]
+    @property
+    def device(self) -> torch.device:
+        """The device of the storage, where draws read the tables."""
+        return self._state.device
+
+    @property
+    def slot_at(self) -> Tensor:
+        """The slot at each position of all tables, on the device of the storage, int [positions + 1]."""
+        return self._state.slot_at
+
+    @property
+    def counts(self) -> Tensor:
+        """The number of transitions in each table, on the device of the storage, int64 [tables]."""
+        return self._state.counts
 
     def list_of(self, number: int) -> EventList:
         """The list of a table. With ``retention="ring"`` the default table has no list."""
         return self._lists[number - self._first]
 
-    def _move(self, device: torch.device) -> None:
-        if self.device == device:
-            return
-        self.device = device
-        for part in (self, self._free):
-            for name, value in list(vars(part).items()) if part is not None else ():
-                if isinstance(value, Tensor) and name != "_dirty":
-                    setattr(part, name, value.to(device))
-        self._bind_lists()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # pickled views would become separate tensors, so __setstate__ creates them again
-        return {key: value for key, value in vars(self).items() if key not in ("_lists", "counts")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.num_slots:
-            self._bind_lists()
-
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
-        names = ("place", "capacity", "newest", "ordered", "written")
-        state = {name: getattr(self, f"_{name}") for name in names}
-        state |= {"slot_at": self.slot_at, "lists": self._ends}
+        own = self._state
+        state = {"place": own.places, "slot_at": own.listed_slots, "lists": own.ends, "written": self._written}
+        state |= {"capacity": own.capacity, "newest": own.newest, "ordered": own.ordered}
         return state if self._free is None else state | self._free.tensors("free")
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
+        self._state.send()
         self.mark_clean()
         self._resets.add_(1)
 
@@ -283,11 +254,8 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         """Empty all tables."""
         if not self.num_slots:
             return
-        self._ends.zero_()
+        self._state.clear()
         self._written.zero_()
-        self._place.fill_(self.nowhere)
-        self._newest.fill_(-1)
-        self._ordered.fill_(True)
         if self._free is not None:
             self._free.clear_()
         self.mark_clean()
@@ -309,15 +277,17 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         if not self.needs_recovery:
             return
         if self.num_slots:
+            ordered = self._state.ordered.numpy()
             for entries in self._lists:
                 slots = entries.rebuild()
                 if not self._pinned:
-                    age = (slots - self._written) % self.num_slots
-                    entries.ordered.copy_((age[1:] > age[:-1]).all())
+                    age = (slots - self.num_written) % self.num_slots
+                    ordered[entries.number] = (age[1:] > age[:-1]).all()
             if self._free is not None:
-                self._free.refill_(~self.holds(torch.arange(self.num_slots, device=self.device)).any(0))
+                self._free.refill_((~self._is_listed(np.arange(self.num_slots))).nonzero()[0])
             elif next_slot is not None:
                 self.skip_to(next_slot)
+            self._state.send()
             self._resets.add_(1)
         self._listeners.notify("on_relayout")
         self.mark_clean()
@@ -330,23 +300,24 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def positions(self, slots: Tensor) -> Tensor:
         """Position of each of ``slots`` [n] in each table, ``nowhere`` if it is not there; int64 [tables, n]."""
-        listed = self._listed(slots).to(torch.int64)
+        listed = self._state.find(slots).to(torch.int64)
         return listed if self._pinned else torch.cat([slots.unsqueeze(0), listed])
-
-    def _listed(self, slots: Tensor) -> Tensor:
-        """:meth:`positions` in the tables that are lists."""
-        if not is_traced():
-            return self._place.index_select(1, slots)
-        rows = torch.arange(len(self._place), device=self.device).unsqueeze(1) * self.num_slots
-        return gather_in_bounds(self._place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
 
     def holds(self, slots: Tensor) -> Tensor:
         """True where a table holds one of ``slots`` [n], bool [tables, n]; in a ring, the default table has no row."""
-        return self._listed(slots) != self.nowhere
+        return self._state.find(slots) != self.nowhere
+
+    def holding(self, slots: np.ndarray) -> np.ndarray:
+        """:meth:`holds` for NumPy arrays, without a read from the device."""
+        return self._state.places.numpy()[:, slots] != self.nowhere
+
+    def _is_listed(self, slots: np.ndarray) -> np.ndarray:
+        return np.logical_or.reduce(self.holding(slots))
 
     def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
-        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. Not usable in graphs."""
-        result = torch.tensor(of_table[self._first :], device=self.device) @ self.holds(slots).to(torch.float32)
+        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. For the CPU only."""
+        held = self._state.place.index_select(1, slots) != self.nowhere
+        result = torch.tensor(of_table[self._first :]) @ held.to(torch.float32)
         return result if self._pinned else result.add_(of_table[0])
 
     def runs(self) -> list[tuple[int, int, int, int]] | None:
@@ -355,7 +326,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         Returns:
             None if a table has gaps. Otherwise the entries of each table are at cyclically consecutive positions.
         """
-        heads, tails, counts = self._ends.tolist()
+        heads, tails, counts = self._state.ends.tolist()
         if not self._pinned:
             tails[0], heads[0] = 0, counts[0]
         if any(head - tail != count for head, tail, count in zip(heads, tails, counts, strict=True)):
@@ -369,14 +340,14 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     @property
     def num_written(self) -> int:
         """Number of transitions written so far."""
-        return int(self._written) if self.num_slots else 0
+        return int(self._written.item()) if self.num_slots else 0
 
     @property
     def oldest(self) -> int:
         """Lower bound on the numbers of the transitions in the default table."""
         return self.num_written - (self.size(0) if self._pinned else self.num_slots)
 
-    def adopt(self, count: int, last: int | Tensor | None) -> None:
+    def adopt(self, count: int, last: int | None) -> None:
         """Add the transitions that a storage held before the first write to the default table, without events.
 
         Args:
@@ -390,14 +361,18 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"EventTables(retention='pinned'): the storage must be empty at first, but holds {count} transitions; "
                 "create the buffer with an empty storage and write them to it."
             )
-        self._written.fill_(self.num_slots + (0 if last is None else int(last) + 1))
-        self.counts[0] = count
+        self._written.fill_(self.num_slots + (0 if last is None else last + 1))
+        self._set_default_size(count)
 
-    def written(self, slots: Tensor) -> None:
+    def _set_default_size(self, count: int) -> None:
+        self._state.ends[2, 0] = count
+        self._state.send_counts()
+
+    def written(self, slots: np.ndarray) -> None:
         """Count a write of ``slots`` [n], given in the order of writing."""
         self._written.add_(len(slots))
-        if not self._pinned:
-            self.counts[0] = torch.maximum(self.counts[0], slots.max() + 1)
+        if not self._pinned and self.size(0) < self.num_slots:
+            self._set_default_size(max(self.size(0), int(slots.max()) + 1))
 
     def skip_to(self, slot: int) -> bool:
         """Ring: let the next write begin at ``slot``, and remove the entries of skipped slots.
@@ -411,31 +386,34 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         first = self.num_written
         count = (slot - first) % self.num_slots if first else 0
         if count:
-            self.overwrite((first + torch.arange(count, device=self.device)) % self.num_slots)
+            self.overwrite((first + np.arange(count)) % self.num_slots)
             self._written.add_(count)
         return count > 0
 
-    def overwrite(self, slots: Tensor, *, in_turn: bool = True) -> None:
+    def overwrite(self, slots: np.ndarray, *, in_turn: bool = True) -> None:
         """Remove the entries of ``slots``, whose transitions were overwritten.
 
         Args:
             slots: int64 [n], distinct.
             in_turn: True (default) if these transitions were the oldest ones of the storage.
         """
-        positions = self._listed(slots)
+        places = self._state.places.numpy()
+        positions = places[:, slots].astype(np.int64)
         held = positions != self.nowhere
-        if not bool(held.any()):
+        if not held.any():
             return
         with self.transaction():
             removed = held.sum(1)
-            self._place[:, slots] = self.nowhere
-            self.counts[self._first :] -= removed
+            places[:, slots] = self.nowhere
+            ends = self._state.ends.numpy()[:, self._first :]
+            ends[2] -= removed
             if in_turn:
                 # in an ordered list the oldest transitions are the first entries
-                self._ends[1, self._first :] += removed * self._ordered[self._first :]
-            self._listeners.notify("on_remove", positions[held].to(torch.int64), slots.expand_as(positions)[held])
+                ends[1] += removed * self._state.ordered.numpy()[self._first :]
+            every = np.broadcast_to(slots, held.shape)
+            self._state.removed_from_all(positions[held], every[held], slots[held.any(0)])
 
-    def take(self, count: int, entering: Mapping[int, Tensor]) -> Tensor:
+    def take(self, count: int, entering: Mapping[int, np.ndarray]) -> np.ndarray:
         """Pinned: make room for a write and return the slots for the new transitions, int64 [count].
 
         Args:
@@ -445,30 +423,31 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         assert self._free is not None
         evicted = [self.list_of(0).make_room(count)]
         evicted += [self.list_of(number).make_room(len(slots)) for number, slots in entering.items()]
-        self._release(torch.cat(evicted), entering.values())
-        return self._free.pop(torch.ones(count, dtype=torch.bool, device=self.device))
+        self._release(np.concatenate(evicted), entering.values())
+        return self._free.take(count)
 
-    def give_back(self, slots: Tensor) -> None:
+    def give_back(self, slots: np.ndarray) -> None:
         """Pinned: free those of ``slots`` [n] that no table holds, after the write for which they were taken failed."""
         self._release(slots)
 
-    def _release(self, slots: Tensor, needed: Iterable[Tensor] = ()) -> None:
+    def _release(self, slots: np.ndarray, needed: Iterable[np.ndarray] = ()) -> None:
         """Pinned: free each of ``slots`` [n] that no table holds and that is not in ``needed``."""
         if self._free is None or not len(slots):
             return
-        slots = slots.unique()
-        unused = ~self.holds(slots).any(0)
+        slots = np.unique(slots)
+        slots = slots[~self._is_listed(slots)]
         for others in needed:
-            unused &= ~torch.isin(slots, others)
-        self._free.push(slots, unused)
+            slots = slots[~np.isin(slots, others)]
+        self._free.give_back(slots)
 
     def check_valid(self) -> None:
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         if not self.num_slots:
             return
+        self._state.check_valid()
         for name, entries in zip(self.names[self._first :], self._lists, strict=True):
             entries.check_valid(name)
         if self._free is not None:
-            everything = torch.arange(self.num_slots, device=self.device)
-            if not torch.equal(self._free.free(), ~self.holds(everything).any(0)):
+            listed = torch.from_numpy(self._is_listed(np.arange(self.num_slots)))
+            if not torch.equal(self._free.free(), ~listed):
                 raise AssertionError("EventTables: the free slots are not the slots that no table holds")

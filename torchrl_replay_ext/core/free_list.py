@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,16 +43,28 @@ class FreeList:
         self.queue.index_copy_(0, place, ids.to(self.queue.dtype))
         self.tail.add_(rank[-1])
 
+    def take(self, count: int) -> np.ndarray:
+        """Like :meth:`pop` for ``count`` ids, for a queue on the CPU; int64 [count]."""
+        head = self.head.numpy()
+        ids = self.queue.numpy()[(head + np.arange(count)) % self.size].astype(np.int64)
+        head += count
+        return ids
+
+    def give_back(self, ids: np.ndarray) -> None:
+        """Like :meth:`push` for all ``ids`` [n], for a queue on the CPU."""
+        tail = self.tail.numpy()
+        self.queue.numpy()[(tail + np.arange(len(ids))) % self.size] = ids
+        tail += len(ids)
+
     def clear_(self) -> None:
         """Make all ids free."""
         self.queue.copy_(torch.arange(self.size + 1, device=self.queue.device))
         self.head.zero_()
         self.tail.fill_(self.size)
 
-    def refill_(self, free: Tensor) -> None:
-        """Set the free ids to those that are True in ``free``, bool [size]."""
-        ids = free.nonzero().squeeze(1)
-        self.queue[: len(ids)] = ids.to(self.queue.dtype)
+    def refill_(self, ids: np.ndarray) -> None:
+        """Set the free ids to ``ids`` [n], distinct, for a queue on the CPU."""
+        self.queue.numpy()[: len(ids)] = ids
         self.head.zero_()
         self.tail.fill_(len(ids))
 

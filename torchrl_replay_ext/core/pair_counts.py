@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.functional.priorities import is_last_occurrence
 
 # The odd constants of splitmix64, as signed integers.
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -67,44 +68,46 @@ class PairCounts:
         self._counts.zero_()
 
     def _add(self, first: int, buckets: Tensor, change: Tensor) -> None:
-        """Add ``change`` [k, n] to the counts of ``buckets`` [n] in the rows ``first`` to ``first + k - 1``."""
+        """Add ``change`` [k, n] to the counts of ``buckets`` [n] in the rows ``first`` to ``first + k - 1``.
+
+        The change must be 0 where a bucket is -1.
+        """
         row = first + torch.arange(len(change), device=buckets.device).unsqueeze(1).expand_as(change)
-        self._counts.index_put_((row, buckets.expand_as(change)), change.to(torch.int32), accumulate=True)
+        buckets = buckets.clamp_min(0).expand_as(change)
+        self._counts.index_put_((row, buckets), change.to(torch.int32), accumulate=True)
 
     def write(self, slots: Tensor, columns: list[Tensor]) -> None:
         """Replace the transitions in some slots by new ones, which are in no event table yet.
 
         Args:
-            slots: int64 [n], without duplicates.
-            columns: states and actions of the new transitions, tensors [n, ...].
+            slots: int64 [n].
+            columns: states and actions of the new transitions, tensors [n, ...], equal for equal slots.
         """
-        before = self._bucket[slots]
-        known = slots[before >= 0]
-        self.list(known, torch.zeros_like(self._listed[:, known]))
-        self._add(0, before[before >= 0], -torch.ones((1, len(known)), device=slots.device))
         buckets = hash_rows(columns) & (self._counts.shape[1] - 1)
+        self.drop(slots)
         self._bucket[slots] = buckets
-        self._add(0, buckets, torch.ones((1, len(slots)), device=slots.device))
+        self._add(0, buckets, is_last_occurrence(slots).unsqueeze(0))
 
     def drop(self, slots: Tensor) -> None:
-        """Remove the transitions in ``slots``, int64 [n] without duplicates, from all counts."""
-        slots = slots[self._bucket[slots] >= 0]
+        """Remove the transitions in ``slots``, int64 [n], from all counts."""
         self.list(slots, torch.zeros_like(self._listed[:, slots]))
-        self._add(0, self._bucket[slots], -torch.ones((1, len(slots)), device=slots.device))
+        buckets = self._bucket[slots]
+        is_counted = (buckets >= 0) & is_last_occurrence(slots)
+        self._add(0, buckets, -is_counted.to(torch.int32).unsqueeze(0))
         self._bucket[slots] = -1
 
     def list(self, slots: Tensor, listed: Tensor) -> None:
         """Set which event tables hold some slots.
 
         Args:
-            slots: int64 [n], without duplicates.
-            listed: True where an event table holds a slot, bool [tables - 1, n].
+            slots: int64 [n].
+            listed: True where an event table holds a slot, bool [tables - 1, n], equal for equal slots.
         """
         before = self._listed[:, slots]
         self._listed[:, slots] = listed
         change = listed.to(torch.int32) - before.to(torch.int32)
         of_any = listed.any(0, keepdim=True).to(torch.int32) - before.any(0, keepdim=True).to(torch.int32)
-        self._add(1, self._bucket[slots], torch.cat([change, of_any]))
+        self._add(1, self._bucket[slots], torch.cat([change, of_any]) * is_last_occurrence(slots))
 
     def of(self, slots: Tensor) -> Tensor:
         """Counts for the pairs in ``slots`` [n]: in total, in each event table, in any; int64 [tables + 1, n]."""

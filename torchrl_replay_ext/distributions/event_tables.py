@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, uniform
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    refuse_in_graph,
+    rows_where,
+    uniform,
+)
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder
@@ -20,7 +26,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.distributions.rejection import Rejection, Rows, propose
+from torchrl_replay_ext.distributions.rejection import Rejection, Rows
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
@@ -78,6 +84,8 @@ class EventTableMixture(Distribution):
         self._alpha, self._beta = alpha, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
+        # values are read on the CPU only, and not in graphs
+        self._on_cpu = device.type == "cpu"
         self._shares = shares
         shares.to(device)
         self._min_sizes = min_sizes.to(device)
@@ -115,25 +123,28 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor) -> Tensor:
-        """Masses of ``slots`` [n] at ``positions`` [n]; ``priority`` [n]: d, negative if never updated."""
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+        """Masses of ``slots`` [n] at ``positions`` [n].
+
+        ``priority`` [n]: d, negative if never updated; None: that of the slots.
+        """
         if self._correction == "priority":
             eta = 1 - self._shares.current[0]
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
+        if self._kind is None:
+            return SumTree.UNIT
+        if priority is None:
+            priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
             return self._of_rank(self._order.rank(priority, self._table_of(positions)))
-        if self._kind is None:
-            return torch.full_like(positions, SumTree.UNIT)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
 
     def _set(
         self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
     ) -> None:
         """Update the masses of ``slots`` [n] at ``positions`` [n]."""
-        if priority is None:
-            priority = gather_in_bounds(self._priorities.of_slot, slots)
-        mass = self._masses(positions, slots, priority) * (positions != self._nowhere)
+        mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
         self._tree.write(positions, mass, mask=mask)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,22 +156,21 @@ class EventTableMixture(Distribution):
 
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
-        self._order.changes.add_(len(slots))
+        self._count_changes(len(slots))
         if self._correction == "priority":
             self._set(slots, slots)
             return
         self._set(positions, slots)
         self._weights.move(slots)
 
-    def on_remove(self, positions: Tensor, slots: Tensor) -> None:
-        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]."""
-        self._order.changes.add_(len(slots))
+    def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
+        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
+        self._count_changes(len(slots))
         if self._correction == "priority":
-            self._set(slots, slots)
+            self._set(distinct, distinct)
             return
         self._tree.write(positions, torch.zeros_like(positions))
-        # a slot may have left several tables
-        self._weights.move(slots.unique())
+        self._weights.move(distinct)
 
     def on_relayout(self) -> None:
         """Called by the tables: the positions of all entries may have changed."""
@@ -183,17 +193,17 @@ class EventTableMixture(Distribution):
             self._reliability.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
         positions, repeated = self._everywhere(slots)
-        self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
-        self._order.changes.add_(len(slots))
+        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
+        self._count_changes(len(slots))
 
     def remove(self, slots: Tensor) -> None:
-        self._tables.overwrite(slots)
+        self._tables.overwrite(slots.cpu().numpy())
         self._holes.fill_(True)
         if self._reliability is not None:
             self._reliability.remove(slots)
         if self.slots_in_ring_order:
             self._tree.write(slots, torch.zeros_like(slots))
-        self._order.changes.add_(len(slots))
+        self._count_changes(len(slots))
         self._weights.remove(slots)
 
     def before_full_overwrite(self) -> None:
@@ -208,7 +218,7 @@ class EventTableMixture(Distribution):
             count = positions.shape[0] // slots.shape[0]
             mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
         self._set(positions, repeated, mask)
-        self._order.changes.add_(slots.shape[0])
+        self._count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
         if self._kind == "rank" and slots is None:
@@ -223,6 +233,11 @@ class EventTableMixture(Distribution):
             self._set(*self._everywhere(self.stored_slots()))
 
     # --- ranks
+
+    def _count_changes(self, count: int) -> None:
+        """Count entries that were written or updated since the last sort."""
+        if self._kind == "rank":
+            self._order.changes.add_(count)
 
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
@@ -243,18 +258,22 @@ class EventTableMixture(Distribution):
                 self._sort()
 
     def _sort(self) -> None:
-        everything = torch.arange(self._size, device=self._device)
-        positions, slots = self._everywhere(everything[self._log.generation > 0])
-        listed = positions != self._nowhere
-        positions, slots = positions[listed], slots[listed]
-        table = self._table_of(positions)
+        count = len(self._tables)
+        positions = torch.arange(self._nowhere, device=self._device)
+        slots, table = self._tables.slot_at[:-1].to(torch.int64), self._table_of(positions)
+        held = self._tables.positions(slots).gather(0, table.unsqueeze(0)).squeeze(0) == positions
+        held &= self._log.generation[slots] > 0
+        # on an accelerator, which cannot leave out positions, those without an entry come last
+        table = torch.where(held, table, count)
+        kept = rows_where(held)
+        positions, slots, table = positions[kept], slots[kept], table[kept]
         order = self._order.sort(self._priorities.of_slot[slots], table)
         positions, table = positions[order], table[order]
-        begins = torch.searchsorted(table, torch.arange(len(self._tables), device=self._device))
+        begins = torch.searchsorted(table, torch.arange(count + 1, device=self._device))
         rank = torch.arange(len(order), device=self._device) - begins[table]
         leaves = self._tree.leaves
         leaves.zero_()
-        leaves[positions] = self._of_rank(rank)
+        leaves[positions] = self._of_rank(rank) * (table < count)
         self._tree.rebuild_()
 
     # --- draws
@@ -280,8 +299,8 @@ class EventTableMixture(Distribution):
     ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
         """Draw if all entries of each table have the same probability: slots, tables, p(i), and η_k / |B_k|.
 
-        Returns None if some entries cannot be drawn. This draw needs no tree. Outside graphs most steps use Python
-        numbers, which takes half the time.
+        Returns None if some entries cannot be drawn. This draw needs no tree. Most steps use Python numbers, which
+        takes half the time; it reads values, so it is for eager code on the CPU only.
         """
         runs = self._tables.runs()
         if runs is None or self._has_holes():
@@ -328,9 +347,12 @@ class EventTableMixture(Distribution):
         return ends, torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced():
+        in_graph = is_traced()
+        reads_values = self._on_cpu and not in_graph
+        if not in_graph:
             self._batch_size = batch_size
-            plain = self._plain_rows(batch_size, generator) if self._plain else None
+        if reads_values and self._plain:
+            plain = self._plain_rows(batch_size, generator)
             if plain is not None:
                 slots, table, probability, share = plain
                 weight = self._weights.of_plain(slots, probability, share)
@@ -339,12 +361,8 @@ class EventTableMixture(Distribution):
                 return Draw(slots, extras=extras)
         self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
-        raise_if(
-            lambda: total[0] == 0,
-            lambda: RuntimeError(
-                "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
-            ),
-        )
+        if reads_values and total[0].item() == 0:
+            raise RuntimeError("EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0.")
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:
@@ -353,12 +371,14 @@ class EventTableMixture(Distribution):
             total_of_row = gather_in_bounds(total, table)
         else:
             total_of_row = gather_in_bounds(total, table)
-            position, mass = propose(self._tree, u[1:], gather_in_bounds(low, table), total_of_row)
+            target = torch.minimum((u[1:] * total_of_row).to(torch.int64), total_of_row - 1)
+            # if nothing can be drawn, the target is -1, which finds leaf 0
+            position, mass = self._tree.find(gather_in_bounds(low, table) + target)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
         weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
-        # in a graph, rows drawn from an empty buffer have mass 0
+        # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
         weight = torch.where(mass > 0, weight, 0.0)
         self._count_batch()
         extras = {
@@ -385,8 +405,9 @@ class EventTableMixture(Distribution):
 
     def _has_holes(self) -> bool:
         """True if the default table may have slots whose content is unknown."""
-        if bool(self._holes):
-            self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
+        if not self._holes.item():
+            return False
+        self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
         return bool(self._holes)
 
     def density(self, slots: Tensor) -> Tensor:

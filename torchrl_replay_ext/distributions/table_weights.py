@@ -59,18 +59,14 @@ class TableWeights:
             why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
             self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
             # rows changed in place are still in their tables; overwritten rows are removed from the tables next
-            self._count_pairs(slots)
+            self._pairs.list(slots, self._tables.holds(slots))
 
     def move(self, slots: Tensor) -> None:
         """Update the counts after ``slots`` [n], distinct, in the order of writing, entered or left a table."""
-        self._count_pairs(slots)
+        if self._pairs is not None:
+            self._pairs.list(slots, self._tables.holds(slots))
         if self._classes is not None:
             self._classes.moved(slots, self._tables.holds(slots), self._tables.num_written)
-
-    def _count_pairs(self, slots: Tensor) -> None:
-        if self._pairs is not None:
-            slots = slots.unique()
-            self._pairs.list(slots, self._tables.holds(slots))
 
     def remove(self, slots: Tensor) -> None:
         """Remove the pairs of ``slots`` [n]."""

@@ -58,6 +58,15 @@ class Rows:
     def __getitem__(self, part: slice) -> Rows:
         return Rows(self.stream[part], self.trajectory[part], self.ends[part], self.begins[part])
 
+    def by_stream(self) -> list[tuple[int, np.ndarray]]:
+        """Each stream, in increasing order, and the indices of its rows."""
+        first = int(self.stream[0])
+        if (self.stream == first).all():
+            return [(first, np.arange(len(self)))]
+        order = np.argsort(self.stream, kind="stable")
+        streams, begins = np.unique(self.stream[order], return_index=True)
+        return [*zip(streams.tolist(), np.split(order, begins[1:]), strict=True)]
+
 
 @dataclass
 class Timeline:
@@ -113,10 +122,8 @@ class EpisodeTails:
     def timeline(self, rows: Rows) -> Timeline:
         """Concatenate the tail of each stream and its rows of a write."""
         written, num_tables = self._tables.num_written, len(self._tables)
-        order = np.argsort(rows.stream, kind="stable")
-        streams, first = np.unique(rows.stream[order], return_index=True)
         parts: list[tuple[np.ndarray, ...]] = []
-        for stream, chosen in zip(streams.tolist(), np.split(order, first[1:]), strict=True):
+        for stream, chosen in rows.by_stream():
             starts = rows.begins[chosen].copy()
             starts[1:] |= rows.ends[chosen[:-1]] | (np.diff(rows.trajectory[chosen]) != 0)
             tail = self._tails.get(stream)

@@ -18,6 +18,7 @@ from torchrl_replay_ext.compilation import refuse_in_graph
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.samplers.slot_index import row_major
+from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
 from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Rows, Timeline
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
@@ -100,6 +101,8 @@ class EventTableWriter(CompilableWriter):
         self._tails = EpisodeTails(tables)
         # num_resets of the tables at the time when the tails were valid
         self._resets = 0
+        # the content of the storage for which the tables were allocated
+        self._sized_by: Any = None
 
     @property
     def tables(self) -> EventTables:
@@ -160,8 +163,7 @@ class EventTableWriter(CompilableWriter):
             self._forget()
         flat = data.reshape(-1) if data.ndim > 1 else data
         steps, width = data.shape[0], data.shape[1:].numel()
-        rows = self._read(flat, width)
-        occurred = self._occurred(flat, rows)
+        rows, occurred = self._read(flat, width)
         piece = self._tables.capacity_of(0) if self._pinned else rows_of_ring(storage, data)
         written = []
         for first in range(0, steps, piece):
@@ -186,61 +188,54 @@ class EventTableWriter(CompilableWriter):
         if self._tables.num_slots:
             is_index = isinstance(result, Tensor) and result.ndim > 1
             slots = self._flat(result if is_index else torch.as_tensor(result).reshape(-1))
-            self._tables.overwrite(slots.unique().to(self._tables.device), in_turn=False)
+            self._tables.overwrite(np.unique(slots.cpu().numpy()), in_turn=False)
         return result
 
     # --- reading the data
 
-    def _column(self, data: TensorDictBase, key: NestedKey, *, required: bool) -> np.ndarray | None:
-        """The entry ``key``, one value per row [n]."""
-        column = data.get(key, None)
-        if column is None:
-            if required:
-                raise KeyError(
-                    f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
-                    "argument, or let the environment or collector write it."
-                )
-            return None
-        if column.numel() != data.shape[0]:
-            raise ValueError(
-                f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {data.shape[0]} transitions; "
-                "one value per transition is needed."
-            )
-        return column.detach().reshape(-1).cpu().numpy()
-
-    def _read(self, data: TensorDictBase, width: int) -> Rows:
-        count = data.shape[0]
-        ends = self._column(data, self._done_key, required=True)
-        begins = self._column(data, self._init_key, required=False)
+    def _read(self, data: TensorDictBase, width: int) -> tuple[Rows, np.ndarray]:
+        """The rows of ``data`` [n], and where events occur in them, bool [n, events]."""
+        count, specs = data.shape[0], self._tables.specs
+        ends = column_of(data, self._done_key, required=True)
+        begins = column_of(data, self._init_key, required=False)
         trajectory = None
         if self._stream_key is not None:
-            trajectory = self._column(data, self._stream_key, required=self._stream_key != _TRAJECTORY)
-        if trajectory is not None and trajectory.dtype.kind not in "iu":
+            trajectory = column_of(data, self._stream_key, required=self._stream_key != _TRAJECTORY)
+        if trajectory is not None and not holds_integers(trajectory):
             raise TypeError(
                 f"EventTableWriter: the entry {self._stream_key!r} must hold integers, not {trajectory.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
-        unknown = np.full(count, -1)
-        trajectory = unknown if trajectory is None else trajectory.astype(np.int64)
-        has_columns = self._storage.ndim > 1
         assert ends is not None
-        return Rows(
+        columns: dict[str | int, Tensor] = {"ends": ends.to(torch.bool)}
+        if begins is not None:
+            columns["begins"] = begins.to(torch.bool)
+        if trajectory is not None:
+            columns["trajectory"] = trajectory
+        columns |= {number: spec.occurs(data).detach() for number, spec in enumerate(specs) if not spec.context}
+        values, unknown = on_cpu(columns), np.full(count, -1)
+        trajectory = values.get("trajectory", unknown).astype(np.int64, copy=False)
+        has_columns = self._storage.ndim > 1
+        rows = Rows(
             stream=np.arange(count) % width if has_columns else trajectory,
             trajectory=trajectory if has_columns else unknown,
-            ends=ends.astype(bool),
-            begins=np.zeros(count, bool) if begins is None else begins.astype(bool),
+            ends=values["ends"],
+            begins=values["begins"] if "begins" in values else np.zeros(count, bool),
         )
-
-    def _occurred(self, data: TensorDictBase, rows: Rows) -> np.ndarray:
-        """True where an event occurs in a row, bool [n, events]."""
-        occurred = np.zeros((len(rows), len(self._tables.specs)), bool)
-        timeline: Timeline | None = None
-        for number, spec in enumerate(self._tables.specs):
+        occurred = np.zeros((count, len(specs)), bool)
+        for number, spec in enumerate(specs):
             if not spec.context:
-                occurred[:, number] = spec.occurs(data).detach().cpu().numpy()
-                continue
-            timeline = timeline or self._tails.timeline(rows)
-            for episode in np.split(np.arange(len(timeline.row)), np.flatnonzero(np.diff(timeline.episode)) + 1):
+                occurred[:, number] = values[number]
+        if any(spec.context for spec in specs):
+            self._detect_with_context(data, rows, occurred)
+        return rows, occurred
+
+    def _detect_with_context(self, data: TensorDictBase, rows: Rows, occurred: np.ndarray) -> None:
+        """Set the columns of ``occurred``, bool [n, events], for events whose conditions need earlier transitions."""
+        timeline = self._tails.timeline(rows)
+        episodes = np.split(np.arange(len(timeline.row)), np.flatnonzero(np.diff(timeline.episode)) + 1)
+        for number, spec in enumerate(self._tables.specs):
+            for episode in episodes if spec.context else ():
                 new = timeline.row[episode] >= 0
                 if not new.any():
                     continue
@@ -252,7 +247,6 @@ class EventTableWriter(CompilableWriter):
                     segment = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
                 result = spec.occurs(segment).detach().cpu().numpy()
                 occurred[timeline.row[episode[new]], number] = result[len(result) - new.sum() :]
-        return occurred
 
     def _stored(self, timeline: Timeline, places: np.ndarray) -> TensorDictBase | None:
         """The transitions at ``places`` of the timeline after the last overwritten one; None if there are none."""
@@ -275,16 +269,14 @@ class EventTableWriter(CompilableWriter):
                 tables.allocate(self._storage.max_size, self._device(data))
             timeline = self._tails.timeline(rows)
             entering = self._tails.plan(timeline, occurred)
-            index = slots = self._write_pinned(data, timeline, entering)
-            numbers = tables.num_written + torch.arange(len(slots), device=slots.device)
-            tables.list_of(0).insert(slots, numbers)
+            slots, index = self._write_pinned(data, timeline, entering)
+            tables.list_of(0).insert(slots, tables.num_written + np.arange(len(slots)))
         else:
             # the first write determines the size of the ring
-            index = self._write_ring(data)
-            slots = self._flat(index).to(tables.device)
+            slots, index = self._write_ring(data)
             timeline = self._tails.timeline(rows)
             entering = self._tails.plan(timeline, occurred)
-        timeline.set_slots(slots.cpu().numpy())
+        timeline.set_slots(slots)
         if self._pinned:
             for table, (places, _) in entering.items():
                 self._insert(table, timeline, places)
@@ -296,25 +288,22 @@ class EventTableWriter(CompilableWriter):
         return index
 
     def _insert(self, table: int, timeline: Timeline, places: np.ndarray) -> None:
-        device = self._tables.device
-        slots, numbers = (torch.from_numpy(column[places]).to(device) for column in (timeline.slot, timeline.number))
-        self._tables.list_of(table).insert(slots, numbers)
+        self._tables.list_of(table).insert(timeline.slot[places], timeline.number[places])
 
-    def _fill_ring(self, slots: Tensor, timeline: Timeline, entering: Entering) -> None:
+    def _fill_ring(self, slots: np.ndarray, timeline: Timeline, entering: Entering) -> None:
         """Remove overwritten entries and insert new ones. The result is the same as for one write per row."""
         tables = self._tables
         if not entering:
             tables.overwrite(slots)
             return
         alive = timeline.number >= tables.oldest + len(slots)
-        dying = tables.holds(slots).any(1).tolist()
+        dying = tables.holding(slots)
         row_by_row = False
         for table, (places, _) in entering.items():
             full = tables.size(table) + len(places) > tables.capacity_of(table)
-            if full and (dying[table - 1] or not alive[places].all()):
+            if full and (dying[table - 1].any() or not alive[places].all()):
                 # in an ordered list, the overwritten entries are the oldest, which are removed first in any case
-                numbers = torch.from_numpy(timeline.number[places]).to(tables.device)
-                row_by_row |= not tables.list_of(table).stays_ordered(numbers)
+                row_by_row |= not tables.list_of(table).stays_ordered(timeline.number[places])
         if not row_by_row:
             tables.overwrite(slots)
             for table, (places, _) in entering.items():
@@ -330,55 +319,63 @@ class EventTableWriter(CompilableWriter):
                     self._insert(table, timeline, places[at == row])
         tables.overwrite(slots[done:])
 
-    def _write_ring(self, data: TensorDictBase) -> Tensor:
-        tables, write_count = self._tables, int(self._write_count)
-        first = int(self._cursor) * data.shape[1:].numel()
+    def _write_ring(self, data: TensorDictBase) -> tuple[np.ndarray, Tensor]:
+        """Write to the storage; returns the slots, int64 [n], and TorchRL's index of them."""
+        tables, write_count = self._tables, self._write_count
+        first, width = self._cursor * data.shape[1:].numel(), data.numel()
         if not tables.num_written and length(self._storage):
             self._allocate()
             tables.adopt(length(self._storage), first - 1)
         if tables.skip_to(first):
             self._tails.clear()
         try:
-            index = super().extend(data)
+            # not the method of CompilableWriter, which moves the cursor to the device of the storage, for graphs
+            index = self._undone_if_refused(super(CompilableWriter, self).extend, data)
         except BaseException:
             # if the cursor has moved, the sampler rejected the rows, but they may be in the storage already
-            if tables.num_slots and int(self._write_count) != write_count:
-                tables.overwrite(torch.arange(first, first + data.numel(), device=tables.device) % tables.num_slots)
+            if tables.num_slots and self._write_count != write_count:
+                tables.overwrite((first + np.arange(width)) % tables.num_slots)
                 self._tails.clear()
             tables.mark_clean()
             raise
         self._allocate()
-        return index
+        return (first + np.arange(width)) % tables.num_slots, index
 
-    def _write_pinned(self, data: TensorDictBase, timeline: Timeline, entering: Entering) -> Tensor:
+    def _write_pinned(self, data: TensorDictBase, timeline: Timeline, entering: Entering) -> tuple[np.ndarray, Tensor]:
+        """Like :meth:`_write_ring`, to free slots."""
         tables, storage = self._tables, self._storage
         slots_of = {
-            table: torch.from_numpy(timeline.slot[places[-tables.capacity_of(table) :]]).to(tables.device)
-            for table, (places, _) in entering.items()
+            table: timeline.slot[places[-tables.capacity_of(table) :]] for table, (places, _) in entering.items()
         }
         slots = tables.take(data.shape[0], slots_of)
-        index = slots.to(data.device or slots.device)
+        device = tables.device
+        to_write = torch.from_numpy(slots).to(device, non_blocking=True)
+        index = torch.from_numpy(slots).to(data.device or device, non_blocking=True)
         data.set("index", expand_as_right(index, data))
         try:
-            storage.set(slots, data)  # pyright: ignore[reportArgumentType]: the annotation names single slots only
-            self._mark_update_entities(slots)
+            storage.set(to_write, data)  # pyright: ignore[reportArgumentType]: the annotation names single slots only
+            self._mark_update_entities(to_write)
         except BaseException:
             # transitions that were about to enter a table may have left the default one
-            tables.give_back(torch.cat([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
+            tables.give_back(np.concatenate([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
             self._tails.clear()
             tables.mark_clean()
             raise
         self._write_count += data.shape[0]
-        return index
+        return slots, index
 
     def _device(self, data: TensorDictBase) -> torch.device:
         device = getattr(self._storage, "device", "auto")
         return torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
 
     def _allocate(self) -> None:
+        data = stored_data(self._storage)
+        if data is self._sized_by and self._tables.num_slots:
+            return
         known = shape_and_device(self._storage)
         assert known is not None
         self._tables.allocate(int(np.prod(known[0])), known[1])
+        self._sized_by = data
 
     def _flat(self, index: Tensor) -> Tensor:
         """Row-major slots for an index [n] or [n, ndim]."""
@@ -403,7 +400,7 @@ class EventTableWriter(CompilableWriter):
                 "would not share the tables. Call rb.extend(data), then rb.empty(), before. (TorchRL's collectors do "
                 "this, except with a storage of shared_init=True, or with policy_factory= instead of policy=.)"
             )
-        return super().__getstate__()
+        return {**super().__getstate__(), "_sized_by": None}
 
     def _described(self) -> list[str]:
         return [self._tables.retention, *self._tables.names]
