@@ -36,10 +36,8 @@ def test_the_emulated_device_refuses_operands_of_two_devices(device):
 
 
 def test_the_emulated_device_counts_what_waits_for_it_and_where(device):
-    ours = torch.arange(4, device="emulated")
-    _ = ours + 1
-    _ = ours[torch.arange(2, device="emulated")]
-    assert not device.waits
+    ours, many = torch.arange(4, device="emulated"), torch.arange(40, device="emulated")
+    few, number = ours[:2].clone(), ours[2].clone()
     for wait, kind in [
         (lambda: ours.sum().item(), "item"),
         (lambda: bool(ours.any()), "item"),
@@ -49,14 +47,48 @@ def test_the_emulated_device_counts_what_waits_for_it_and_where(device):
         (lambda: ours[ours > 1], "mask as index"),
         (lambda: torch.arange(4).to("emulated"), "copy to the device"),
         (lambda: torch.tensor(5, device="emulated"), "number to the device"),
+        (lambda: ours.__setitem__(0, 5), "number to the device"),
+        (lambda: ours.__setitem__(few, 5), "number to the device"),
+        (lambda: ours.__setitem__(ours > 1, number), "mask as index"),
+        (lambda: ours.index_fill(0, few, number), "index_fill"),
+        (lambda: ours.index_fill_(0, few, number), "index_fill_"),
+        (lambda: ours.masked_fill(ours > 1, number), "masked_fill"),
+        (lambda: ours.masked_fill_(ours > 1, number), "masked_fill_"),
+        (lambda: torch.isin(many, many), "isin"),
+        (lambda: torch.normal(0.0, many.float()), "normal"),
+        (lambda: torch.searchsorted(many, many, sorter=many), "searchsorted"),
+        (lambda: many.repeat_interleave(many), "repeat_interleave"),
+        (lambda: torch.histc(many.float()), "histc"),
+        (lambda: torch.linalg.cholesky(torch.eye(2, device="emulated")), "_linalg_check_errors"),
     ]:
         device.reset()
         wait()
         ((found, place),) = device.waits
         assert found == kind
         assert place.startswith("tests/test_accelerators.py:")
+
+
+def test_the_emulated_device_counts_no_wait_where_cuda_does_not_wait(device):
+    ours, many = torch.arange(4, device="emulated"), torch.arange(40, device="emulated")
+    few, number, cpu_number = ours[:2].clone(), ours[2].clone(), torch.tensor(2)
     device.reset()
+    _ = ours + 1
+    _ = ours[few]
     _ = torch.arange(4).to("emulated", non_blocking=True)
+    ours[:2] = 5
+    ours[ours > 1] = 5
+    ours[few] = number
+    ours.fill_(number)
+    ours.index_fill_(0, few, 5).index_fill_(0, few, cpu_number)
+    ours.masked_fill_(ours > 1, 5).masked_fill_(ours > 1, cpu_number)
+    # positions of a CPU mask are copied from pinned memory
+    _ = ours[torch.tensor([True, False, True, False])]
+    _ = torch.isin(many, few), torch.isin(many, many, assume_unique=True), torch.isin(many, 5)
+    _ = torch.normal(many.float(), 1.0), torch.multinomial(many + 1.0, 2), torch.randperm(4, device="emulated")
+    _ = torch.searchsorted(many, many), torch.searchsorted(many, 5), many.argsort(), many.cummax(0)
+    _ = many.repeat_interleave(2), many.repeat_interleave(torch.ones_like(many), output_size=40)
+    _ = torch.zeros_like(many).scatter_reduce_(0, few, ours, "amax").index_put_((few,), ours[:2], accumulate=True)
+    _ = many.clamp(number, number), torch.nn.functional.one_hot(few, 4), torch.histc(many.float(), 4, 0, 9)
     assert not device.waits
 
 
