@@ -281,6 +281,13 @@ class EmulatedDevice(TorchDispatchMode):
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operation on the CPU, and count what it costs on a device."""
+        if _is_composite(function):
+            # torch takes these apart itself, but not for tensors of inference mode
+            TorchDispatchMode.__enter__(self)
+            try:
+                return function.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         operation = function.overloadpacket
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
@@ -398,6 +405,10 @@ def _reads_arguments(function: Any, args: Any, kwargs: Any) -> bool:
         is_short = args[1].numel() < int(10 * args[0].numel() ** 0.145)
         return args[0].numel() > 0 and not is_short and not kwargs.get("assume_unique")
     return False
+
+
+def _is_composite(function: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
 def _is_view(function: Any) -> bool:

@@ -1,5 +1,6 @@
 """Buffers on an accelerator, which is emulated: see ``emulated_device.py``."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 
 from tests.emulated_device import DeviceMismatchError, EmulatedDevice
 from tests.operations import CASES, Driven
+from tests.recipes.emulated_runs import RUNS
 from torchrl_replay_ext import CompilableTensorStorage
 from torchrl_replay_ext.compilation import is_traced
 
@@ -124,6 +126,21 @@ with EmulatedDevice():
 def test_the_emulated_device_computes_gradients():
     """In a process of its own: torch's autograd ignores devices that are registered after its first backward pass."""
     subprocess.run([sys.executable, "-c", GRADIENTS], check=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def emulated_runs(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("runs"))
+    command = [sys.executable, "-m", "tests.recipes.emulated_runs", directory]
+    finished = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_recipe_trains_on_an_accelerator(name, emulated_runs):
+    """Collects, updates priorities and networks, evaluates and saves checkpoints; mixed devices would be an error."""
+    expected = {"code": 0, "device": "emulated", "updated": True, "losses": True}
+    assert emulated_runs[name] == expected, emulated_runs[name].get("error")
 
 
 @pytest.mark.parametrize("name", CASES)
