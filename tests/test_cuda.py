@@ -245,7 +245,7 @@ def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
         in_graph(experience.take(4).to(DEVICE))
     saved, before = copy.deepcopy(buffer.sampler.state_dict()), buffer.sampler.probabilities(buffer.storage)
     batch = buffer.sample()
-    batch["td_error"] = torch.full((BATCH,), 50.0, device=DEVICE)
+    batch["td_error"] = torch.full((BATCH,), 50_000.0, device=DEVICE)
     buffer.update_tensordict_priority(batch)
     buffer.sampler.load_state_dict(saved)
     assert torch.equal(buffer.sampler.probabilities(buffer.storage), before)
@@ -253,7 +253,8 @@ def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
         torch.compiler.cudagraph_mark_step_begin()
         assert bool((in_graph(experience.take(4).to(DEVICE))["priority_weight"] > 0).all())
     assert counters["stats"]["unique_graphs"] == 1
-    assert float(buffer.sampler.stats()["max_priority"]) < 7
+    # step() gives TD errors of up to 3,200
+    assert float(buffer.sampler.stats()["max_priority"]) < 4_000
     assert_valid(buffer.sampler)
 
 

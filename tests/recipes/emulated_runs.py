@@ -19,7 +19,7 @@ from recipes import training
 from tests.emulated_device import NAME, EmulatedDevice
 from tests.recipes.runs import composed, rows, tiny
 
-SHORT = {"total_steps": 48, "learning_starts": 16, "num_evaluations": 1}
+SHORT = {"total_steps": 32, "learning_starts": 16, "num_evaluations": 1}
 ACER = tiny("acer", **SHORT | dict.fromkeys(["train_interval", "learning_starts", "gradient_steps"]), slice_len=4)
 # the recipe, and overrides of its configuration
 RUNS = {
