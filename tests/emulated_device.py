@@ -11,9 +11,11 @@ CPU in three ways:
 
 * An operation on tensors of two devices is an error. As on CUDA, a 0-dim CPU tensor may stand for a number.
 * Whatever makes the host wait for the device is counted, with the line that did it: values that are read (``item``,
-  ``bool``, copies to the CPU), results whose shape depends on values (``nonzero``, masks as indices, ``unique``), and
-  blocking copies to the device, also those of single numbers. These are the cases that
-  ``torch.cuda.set_sync_debug_mode`` reports. A copy to the CPU always counts, since its result must be waited for.
+  ``bool``, copies to the CPU), results whose shape depends on values (``nonzero``, masks as indices, ``unique``),
+  operations that read their arguments (``index_fill`` with a tensor as the value, ``isin``, ``normal`` with a tensor
+  as the standard deviation), and blocking copies to the device, also those of single numbers (``x[0] = 1.0``). These
+  are the cases that ``torch.cuda.set_sync_debug_mode`` reports. A copy to the CPU always counts, since its result must
+  be waited for.
 * Each operation that would launch a kernel is counted.
 
 Gradients need a process whose first backward pass comes after the device was made. Streams, CUDA graphs and other
@@ -61,11 +63,17 @@ _READS = {
         "_unique2",
         "unique_dim",
         "unique_consecutive",
-        "repeat_interleave",
         "bincount",
         "is_nonzero",
+        "mode",
+        "linalg_lstsq",
+        "_linalg_check_errors",
+        "_linalg_eigh",
+        "_linalg_svd",
     )
 }
+# These read a 0-dim tensor that is given as the value.
+_FILLS = tuple(getattr(_aten, name) for name in ("index_fill", "index_fill_", "masked_fill", "masked_fill_"))
 _GATHERS = (_aten.index, _aten._unsafe_index)
 _SCATTERS = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
 # Not pointwise, but they take a 0-dim CPU tensor as a number.
@@ -114,6 +122,12 @@ class EmulatedTensor(torch.Tensor):
     def tolist(self) -> Any:
         EmulatedDevice.current.wait("tolist")
         return self.values.tolist()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch makes a CPU tensor of a number that is assigned on CUDA, but not of one on other devices
+        if isinstance(value, (bool, int, float)):
+            value = torch.tensor(value, dtype=self.dtype)
+        super().__setitem__(index, value)
 
     def data_ptr(self) -> int:
         return self.values.data_ptr()
@@ -267,6 +281,13 @@ class EmulatedDevice(TorchDispatchMode):
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operation on the CPU, and count what it costs on a device."""
+        if _is_composite(function):
+            # torch takes these apart itself, but not for tensors of inference mode
+            TorchDispatchMode.__enter__(self)
+            try:
+                return function.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         operation = function.overloadpacket
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
@@ -322,6 +343,8 @@ class EmulatedDevice(TorchDispatchMode):
             takes_numbers = torch.Tag.pointwise in function.tags or operation in _TAKE_NUMBERS
             if not takes_numbers or any(tensor.ndim for tensor in others):
                 raise _mismatch(function, ours + others)
+        if _reads_arguments(function, args, kwargs):
+            self.wait(operation.__name__)
 
     def _count_copy(self, to_device: bool, source: torch.Tensor, non_blocking: bool) -> None:
         if not to_device:
@@ -340,16 +363,18 @@ class EmulatedDevice(TorchDispatchMode):
             if isinstance(values, EmulatedTensor) != is_on_device:
                 if values.ndim or not is_on_device:
                     raise _mismatch(function, [source, values])
-                if len(masks) == len(indices) == 1:
+                if len(masks) == len(indices) == 1 and isinstance(masks[0], EmulatedTensor):
                     # torch fills in the number wherever the mask is True, without reading the mask
                     return
                 self.wait("number to the device")
         if is_on_device:
             for index in indices:
-                if not isinstance(index, EmulatedTensor):
+                is_mask = any(index is mask for mask in masks)
+                if isinstance(index, EmulatedTensor) and is_mask:
+                    self.wait("mask as index")
+                elif not isinstance(index, EmulatedTensor) and not is_mask:
+                    # positions of a CPU mask are copied from pinned memory, without waiting
                     self.wait("copy to the device")
-            if masks:
-                self.wait("mask as index")
 
 
 _original_new_memory_mapped = MemoryMappedTensor.__new__
@@ -359,6 +384,31 @@ def _new_memory_mapped(*arguments: Any, **named: Any) -> Any:
     # torch refuses to make an object of this subclass while a mode is active
     with _disable_current_modes():
         return _original_new_memory_mapped(*arguments, **named)
+
+
+def _reads_arguments(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation reads values of its arguments on the device, to check them or to choose an algorithm."""
+    operation = function.overloadpacket
+    if operation in _FILLS:
+        return isinstance(args[-1], EmulatedTensor)
+    if operation is _aten.normal:
+        return any(isinstance(deviation, EmulatedTensor) for deviation in args[1:2])
+    if operation is _aten.repeat_interleave:
+        return kwargs.get("output_size") is None
+    if operation is _aten.searchsorted:
+        return kwargs.get("sorter") is not None
+    if operation is _aten.histc:
+        lowest, highest = (*args[2:], 0, 0)[:2]
+        return lowest == highest
+    if operation is _aten.isin and all(isinstance(arg, torch.Tensor) for arg in args[:2]):
+        # torch calls unique if there are many elements to look for
+        is_short = args[1].numel() < int(10 * args[0].numel() ** 0.145)
+        return args[0].numel() > 0 and not is_short and not kwargs.get("assume_unique")
+    return False
+
+
+def _is_composite(function: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
 def _is_view(function: Any) -> bool:

@@ -95,14 +95,14 @@ class Case:
             self.sort()
 
 
-def cycle_of(buffer: TensorDictReplayBuffer, written: int) -> Any:
+def cycle_of(buffer: TensorDictReplayBuffer, written: int, batch_size: int = BATCH) -> Any:
     """The cycle as a function. Each call returns a new function, which compile_step needs."""
     updates = isinstance(buffer.sampler, PrioritizedSampler)
 
     def cycle(rows: TensorDict, td_error: Tensor) -> object:
         if written:
             buffer.extend(rows)
-        batch = buffer.sample(BATCH)
+        batch = buffer.sample(batch_size)
         if updates:
             batch.set("td_error", td_error)
             buffer.update_tensordict_priority(batch)

@@ -70,9 +70,9 @@ def transitions(count: int, episode_length: int = EPISODE_LENGTH) -> TensorDict:
     )
 
 
-def td_errors(count: int) -> Tensor:
+def td_errors(count: int, device: torch.device | None = None) -> Tensor:
     """Random positive TD errors [count] with mean 1."""
-    return torch.randn(count).square()
+    return torch.randn(count, device=device).square()
 
 
 def fill(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
@@ -80,8 +80,8 @@ def fill(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
     for chunk in data.split(FILL_CHUNK):
         buffer.extend(chunk.clone())
     if isinstance(buffer.sampler, PrioritizedSampler):
-        for index in torch.arange(len(data)).split(FILL_CHUNK):
-            buffer.update_priority(index, td_errors(len(index)))
+        for index in torch.arange(len(data), device=data.device).split(FILL_CHUNK):
+            buffer.update_priority(index, td_errors(len(index), data.device))
 
 
 def torchrl_cycle(buffer: TensorDictReplayBuffer, batch_size: int) -> Cycle:

@@ -1,6 +1,7 @@
 """The results of recipes.benchmark as a table, a CSV and a figure."""
 
 import csv
+import math
 import platform
 from dataclasses import astuple, dataclass, fields
 from importlib import import_module, metadata
@@ -8,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from recipes.study import code_version
+
 REPLAY_BASELINE, TRAINING_BASELINE = "torchrl PrioritizedSampler", "torchrl DQN, uniform replay"
+DEVICE_BASELINE = "eager torchrl PrioritizedSampler, CPU trees"
+BASELINES = (REPLAY_BASELINE, TRAINING_BASELINE, DEVICE_BASELINE)
 LIBRARIES = ("torch", "torchrl", "tensordict", "torchrl_replay_ext", "gymnasium", "numpy")
+UNITS = {"replay": "one cycle", "training": "CPU time of one environment step"}
 PEERS = ("cpprb", "tianshou", "flashbax", "jax", "stable-baselines3")
 
 
@@ -39,36 +46,42 @@ class Row:
     """One row of the table.
 
     Args:
-        measurement: "replay", "training" or "capacity".
+        measurement: "replay", "training" or "capacity"; on a device "cycles", "dqn" or "td3".
         capacity: capacity of the buffer.
         batch_size: batch size of the samples.
         contender: name of the measured buffer or loop.
-        microseconds: median time of a cycle or an env step.
+        microseconds: median time of a cycle, an update or an env step. Default: nan, not yet measured.
         times_faster: time of TorchRL's baseline divided by this time. Default: None, the baseline was not measured.
         written: rows that each cycle writes. Default: 0.
         compile_seconds: duration of the first call of a graph with an empty compiler cache. Default: None, not compiled
             or not measured.
         times_smallest: this time divided by the contender's time at the smallest capacity. Default: None, for
             measurements other than "capacity".
+        kernels: operations of an eager cycle or update that launch a kernel. Default: None, not counted.
+        chip: model name of the GPU or CPU. Default: "", unknown.
+        torch: version of torch. Default: "", unknown.
+        commit: version of the code. Default: "", unknown.
     """
 
     measurement: str
     capacity: int
     batch_size: int
     contender: str
-    microseconds: float
+    microseconds: float = math.nan
     times_faster: float | None = None
     written: int = 0
     compile_seconds: float | None = None
     times_smallest: float | None = None
+    kernels: int | None = None
+    chip: str = ""
+    torch: str = ""
+    commit: str = ""
 
 
 def compare(rows: list[Row]) -> None:
     """Set `times_faster` of rows whose baseline was measured, and `times_smallest` of capacity rows."""
     baselines = {
-        (row.measurement, row.batch_size): row.microseconds
-        for row in rows
-        if row.contender in (REPLAY_BASELINE, TRAINING_BASELINE)
+        (row.measurement, row.batch_size, row.written): row.microseconds for row in rows if row.contender in BASELINES
     }
     by_capacity = sorted((row for row in rows if row.measurement == "capacity"), key=lambda row: -row.capacity)
     smallest = {(row.contender, row.written): row.microseconds for row in by_capacity}
@@ -82,7 +95,7 @@ def compare(rows: list[Row]) -> None:
             baseline = peers.get((row.capacity, row.written))
             row.times_smallest = row.microseconds / smallest[row.contender, row.written]
         else:
-            baseline = baselines.get((row.measurement, row.batch_size))
+            baseline = baselines.get((row.measurement, row.batch_size, row.written))
         row.times_faster = baseline / row.microseconds if baseline is not None else None
 
 
@@ -91,13 +104,13 @@ def print_table(rows: list[Row]) -> None:
     width = max(len(row.contender) for row in rows)
     print(
         f"{'measured':<8} {'capacity':>9} {'batch':>6} {'written':>8}  {'contender':<{width}} {'µs':>8} "
-        f"{'times faster':>13} {'× smallest':>11} {'compile s':>10}"
+        f"{'times faster':>13} {'× smallest':>11} {'compile s':>10} {'kernels':>8}"
     )
     for row in rows:
         print(
             f"{row.measurement:<8} {row.capacity:>9} {row.batch_size:>6} {row.written:>8}  {row.contender:<{width}} "
             f"{row.microseconds:>8.1f} {_number(row.times_faster, 2):>13} {_number(row.times_smallest, 2):>11} "
-            f"{_number(row.compile_seconds, 1):>10}"
+            f"{_number(row.compile_seconds, 1):>10} {_number(row.kernels, 0):>8}"
         )
 
 
@@ -140,51 +153,86 @@ def _row(line: dict[str, str]) -> Row:
         int(line.get("written") or 0),
         number("compile_seconds"),
         number("times_smallest"),
+        int(line["kernels"]) if line.get("kernels") else None,
+        *(line.get(name) or "" for name in ("chip", "torch", "commit")),
     )
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw bars, one panel per measurement and batch size; for capacity, lines, one panel per kind of cycle."""
-    bars: dict[tuple[str, int], list[Row]] = {}
-    lines: dict[int, dict[str, list[Row]]] = {}
+    """Draw bars, one panel per measurement and batch size; or lines (see LINES), one panel per kind of cycle."""
+    panels: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        if row.measurement == "capacity":
-            lines.setdefault(row.written, {}).setdefault(row.contender, []).append(row)
-        else:
-            bars.setdefault((row.measurement, row.batch_size), []).append(row)
-    heights = [len(panel) + 2 for panel in bars.values()] + [13] * len(lines)
-    figure = Figure(figsize=(9, 0.32 * sum(heights) + 0.3), layout="constrained")
+        kind = row.written if row.measurement in LINES else row.batch_size
+        panels.setdefault((row.measurement, kind), []).append(row)
+    heights = [13 if measurement in LINES else len(panel) + 2 for (measurement, _), panel in panels.items()]
+    figure = Figure(figsize=(9, 0.32 * sum(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, ((measurement, batch_size), panel) in zip(all_axes, bars.items(), strict=False):
-        _draw_bars(axes, measurement, batch_size, panel)
-    for axes, (written, contenders) in zip(all_axes[len(bars) :], lines.items(), strict=True):
-        _draw_capacities(axes, written, contenders)
+    for axes, ((measurement, kind), panel) in zip(all_axes, panels.items(), strict=True):
+        if measurement in LINES:
+            axes.set_title(f"extend({kind}) + sample + update" if kind else "sample + update")
+            LINES[measurement](axes, panel)
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+        else:
+            _draw_bars(axes, measurement, kind, panel)
+    if rows[0].chip:
+        figure.suptitle(f"{rows[0].chip}, torch {rows[0].torch}, commit {rows[0].commit}", fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
+def _by_contender(rows: list[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.contender, []).append(row)
+    return found
+
+
 def _draw_bars(axes: Axes, measurement: str, batch_size: int, panel: list[Row]) -> None:
-    colors = ["tab:grey" if row.contender in (REPLAY_BASELINE, TRAINING_BASELINE) else "tab:blue" for row in panel]
+    colors = ["tab:grey" if row.contender in BASELINES else "tab:blue" for row in panel]
     bars = axes.barh([row.contender for row in panel], [row.microseconds for row in panel], color=colors, log=True)
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.invert_yaxis()
     times = [row.microseconds for row in panel]
     axes.set_xlim(10 ** np.floor(np.log10(min(times) / 1.1)), 2 * max(times))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    what = "one cycle" if measurement == "replay" else "CPU time of one environment step"
-    axes.set(title=f"{measurement}, batch {batch_size}", xlabel=f"{what} in µs, lower is better")
+    unit = UNITS.get(measurement, "one update")
+    axes.set(title=f"{measurement}, batch {batch_size}", xlabel=f"{unit} in µs, lower is better")
 
 
-def _draw_capacities(axes: Axes, written: int, contenders: dict[str, list[Row]]) -> None:
-    for contender, rows in contenders.items():
+def _draw_capacities(axes: Axes, panel: list[Row]) -> None:
+    for contender, rows in _by_contender(panel).items():
         ratios = [row.times_smallest or 1.0 for row in rows]
         style = "-" if contender.startswith("compiled") else "--"
         label = f"{contender} ({rows[0].microseconds:.0f} µs at {rows[0].capacity:,})"
         axes.plot([row.capacity for row in rows], ratios, style, marker=".", label=label)
     axes.set(xscale="log", xlabel="capacity of the full buffer", ylabel="time / time at smallest (lower is better)")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"extend({written}) + sample + update" if written else "sample + update")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
+def _draw_batch_sizes(axes: Axes, panel: list[Row]) -> None:
+    # one line style per mode and one colour per sampler
+    styles = {"eager": "--", "compiled": "-", "CUDA graph": "-.", "captured": ":"}
+    colors: dict[str, str] = {}
+    for contender, rows in _by_contender(panel).items():
+        mode = next(mode for mode in styles if contender.startswith(mode))
+        sampler = contender.removeprefix(mode)
+        color = colors.setdefault(sampler, f"C{len(colors)}")
+        times = [row.microseconds for row in rows]
+        axes.plot([row.batch_size for row in rows], times, styles[mode], color=color, marker=".", label=contender)
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="batch size", ylabel="one cycle in µs (lower is better)")
+
+
+# measurements that are drawn as lines
+LINES = {"capacity": _draw_capacities, "cycles": _draw_batch_sizes}
+
+
+def label(rows: list[Row], device: torch.device) -> None:
+    """Set the chip, the version of torch and the commit of all rows."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    commit = code_version()
+    for row in rows:
+        row.chip, row.torch, row.commit = chip, torch.__version__, commit
 
 
 def versions() -> str:
