@@ -153,15 +153,7 @@ def emulated_runs(tmp_path_factory):
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="pinned tables get slots on the CPU"))
-        if "tables" in name
-        else name
-        for name in RUNS
-    ],
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_each_recipe_trains_on_an_accelerator(name, emulated_runs):
     """Collects, updates priorities and networks, evaluates and saves checkpoints; mixed devices would be an error."""
     expected = {"code": 0, "device": "emulated", "updated": True, "losses": True}

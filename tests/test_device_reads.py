@@ -25,8 +25,12 @@ SAMPLERS = {
     "proportional, stratified": lambda **choices: {"sampler": ProportionalSampler(stratified=True, **choices)},
     "rank": lambda **choices: {"sampler": RankBasedSampler(stale_fraction=1.0, **choices)},
     "reaper": lambda **choices: {"sampler": ReaPERSampler(**choices)},
+    "reaper, several streams": lambda **choices: {"sampler": ReaPERSampler(num_streams=3, **choices)},
     "recency": lambda **choices: {"sampler": RecencySampler(**choices)},
     "slices": lambda **choices: {"sampler": TrajectoryRetraceSampler(slice_len=4, **choices)},
+    "slices, several streams": lambda **choices: {
+        "sampler": TrajectoryRetraceSampler(slice_len=4, num_streams=3, **choices)
+    },
     "slices, proportional": lambda **choices: {
         "sampler": TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler(**choices))
     },

@@ -334,7 +334,7 @@ class Lanes:
         order = trajectory.argsort(stable=True)
         ids = trajectory[order]
         group_sorted = (shifted(ids, 0) != ids).to(torch.int64)
-        group_sorted[0] = 0
+        group_sorted[:1].zero_()
         group_sorted = group_sorted.cumsum(0)
         group = torch.empty_like(order).index_copy_(0, order, group_sorted)
         # first row, last row and id of each group, padded to n groups

@@ -153,7 +153,7 @@ class RankBased(Distribution):
     def remove(self, slots: Tensor) -> None:
         left = self._place[slots]
         self._tree.write(left, torch.zeros_like(left))
-        self._place[slots] = self._nowhere
+        self._place.index_fill_(0, slots, self._nowhere)
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Move each slot to the gap of its new priority. If this gap and the next ones are in use, the slot stays."""
@@ -221,7 +221,7 @@ class RankBased(Distribution):
         self._place[slots] = places
         self._num_sorted.fill_(count)
         self._tree.leaves.zero_()
-        self._tree.leaves[places] = 1
+        self._tree.leaves.index_fill_(0, places, 1)
         self._tree.rebuild_()
         self._written.zero_()
         alpha = self._alpha.value
@@ -248,10 +248,10 @@ class RankBased(Distribution):
                 torch.int64
             )
             smallest = self._density(begin, bounds).amin()
-        rank = rank.clamp_min(0)
+        # if nothing can be drawn, the rank is -1, which finds place 0
         place, in_use = self._tree.find(rank)
         slots = gather_in_bounds(self._slot_at, place)
-        density = self._density(rank, bounds) * (in_use > 0)
+        density = self._density(rank.clamp_min(0), bounds) * (in_use > 0)
         return Draw(slots, density, None if self._weight_norm == "batch" else scalar(smallest.reshape(())))
 
     def _mass_of(self, num: Tensor) -> Tensor:

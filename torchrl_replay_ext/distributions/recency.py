@@ -45,7 +45,8 @@ class Recency(Distribution):
         real = -torch.log1p(u * torch.expm1(-rate * total.double())) / rate if rate else u * total
         age = torch.minimum(real.to(torch.int64), total - 1)
         rank = self._tree.prefix(self._end) - 1 - age
-        slots, mass = self._tree.find(rank + total * (rank < 0))
+        # if nothing can be drawn, the rank is -1, which finds slot 0
+        slots, mass = self._tree.find(torch.minimum(rank + total * (rank < 0), total - 1))
         return Draw(slots, self._decay(age) * mass, self._decay(total - 1).clamp_min(2.0**-1022))  # must not underflow
 
     def density(self, slots: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ class Rejection:
 def propose(tree: SumTree, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Leaves (and masses) that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n]."""
     target = torch.minimum((u * total).to(torch.int64), total - 1)
-    return tree.find((low + target).clamp_min(0))
+    return tree.find(low + target)
 
 
 def _with_zero(sums: Tensor) -> Tensor:
