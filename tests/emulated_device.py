@@ -297,7 +297,7 @@ class EmulatedDevice(TorchDispatchMode):
         is_on_device = bool(ours) if target is None else target.type == NAME
         if is_on_device or ours:
             self._inspect(function, args, kwargs, target, ours, others)
-        if is_on_device and operation not in _ALLOCATES and not _is_view(function):
+        if is_on_device and operation not in _ALLOCATES and not function.is_view:
             self.operations[str(operation)] += 1
         kwargs = dict(kwargs)
         if target is not None:
@@ -409,11 +409,6 @@ def _reads_arguments(function: Any, args: Any, kwargs: Any) -> bool:
 
 def _is_composite(function: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
-
-
-def _is_view(function: Any) -> bool:
-    aliases = [result.alias_info for result in function._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _update_shape(function: Any, args: Any, kwargs: Any) -> None:

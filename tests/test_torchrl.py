@@ -32,6 +32,7 @@ READ = {
         "_attached_entities_list",
         "_compilable",
         "_last_cursor_index",
+        "_last_cursor_index_value",
         "_max_size_along_dim0",
         "_storage",
         "_total_shape",

@@ -102,9 +102,7 @@ class KernelCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, result))
         on_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type == self._type for leaf in leaves)
-        aliases = [returned.alias_info for returned in function._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        self.count += on_device and not is_view and function.overloadpacket not in _ALLOCATES
+        self.count += on_device and not function.is_view and function.overloadpacket not in _ALLOCATES
         return result
 
 

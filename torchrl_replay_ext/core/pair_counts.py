@@ -94,7 +94,7 @@ class PairCounts:
         buckets = self._bucket[slots]
         is_counted = (buckets >= 0) & is_last_occurrence(slots)
         self._add(0, buckets, -is_counted.to(torch.int32).unsqueeze(0))
-        self._bucket[slots] = -1
+        self._bucket.index_fill_(0, slots, -1)
 
     def list(self, slots: Tensor, listed: Tensor) -> None:
         """Set which event tables hold some slots.

@@ -280,19 +280,17 @@ class PrioritySampler(ShowsArguments, Sampler):
         """
         if not self.distribution.takes_priorities:
             return
-        name, state = type(self).__name__, self.state
         if is_traced():
             self.require_bound(storage)
             error = torch.as_tensor(priority, device=self.layout.device)
-            state.updates.apply_masked(self.flat_slots(index), error, stamp)
+            self.state.updates.apply_masked(self.flat_slots(index), error, stamp)
             return
-        if self.ready(storage) and is_initialization(priority, storage, state.priorities):
+        if self.ready(storage) and is_initialization(priority, storage, self.state.priorities):
             return
-        state, slots = self.state, self.flat_slots(index)
-        error = td_errors(name, priority, len(slots), self.layout.device)
-        if not len(slots) or self.lacks_td_errors(priority, storage):
-            return
-        state.updates.apply(index, slots, error, stamp)
+        slots = self.flat_slots(index)
+        error = td_errors(type(self).__name__, priority, len(slots), self.layout.device)
+        if len(slots) and not self.lacks_td_errors(priority, storage):
+            self.state.updates.apply(index, slots, error, stamp)
 
     # --- inspection and state
 
