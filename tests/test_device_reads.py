@@ -4,20 +4,23 @@ from statistics import median
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from tensordict import tensorclass
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import random_rows
+from tests.data import event_sampler, random_rows
 from tests.emulated_device import EmulatedDevice
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
     RecencySampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 SIZE, BATCH, CHUNK = 240, 32, 8
 SAMPLERS = {
@@ -38,6 +41,11 @@ SAMPLERS = {
 # The sort of ranks, and the check whether it is due.
 EXEMPT = {"rank": 1}
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
+
+
+@tensorclass
+class Row:
+    number: torch.Tensor
 
 
 @pytest.fixture
@@ -209,3 +217,96 @@ def test_a_write_from_the_cpu_tells_its_place_without_a_wait(device):
     device.reset()
     buffer.extend(data)
     assert not any("compilation.py" in place for _, place in device.waits)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_storage_on_an_accelerator_returns_only_rows_that_were_written(ndim, device):
+    storages = [
+        kind(20, ndim=ndim, device=place)
+        for kind, place in ((LazyTensorStorage, "cpu"), (CompilableTensorStorage, "emulated"))
+    ]
+    for storage in storages:
+        data = random_rows(6)
+        data["observation"] = torch.arange(6.0)
+        index = torch.arange(6)
+        if ndim == 2:
+            data, index = data.reshape(3, 2), torch.arange(3)
+        storage.set(index, data)
+    for index in ((slice(None),), torch.tensor([-1]), torch.tensor([True] * len(storages[0][:])), 1, slice(1, None)):
+        found = [storage.get(index)["observation"].tolist() for storage in storages]
+        assert found[0] == found[1], index
+
+
+def test_slices_with_prioritized_anchors_take_td_errors_with_a_last_dimension(device):
+    buffer = filled(stock, **SAMPLERS["slices, proportional"]())
+    batch = buffer.sample()
+    before = buffer.sampler.stats()["never_updated"]
+    buffer.update_priority(batch["index"], torch.ones(BATCH, 1, device="emulated"))
+    assert buffer.sampler.stats()["never_updated"] < before
+
+
+def test_an_index_that_was_changed_after_the_draw_is_counted_on_an_accelerator(device):
+    buffer = filled(stock, sampler=ProportionalSampler())
+    batch = buffer.sample()
+    buffer.extend(on_device(CHUNK))
+    batch["index"][2] = 10**6
+    buffer.update_priority(batch["index"], torch.ones(BATCH, device="emulated"))
+    assert buffer.sampler.stats()["rejected_updates"] == 1
+    buffer.sampler.check_valid()
+
+
+def test_rows_of_a_tensorclass_can_be_written_more_than_once(device):
+    buffer = ReplayBuffer(
+        storage=CompilableTensorStorage(10, device="emulated"),
+        sampler=ProportionalSampler(),
+        writer=CompilableWriter(),
+        batch_size=4,
+    )
+    for first in (0, 4):
+        buffer.extend(Row(number=torch.arange(first, first + 4, device="emulated"), batch_size=[4]))
+    assert buffer.storage[:].number.tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize("kind", ["proportional", "rank", "reaper"])
+def test_event_tables_without_priorities_raise_with_validate(kind, device):
+    eps = {} if kind == "rank" else {"eps": 0.0}
+    sampler = event_sampler(20, priority={"kind": kind, **eps}, validate=True)
+    buffer = stock(sampler=sampler, writer=EventTableWriter(sampler.tables))
+    buffer.extend(on_device(60))
+    everything = torch.arange(60, device="emulated")
+    buffer.update_priority(everything, torch.zeros(60, device="emulated"))
+    if kind == "rank":
+        buffer.sample()
+    else:
+        with pytest.raises(RuntimeError, match="all priorities are 0"):
+            buffer.sample()
+
+
+def test_slices_are_refused_on_an_accelerator_until_an_episode_is_long_enough(device):
+    buffer = stock(sampler=TrajectoryRetraceSampler(slice_len=4, pad=False))
+    buffer.extend(on_device(3))
+    with pytest.raises(RuntimeError, match="no stored episode has 4 consecutive steps"):
+        buffer.sample()
+    buffer.extend(on_device(7, 3))
+    buffer.sample()
+    device.reset()
+    buffer.sample()
+    assert not device.waits
+
+
+def test_a_shuffled_batch_does_not_wait_for_every_earlier_draw(device):
+    buffer = filled(stock, sampler=ProportionalSampler())
+    for _ in range(60):
+        batch = buffer.sample()
+    device.reset()
+    buffer.update_priority(batch["index"].flip(0), torch.ones(BATCH, device="emulated"))
+    assert sum(device.waits.values()) < 20
+
+
+def test_a_default_device_does_not_move_what_the_host_reads(device):
+    torch.set_default_device("emulated")
+    try:
+        write, cycle = waits(device, filled(compilable, sampler=ProportionalSampler()))
+    finally:
+        torch.set_default_device(None)
+    assert (write, cycle) <= (4, 1)

@@ -60,9 +60,10 @@ def last_step_value(storage: Any) -> int | Tensor | None:
     return storage._last_cursor_index_value if is_compilable(storage) else last_step(storage)
 
 
-def num_sets(storage: Any) -> Tensor | None:
-    """The number of calls of ``set`` outside graphs, on the CPU; None if the storage does not count them."""
-    return getattr(storage, "num_sets", None)
+def num_sets(storage: Any) -> int | None:
+    """The number of calls of ``set`` outside graphs; None if the storage does not count them."""
+    sets = getattr(storage, "num_sets", None)
+    return None if sets is None else sets.item()
 
 
 def is_compilable(storage: Storage) -> bool:

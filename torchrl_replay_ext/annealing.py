@@ -61,7 +61,7 @@ class Hyperparameter:
     ):
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
         # value, number of updates so far, and the schedule: start, end, number of updates
-        self._state = torch.zeros(5, dtype=torch.float64)
+        self._state = torch.zeros(5, dtype=torch.float64, device="cpu")
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
@@ -78,7 +78,7 @@ class Hyperparameter:
         self._assign(schedule.start, 0.0, schedule.start, schedule.end, schedule.num_updates)
 
     def _assign(self, value: float, count: float, start: float, end: float, num_updates: float) -> None:
-        self._state.copy_(torch.tensor([value, count, start, end, num_updates], dtype=torch.float64))
+        self._state.copy_(torch.tensor([value, count, start, end, num_updates], dtype=torch.float64, device="cpu"))
         self.annealed = start != end
         # the largest value of the schedule
         self.bound = max(start, end)

@@ -68,8 +68,11 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. The host waits only for copies to the CPU."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+    """``tensor`` on ``device``. The host waits only for copies to the CPU and from pinned memory."""
+    if tensor.device == device:
+        return tensor
+    # the caller may change pinned memory before it was copied
+    return tensor.to(device, non_blocking=device.type != "cpu" and not tensor.is_pinned())
 
 
 def refuse_in_graph(error: Callable[[], Exception]) -> None:

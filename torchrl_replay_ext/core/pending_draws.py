@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import to_device, values_can_be_read
 from torchrl_replay_ext.core.write_log import WriteLog
 
 # Number of recent draws that are remembered. Older draws are assumed to receive no update.
@@ -103,6 +104,10 @@ class PendingDraws:
     def come_back(self, slots: Tensor) -> None:
         """Register an update of ``slots`` [n] that includes their generations."""
         draw = self._draws.get(memory_of(slots))
+        if draw is None and values_can_be_read(slots):
+            # in a storage of several dimensions, slots are computed anew from the index
+            latest = [draw for draw in reversed(self._draws.values()) if draw.waiting > 0][:_COMPARED]
+            draw = next((draw for draw in latest if torch.equal(draw.slots, slots)), None)
         if draw is not None:
             draw.waiting -= slots.shape[0]
 
@@ -128,12 +133,17 @@ class PendingDraws:
         draw.waiting -= slots.shape[0]
         late = None
         if isinstance(num_writes, Tensor) or draw.num_writes != num_writes:
-            generation = self._log.generation.index_select(0, slots)
+            generation = self._log.generation.index_select(0, self._in_range(slots))
             late = (generation > draw.num_writes) | (generation == 0)
         if draw.counted and not comes_back_again:
+            slots = self._in_range(slots)
             self._age(slots)
             self._come_back(slots, torch.ones_like(slots, dtype=torch.bool) if late is None else ~late)
         return True, late
+
+    def _in_range(self, slots: Tensor) -> Tensor:
+        """``slots`` [n]; on an accelerator within range even if the caller has changed the index of a draw."""
+        return slots if values_can_be_read(slots) else slots.clamp(0, len(self._log.generation) - 1)
 
     def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
         """For few rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
@@ -177,7 +187,9 @@ class PendingDraws:
             self._present = torch.zeros_like(generation, dtype=torch.int32)
             self._earlier = torch.zeros_like(self._present)
         slots = torch.cat([draw.slots for draw in draws])
-        at = torch.cat([torch.as_tensor(d.num_writes, device=slots.device).expand(len(d.slots)) for d in draws])
+        lengths = to_device(torch.tensor([len(draw.slots) for draw in draws]), slots.device)
+        at = _stacked([draw.num_writes for draw in draws], slots.device)
+        at = at.repeat_interleave(lengths, output_size=len(slots))
         self._age(slots)
         is_present = at >= generation.index_select(0, slots)
         self._drawn_at.scatter_reduce_(0, slots, at, "amax")
@@ -231,6 +243,13 @@ class PendingDraws:
             draw.num_writes = -1
         if self._drawn_at is not None:
             self._drawn_at.copy_(torch.where(self._drawn_at != 0, -1, 0))
+
+
+def _stacked(numbers: list[int | Tensor], device: torch.device) -> Tensor:
+    """One tensor of numbers, some of which may be tensors [] on the device; int64 [n]."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return to_device(torch.tensor(numbers), device)
+    return torch.stack([n if isinstance(n, Tensor) else torch.full((), n, device=device) for n in numbers])
 
 
 def _is_increasing(slots: Tensor) -> bool:

@@ -20,7 +20,7 @@ class Recoverable:
     _depth = 0
 
     def __init__(self):
-        self._dirty = torch.zeros((), dtype=torch.bool)
+        self._dirty = torch.zeros((), dtype=torch.bool, device="cpu")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import read, scalar
+from torchrl_replay_ext.compilation import read, scalar, values_can_be_read
 from torchrl_replay_ext.core.recoverable import Recoverable
 
 # Special values of last_seen_step.
@@ -114,10 +114,11 @@ class WriteLog(Recoverable):
         self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
         # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
         # CPU, where reading is cheap
-        self._cleared_at = torch.zeros((), dtype=torch.int64)
-        self._has_writes = torch.zeros((), dtype=torch.bool)
-        # the index in the notification of the last write
+        self._cleared_at = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._has_writes = torch.zeros((), dtype=torch.bool, device="cpu")
+        # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
+        self._written: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -147,18 +148,23 @@ class WriteLog(Recoverable):
             return self.num_writes
         return torch.full((), self.num_writes.item(), device=self.generation.device)
 
-    def announce(self, index: int | Tensor | None) -> None:
-        """Remember the index in the notification of the last write; None: no update for its rows is expected."""
-        self._announced = index
+    def announce(self, index: int | Tensor | None, slots: Tensor | None = None) -> None:
+        """Remember the index in the notification of the last write, and its slots [n].
 
-    def is_last_write(self, index: object) -> bool:
-        """True if an update of ``index`` is for the rows of the last write. Valid once per write.
+        None: no update for its rows is expected.
+        """
+        self._announced = index
+        # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
+        self._written = slots.clone() if slots is not None and values_can_be_read(slots) else None
+
+    def is_last_write(self, index: object, slots: Tensor) -> bool:
+        """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
 
         If written data contains TD errors, TorchRL's buffers update the priorities right after the write, with the same
         index tensor.
         """
-        announced, self._announced = self._announced, None
-        if announced is None:
+        announced, written = self._announced, self._written
+        if announced is None or (written is not None and not torch.equal(written, slots)):
             return False
         if isinstance(index, Tensor) and index.ndim:
             if not isinstance(announced, Tensor) or announced.shape != index.shape:
@@ -316,4 +322,4 @@ class WriteLog(Recoverable):
 
     def __getstate__(self) -> dict[str, object]:
         # the update that follows a write comes from the same process
-        return {**vars(self), "_announced": None}
+        return {**vars(self), "_announced": None, "_written": None}

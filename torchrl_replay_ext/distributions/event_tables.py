@@ -15,6 +15,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import (
     gather_in_bounds,
     is_traced,
+    raise_if,
     refuse_in_graph,
     rows_where,
     uniform,
@@ -361,8 +362,8 @@ class EventTableMixture(Distribution):
                 return Draw(slots, extras=extras)
         self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
-        if reads_values and total[0].item() == 0:
-            raise RuntimeError("EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0.")
+        message = "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
+        raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), reads=self._log.layout.checked)
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:

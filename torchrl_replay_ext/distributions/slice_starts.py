@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import raise_if
+from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -38,6 +38,8 @@ class SliceStarts(Distribution):
 
     needs_order = requires_sequential_writer = True
     takes_priorities = False
+    # True after a draw that found a transition where a slice may begin
+    _had_starts = False
 
     def __init__(
         self,
@@ -93,8 +95,10 @@ class SliceStarts(Distribution):
                 f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
                 "pad=True."
             ),
-            reads=self._log.layout.checked,
+            # on an accelerator only until there is a start for the first time
+            reads=self._log.layout.checked if self._had_starts else None,
         )
+        self._had_starts = self._had_starts or not is_traced()
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
 
     def may_start(self, slots: Tensor) -> Tensor:
@@ -109,6 +113,7 @@ class SliceStarts(Distribution):
 
     def clear(self) -> None:
         self.slices.clear_()
+        self._had_starts = False
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}

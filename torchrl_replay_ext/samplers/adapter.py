@@ -169,8 +169,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
-        if self.state.write(flat_slots(type(self).__name__, index, self.layout), storage):
-            self.state.log.announce(index)
+        self.state.write(index, flat_slots(type(self).__name__, index, self.layout), storage)
 
     # --- draws
 

@@ -74,7 +74,7 @@ class SlotState:
         if layout.for_graphs:
             self.priorities.prepare()
         # number of writes to the storage, counted by the storage, at the last comparison of storage and log; on the CPU
-        self._seen_sets = torch.full((), -1, dtype=torch.int64)
+        self._seen_sets = torch.full((), -1, dtype=torch.int64, device="cpu")
         self.distribution = make(self.log, self.priorities)
         self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, hyperparameters)
         self.observers = [make(self.log) for make in make_observers]
@@ -142,7 +142,7 @@ class SlotState:
         """Remove slots written after the last write that the sampler was notified of; they may be incomplete."""
         self.recover(storage)
         sets = _torchrl.num_sets(storage)
-        if sets is not None and sets.item() == self._seen_sets.item():
+        if sets is not None and sets == self._seen_sets.item():
             return
         last, last_seen = _torchrl.last_step(storage), self.log.last_seen_step.item()
         if last is not None and last_seen >= 0 and last != last_seen:
@@ -150,7 +150,7 @@ class SlotState:
                 self.remove(self.log.unannounced(last))
                 self.log.see_step(last)
         if sets is not None:
-            self._seen_sets.copy_(sets)
+            self._seen_sets.fill_(sets)
 
     def recover(self, storage: Storage | None, being_written: Tensor | None = None) -> None:
         """Rebuild the state from the log and the stored rows if a change was interrupted.
@@ -192,28 +192,27 @@ class SlotState:
         newest = _torchrl.last_step_value(storage) if self.distribution.slots_in_ring_order else None
         return self.log.locate(slots, newest)
 
-    def write(self, slots: Tensor, storage: Storage | None) -> bool:
+    def write(self, index: int | Tensor, slots: Tensor, storage: Storage | None) -> None:
         """Update the state after a write. Not usable in graphs.
 
         Args:
-            slots: int64 [n], on any device: if it is the CPU, the host need not wait for an accelerator to see them.
+            index: the index of the rows, in TorchRL's format.
+            slots: the same as slots, int64 [n]. Pass them on the CPU if they are there: to see them then costs no wait.
             storage: the storage.
-
-        Returns:
-            False if no row was stored.
 
         Raises:
             KeyError, TypeError, ValueError: if a part rejects the rows; nothing is changed then.
             IndexError: if a slot is out of range.
         """
         if not slots.numel():
-            return False
+            return
+        count, sets = slots.numel(), _torchrl.num_sets(storage)
         write = self._locate(slots, storage)
         if write.smallest < 0 and len(self.layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
             slots = slots[slots >= 0]
             if not slots.numel():
-                return False
+                return
             write = self._locate(slots, storage)
         if write.smallest < 0 or write.largest >= self.layout.num_slots:
             require_in_range(self.owner, slots, self.layout.num_slots, self.layout.shape)
@@ -222,19 +221,21 @@ class SlotState:
         self._accepting_parts = 0
         try:
             with self.log.transaction():
-                self._apply_write(slots, write, storage)
+                end = self._apply_write(slots, write, storage)
         except REFUSALS:
             if not self._accepting_parts:
                 self.log.mark_clean()
             self.holds_only_rejected_write |= storage is not None and _torchrl.length(storage) <= slots.numel()
             raise
-        sets = _torchrl.num_sets(storage)
-        if sets is not None:
-            self._seen_sets.copy_(sets)
-        return True
+        if sets is not None and end == write.newest:
+            self._seen_sets.fill_(sets)
+        self.log.announce(index if slots.numel() == count else None, slots)
 
-    def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
-        """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
+    def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> int:
+        """Apply a write of ``slots`` [n]; returns the ring position after it, as :meth:`WriteLog.place_write`.
+
+        If n exceeds the number of slots, the first rows were overwritten.
+        """
         log = self.log
         if self._needs_order and self._order_is_unknown and write.newest >= 0:
             self.clear()
@@ -243,8 +244,9 @@ class SlotState:
         is_first = log.is_empty and not self.holds_only_rejected_write
         if is_first and storage is not None and _torchrl.length(storage) > slots.numel():
             self.ingest(storage)
-            log.see_step(self._place(len(slots), write, storage)[0])
-            return
+            end, _ = self._place(len(slots), write, storage)
+            log.see_step(end)
+            return end
         end, skipped = self._place(len(slots), write, storage)
         if skipped.numel():
             self.remove(skipped)
@@ -257,6 +259,7 @@ class SlotState:
         self.insert(slots[-self.layout.num_slots :], storage, write)
         # last, because the write may be rejected
         log.see_step(end)
+        return end
 
     def _place(self, count: int, write: RingWrite, storage: Storage | None) -> tuple[int, Tensor]:
         """Find the ring position after a write of ``count`` rows, and the slots that it skipped.

@@ -80,7 +80,8 @@ class SlotUpdates:
         if values_can_be_read(slots):
             late, generation = self._late_rows(slots, None), self._generation_in_range(slots)
         else:
-            late, generation = self.pending.judge(slots, self._num_writes())[1], self._generation(slots)
+            late = self.pending.judge(slots, self._num_writes())[1]
+            generation = self._generation(slots.clamp(0, self._layout.size - 1))
         return generation if late is None else torch.where(late, _NO_WRITE, generation)
 
     def _late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
@@ -131,15 +132,20 @@ class SlotUpdates:
             ValueError: if a TD error is invalid; nothing is changed then. See :meth:`apply_masked` for accelerators.
             IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
         """
-        is_own_write = self._log.is_last_write(index)
+        limit, can_be_read = self._distribution.max_priority, values_can_be_read(slots)
+        largest = largest_td_error(self._owner, error, slots, self._priorities, limit) if can_be_read else 0.0
+        is_own_write = self._log.is_last_write(index, slots)
         # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
         if is_own_write and torch.as_tensor(index).ndim == 0 and self._priorities.is_default(float(error.max())):
             return
-        if not values_can_be_read(slots):
+        if can_be_read:
+            self._apply_valid(slots, error, None if is_own_write else self._late_rows(slots, stamp), largest)
+        else:
             self.apply_masked(slots, error, stamp, is_own_write=is_own_write)
-            return
-        largest = largest_td_error(self._owner, error, slots, self._priorities, self._distribution.max_priority)
-        late = None if is_own_write else self._late_rows(slots, stamp)
+        self._log.announce(None)
+
+    def _apply_valid(self, slots: Tensor, error: Tensor, late: Tensor | None, largest: float) -> None:
+        """Set priorities from valid TD errors, of which ``largest`` is the largest; ``late``: rows to leave out."""
         if late is not None:
             self.counters["dropped_updates"].add_(late.sum())
             slots, error = slots[~late], error[~late]

@@ -363,7 +363,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         generation = stamp.reshape(-1) if stamp is not None else sampler.state.updates.generation_if_current(slots)
         if not values_can_be_read(slots):
             stamp = where_int64(mask, generation, torch.full_like(generation, -1))
-            sampler.update_priority(index, error.expand(mask.shape), storage=storage, stamp=stamp)
+            sampler.update_priority(index, error, storage=storage, stamp=stamp)
             return
         chosen = tuple(i[mask] for i in index) if isinstance(index, tuple) else index[mask]
         error = error.reshape(-1)[mask] if error.numel() == mask.numel() else error

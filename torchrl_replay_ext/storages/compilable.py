@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
 
 from torchrl_replay_ext._torchrl import map_tensors, stored_columns, stored_data
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, mark_static, scalar, uniform, values_can_be_read
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    mark_static,
+    scalar,
+    to_device,
+    uniform,
+    values_can_be_read,
+)
 
 
 class CompilableTensorStorage(LazyTensorStorage):
@@ -42,7 +50,7 @@ class CompilableTensorStorage(LazyTensorStorage):
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64)
         # number of calls of set() outside graphs, by which samplers see without a read whether they missed a write
-        self.num_sets = torch.zeros((), dtype=torch.int64)
+        self.num_sets = torch.zeros((), dtype=torch.int64, device="cpu")
         super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
 
     @property
@@ -80,7 +88,9 @@ class CompilableTensorStorage(LazyTensorStorage):
     def _get_new_len(self, data: Any, cursor: Any) -> None:
         shape = data.shape if is_tensor_collection(data) else tree_leaves(data)[0].shape
         is_single = isinstance(cursor, Integral) or getattr(cursor, "ndim", None) == 0
-        self._len_value.add_(shape[: self.ndim - is_single].numel()).clamp_(max=self.max_size)
+        added = shape[: self.ndim - is_single].numel()
+        # one assignment, so that an interrupted write leaves a valid length
+        self._len_value.copy_((self._len_value + added).clamp_max(self.max_size))
 
     def _init(self, data: Any) -> None:
         super()._init(data)
@@ -131,11 +141,18 @@ class CompilableTensorStorage(LazyTensorStorage):
             )
 
     def get(self, index: Any) -> Any:
-        """Read rows. On an accelerator, the length is not read to check a tensor ``index``."""
-        data, is_tensor = stored_data(self), isinstance(index, (Tensor, tuple))
-        if is_tensor and is_tensor_collection(data) and not values_can_be_read(self.counters_device):
-            return data[index]
-        return super().get(index)
+        """Read rows. On an accelerator, an index tensor is not compared with the length, which cannot be read there.
+
+        An index beyond the length then returns rows that were never written.
+        """
+        columns, data = index if isinstance(index, tuple) else (index,), stored_data(self)
+        is_index = len(columns) == self.ndim and all(isinstance(i, Tensor) and i.dtype == torch.int64 for i in columns)
+        if not is_index or not is_tensor_collection(data) or values_can_be_read(self.counters_device):
+            return super().get(index)  # pyright: ignore[reportArgumentType]: TorchRL's annotation names slices only
+        first, *rest = columns
+        steps = self._len_value // math.prod(tuple(self._total_shape or ())[1 : self.ndim])
+        first = to_device(first, self.counters_device)
+        return data[(first + steps * (first < 0), *rest)]
 
     def take(self, index: Tensor) -> TensorDictBase:
         """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts."""
@@ -171,6 +188,8 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         length = state.pop("len__context", None)
+        # storages that were pickled by an earlier version have no count
+        state.setdefault("num_sets", torch.zeros((), dtype=torch.int64, device="cpu"))
         super().__setstate__(state)
         if length is not None:
             self._len_value = torch.tensor(length, dtype=torch.int64, device=self._last_cursor_index_value.device)

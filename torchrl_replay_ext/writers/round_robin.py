@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
@@ -184,7 +184,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         storage: Any = self._storage
         rows, count = rows_of_ring(storage, data), len(data)
         index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
-        data.set("index", expand_as_right(index.to(data.device or index.device), data))
+        if not is_tensorclass(data):
+            data.set("index", expand_as_right(index.to(data.device or index.device), data))
         self._cursor_value.add_(count).remainder_(rows)
         self._write_count_value.add_(count)
         # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph

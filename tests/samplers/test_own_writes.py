@@ -1,0 +1,80 @@
+"""Updates and notifications right after a write, by the rows of that write."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictMaxValueWriter
+
+from tests.data import buffer_of, rows
+from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, ReaPERSampler
+
+
+def test_rows_of_a_refused_write_stay_undrawn_if_an_older_row_is_announced_again():
+    buffer = buffer_of(ReaPERSampler, compilable=True, num_streams=2)
+    buffer.extend(rows(10, ids=[0, 1] * 5))
+    with pytest.raises(ValueError, match="num_streams=2"):
+        buffer.extend(rows(3, ids=[2, 3, 4]))
+    buffer.mark_update(torch.tensor([7]))
+    assert buffer.sampler.probabilities(buffer.storage)[:3].tolist() == [0.0] * 3
+
+
+def test_an_index_that_was_changed_after_the_write_cannot_update_empty_slots():
+    buffer = buffer_of(ProportionalSampler)
+    index = buffer.extend(rows(4))
+    index += 3
+    with pytest.raises(IndexError):
+        buffer.update_priority(index, torch.full((4,), 5.0))
+    buffer.sampler.check_valid()
+
+
+def test_the_update_of_a_write_can_be_repeated_after_an_invalid_one():
+    buffer = buffer_of(ProportionalSampler, capacity=1, batch_size=1, td_error="absolute")
+    buffer.extend(rows(1))
+    buffer.sample()
+    index = buffer.extend(rows(1))
+    with pytest.raises(ValueError, match="TD error"):
+        buffer.update_priority(index, torch.tensor([float("nan")]))
+    buffer.update_priority(index, torch.tensor([9.0]))
+    assert buffer.sampler.stats()["max_priority"] == pytest.approx(9.0)
+
+
+def test_td_errors_of_rows_that_a_writer_did_not_store_change_nothing():
+    def data(ranks):
+        count = len(ranks)
+        return TensorDict({"rank": torch.tensor(ranks), "td_error": torch.arange(1.0, count + 1)}, [count])
+
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4),
+        sampler=ProportionalSampler(4),
+        writer=TensorDictMaxValueWriter(rank_key="rank"),
+        batch_size=4,
+    )
+    buffer.extend(data([5.0, 6.0, 7.0, 8.0]))
+    with pytest.raises(RuntimeError) as raised:
+        buffer.extend(data([1.0, 9.0]))
+    assert isinstance(raised.value.__cause__, IndexError)
+    buffer.sampler.check_valid()
+    assert buffer.sampler.stats()["max_priority"] == pytest.approx(2.0, rel=1e-4)
+
+
+def test_an_update_with_stamps_leaves_no_draw_pending_in_a_storage_of_two_dimensions():
+    buffer = buffer_of(ProportionalSampler, 20, compilable=True, ndim=2, batch_size=6)
+    buffer.extend(rows(10, 2))
+    batch = buffer.sample()
+    batch["td_error"] = torch.ones(6)
+    buffer.update_tensordict_priority(batch)
+    buffer.extend(rows(10, 2, first=20))
+    buffer.update_priority(batch["index"].flip(0), torch.full((6,), 4.0))
+    assert buffer.sampler.stats()["dropped_updates"] == 0
+
+
+def test_a_storage_that_an_earlier_version_pickled_can_be_written():
+    storage = CompilableTensorStorage(4)
+    storage.set(torch.arange(2), rows(2))
+    state = storage.__getstate__()
+    state.pop("num_sets")
+    loaded = CompilableTensorStorage.__new__(CompilableTensorStorage)
+    loaded.__setstate__(state)
+    loaded.set(torch.arange(2, 4), rows(2))
+    assert len(loaded) == 4
