@@ -87,6 +87,8 @@ class EnvConfig:
         truncation: how targets treat a time limit. "bootstrap" (default): the target of the last step includes the
             value of the next state. "terminal": the last step is treated as terminal. Without the time in the
             observation, "terminal" teaches the agent that an episode may end in any state.
+        evaluations: further evaluations by name, with the keyword arguments for gymnasium.make in which they differ
+            from `options`. Their mean returns are the columns return_<name> of progress.csv. Default: {}.
     """
 
     name: str = MISSING
@@ -98,8 +100,12 @@ class EnvConfig:
     random_score: float | None = None
     human_score: float | None = None
     truncation: str = "bootstrap"
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in self.evaluations:
+            if not name.isidentifier() or name == "mean":
+                raise ValueError(f"env.evaluations.{name}: the name must be an identifier other than mean")
         if self.truncation not in ("bootstrap", "terminal"):
             raise ValueError(f"env.truncation={self.truncation}: choose bootstrap, terminal")
         if (self.random_score is None) != (self.human_score is None) or (

@@ -16,6 +16,7 @@ progress.csv has one row per evaluation, with the columns
     env_steps, updates     totals so far
     return_mean            mean return of the evaluation's episodes
     return_0, return_1 ... return of each episode
+    return_<name>          mean return of a further evaluation, see env.evaluations
     human_normalized       return_mean scaled to 0 for random actions and 1 for humans (Atari games with known scores)
     epsilon                exploration rate
     loss                   mean over the updates since the previous row

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from recipes.plot import (
+    FEW,
     LABELS,
     Run,
     Statistic,
@@ -156,7 +157,8 @@ def caption(config: StudyConfig) -> str:
         "reach the threshold counts with its full length. This makes a number a lower bound (≥) or an upper bound (≤); "
         "~ marks a ratio that is no bound, because both sides have such runs. Last evaluations: the last tenth of each "
         f"run; their interquartile mean (IQM) over seeds, and the mean difference to {baseline} over pairs of the same "
-        "seed. In brackets: 95 % bootstrap intervals over seeds; beside a bound, the interval of the bound."
+        f"seed. In brackets: 95 % bootstrap intervals over seeds, BCa for {FEW} seeds or fewer; beside a bound, the "
+        "interval of the bound."
     )
 
 

@@ -4,7 +4,8 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ from tqdm import tqdm
 
 from recipes.checkpoint import load_checkpoint, save_checkpoint
 from recipes.collect import VectorCollector
-from recipes.config import RunConfig
+from recipes.config import EnvConfig, RunConfig
+from recipes.environment import make_env
 from recipes.evaluation import evaluate
 from recipes.files import atomic_write
 from recipes.plot import plot_runs
@@ -103,6 +105,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def further_evaluation_envs(env: EnvConfig, episodes: int) -> dict[str, list[gymnasium.Env]]:
+    """The environments of env.evaluations by name, one per episode."""
+    configs = {name: replace(env, options=env.options | options) for name, options in env.evaluations.items()}
+    return {name: [make_env(config) for _ in range(episodes)] for name, config in configs.items()}
+
+
 def run(
     agent: Agent,
     evaluation_envs: list[gymnasium.Env],
@@ -126,6 +134,7 @@ def run(
     """
     learning, collector, replay = cfg.learning, agent.collector, agent.replay
     stored = None if agent.stores is None else (*stored_keys(cfg.env), *agent.stores)
+    further_envs = further_evaluation_envs(cfg.env, learning.evaluation_episodes)
 
     # The checkpoint holds the complete state, so a resumed run continues as if it had never stopped.
     counters: dict[str, Any] = {
@@ -185,20 +194,20 @@ def run(
             return
         progress.show(frames, step)
 
+    def play(envs: list[gymnasium.Env]) -> list[float]:
+        seed = [cfg.seed, counters["evaluations"]]
+        return evaluate(agent.policy, envs, epsilon=agent.evaluation_epsilon, seed=seed)
+
     def evaluate_and_log() -> None:
         counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
-        returns = evaluate(
-            agent.policy,
-            evaluation_envs,
-            epsilon=agent.evaluation_epsilon,
-            seed=[cfg.seed, counters["evaluations"]],
-        )
+        returns = play(evaluation_envs)
         mean_return = sum(returns) / len(returns)
         row = {
             "env_steps": counters["env_steps"],
             "updates": counters["updates"],
             "return_mean": mean_return,
             **{f"return_{i}": value for i, value in enumerate(returns)},
+            **{f"return_{name}": sum(play(envs)) / len(envs) for name, envs in further_envs.items()},
             **({} if (normalized := cfg.env.human_normalized(mean_return)) is None else {NORMALIZED: normalized}),
             **agent.columns(counters["env_steps"]),
             **losses.take(agent.losses),
@@ -270,7 +279,7 @@ def run(
     collector.shutdown()
     if lost_process is not None:
         sys.stderr.write(f"stopped at step {counters['env_steps']}: {lost_process}\n")
-    for environment in [*evaluation_envs, *([camera] if camera else [])]:
+    for environment in chain(evaluation_envs, *further_envs.values(), [camera] if camera else []):
         environment.close()
     if not saved:
         before = (

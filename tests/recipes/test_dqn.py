@@ -177,6 +177,13 @@ def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     assert float(rows(tmp_path)[-1]["return_mean"]) == 5.0
 
 
+def test_further_evaluations_differ_only_in_the_named_options(tmp_path):
+    words = ["+env.options={max_episode_steps: 5}", "+env.evaluations={same: {}, longer: {max_episode_steps: 6}}"]
+    assert dqn.train(composer.configuration(*words), tmp_path) == DONE
+    for row in rows(tmp_path):  # after six steps no pole has fallen yet
+        assert [float(row[f"return_{name}"]) for name in ("mean", "same", "longer")] == [5.0, 5.0, 6.0]
+
+
 @pytest.mark.parametrize("written", [3, 5])
 def test_cut_off_episode_ends_as_truncated(written):
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=1)
@@ -214,6 +221,8 @@ def test_cut_off_episode_ends_as_truncated(written):
         ("env.id=CartPole-v99", "env.id=CartPole-v99: "),
         ("env.id=Pendulum-v1", "needs discrete actions"),
         ("+env.truncation=never", "env.truncation=never: choose bootstrap, terminal"),
+        ("+env.evaluations={mean: {}}", "env.evaluations.mean: the name must be an identifier other than mean"),
+        ("+env.evaluations={wide: {width: 3}}", "env.id=CartPole-v1: "),
         ("device=abacus", "device=abacus: "),
         ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
         ("updates_per_graph=4", "updates_per_graph=4: must divide dqn.gradient_steps=2"),

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from scipy.stats import bootstrap
 
 from recipes import plot
 from recipes.run import ConfigError
@@ -127,3 +128,33 @@ def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
     ]
     with pytest.raises(ConfigError, match=r"has no env\.color"):
         plot.read_run(runs[0], by=["env.color"])
+
+
+def test_bca_percentiles_are_the_published_ones():
+    # Efron and Tibshirani, An Introduction to the Bootstrap (1993), Tables 14.1 and 14.2: variance of A in the spatial
+    # data, 90 % intervals; the percentile interval is (100.8, 233.9)
+    text = "48 36 20 29 42 42 20 42 22 41 45 14 6 0 33 28 34 4 32 24 47 41 24 26 30 41"
+    values = np.array(text.split(), dtype=float)
+    rng = np.random.default_rng(0)
+    found = values[rng.integers(len(values), size=(20_000, len(values)))].var(1)
+    low, high = plot.bca_percentiles(found, values, lambda sample: sample.var(0), [0.05, 0.95])
+    assert (low, high) == (pytest.approx(115.8, abs=3), pytest.approx(259.6, abs=6))
+
+
+@pytest.mark.parametrize("count", [2, 4, plot.FEW, plot.FEW + 1])
+def test_intervals_of_few_seeds_are_those_of_scipys_bca(monkeypatch, count):
+    monkeypatch.setattr(plot, "RESAMPLES", 20_000)
+    values = np.random.default_rng(3).lognormal(size=(count, 2))
+    method = "BCa" if count <= plot.FEW else "percentile"
+    low, high = plot.bootstrap_interval(values, lambda sample: sample.mean(0))
+    rng = np.random.default_rng(0)
+    expected = bootstrap((values,), np.mean, method=method, n_resamples=20_000, axis=0, rng=rng).confidence_interval
+    width = expected.high - expected.low
+    np.testing.assert_allclose(low / width, expected.low / width, atol=0.05)
+    np.testing.assert_allclose(high / width, expected.high / width, atol=0.05)
+
+
+def test_intervals_of_equal_or_single_values_have_no_width():
+    for values in (np.full((4, 2), 3.0), np.array([[3.0, 3.0]])):
+        low, high = plot.bootstrap_interval(values)
+        assert low.tolist() == high.tolist() == [3.0, 3.0]

@@ -258,8 +258,8 @@ def test_a_slower_method_has_a_ratio_above_1(finished):
 def test_the_interval_of_the_ratio_is_that_of_the_means_over_resampled_pairs(finished):
     steps = np.array([[100, 250], [200, 300], [400, 900], [100, 150], [300, 800]])
     rng = np.random.default_rng(0)
-    drawn = [steps[rng.integers(5, size=5)].sum(0) for _ in range(plot.RESAMPLES)]
-    low, high = np.quantile([ours / theirs for theirs, ours in drawn], [0.025, 0.975])
+    found = np.array([report.ratio_of_means(steps[rng.integers(5, size=5)]) for _ in range(plot.RESAMPLES)])
+    low, high = plot.bca_percentiles(found, steps, report.ratio_of_means, [0.025, 0.975])
     ratio = cells_of(report.read_study(finished), [f"{a} {b}" for a, b in steps])[-1]
     assert ratio == f"{2400 / 1100:.2f} [{low:.2f}, {high:.2f}]"
 
