@@ -54,24 +54,27 @@ def device():
         yield device
 
 
-def on_device(count, first=0):
-    return random_rows(count, first=first).to("emulated")
+def on_device(count, first=0, ndim=1):
+    data = random_rows(count, first=first)
+    if ndim == 2:
+        data = data.reshape(-1, 2).transpose(0, 1)
+    return data.to("emulated")
 
 
-def stock(**parts):
-    storage = LazyTensorStorage(SIZE, device="emulated")
+def stock(ndim=1, **parts):
+    storage = LazyTensorStorage(SIZE, ndim=ndim, device="emulated")
     return TensorDictReplayBuffer(storage=storage, batch_size=BATCH, **parts)
 
 
-def compilable(**parts):
-    storage = CompilableTensorStorage(SIZE, device="emulated")
+def compilable(ndim=1, **parts):
+    storage = CompilableTensorStorage(SIZE, ndim=ndim, device="emulated")
     return CompilableReplayBuffer(storage=storage, batch_size=BATCH, **parts)
 
 
-def filled(make, *, rows=SIZE + 60, **parts):
-    buffer = make(**parts)
-    for first in range(0, rows, 60):
-        buffer.extend(on_device(60, first))
+def filled(make, ndim=1, **parts):
+    buffer = make(ndim, **parts)
+    for first in range(0, SIZE + 60, 60):
+        buffer.extend(on_device(60, first, ndim))
     return buffer
 
 
@@ -79,7 +82,7 @@ def waits(device, buffer):
     """Median numbers of waits in a write, and in a sample with its priority update."""
     writes, cycles = [], []
     for number in range(9):
-        data = on_device(CHUNK, SIZE + CHUNK * number)
+        data = on_device(CHUNK, SIZE + CHUNK * number, buffer.storage.ndim)
         device.reset()
         buffer.extend(data)
         writes.append(sum(device.waits.values()))
@@ -92,12 +95,13 @@ def waits(device, buffer):
     return median(writes), median(cycles)
 
 
+@pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("make", [stock, compilable])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, device):
+def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, ndim, device):
     """Beyond the waits of TorchRL's uniform buffer."""
-    write, cycle = waits(device, filled(make, **SAMPLERS[name]()))
-    uniform = waits(device, filled(stock, sampler=RandomSampler()))
+    write, cycle = waits(device, filled(make, ndim, **SAMPLERS[name]()))
+    uniform = waits(device, filled(stock, ndim, sampler=RandomSampler()))
     assert write <= uniform[0] + 2 + EXEMPT.get(name, 0)
     assert cycle <= uniform[1] + 1 + EXEMPT.get(name, 0)
 

@@ -121,7 +121,7 @@ class PendingDraws:
         Returns:
             True if the rows were drawn; and the mask of late rows, bool [n], None if no row is late.
         """
-        draw, is_drawn = self._draws.get(memory_of(slots)), True
+        draw, is_drawn = self._draws.get(memory_of(slots)) or self._only_candidate(slots, num_writes), True
         if draw is None:
             attribute = self._attribute_few if len(slots) < _UNMISTAKABLE else self._attribute_many
             draw, is_drawn = attribute(slots)
@@ -144,6 +144,17 @@ class PendingDraws:
     def _in_range(self, slots: Tensor) -> Tensor:
         """``slots`` [n]; on an accelerator within range even if the caller has changed the index of a draw."""
         return slots if values_can_be_read(slots) else slots.clamp(0, len(self._log.generation) - 1)
+
+    def _only_candidate(self, slots: Tensor, num_writes: int | Tensor) -> _Draw | None:
+        """On an accelerator, the only pending draw, if nothing was written since and its size is that of ``slots`` [n].
+
+        No row is late then, so the slots, which would have to be read, need not be compared.
+        """
+        if values_can_be_read(slots) or len(slots) < _UNMISTAKABLE or isinstance(num_writes, Tensor):
+            return None
+        waiting = [draw for draw in self._draws.values() if draw.waiting > 0]
+        alone = len(waiting) == 1 and waiting[0].num_writes == num_writes
+        return waiting[0] if alone and len(waiting[0].slots) == len(slots) else None
 
     def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
         """For few rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchrl_replay_ext._torchrl import (
     stored_data,
 )
 from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
+from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 
@@ -191,7 +193,12 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph
         kept = data[-rows:] if count > rows else data
         storage.set(index[-rows:], kept)
-        index = self._replicate_index(index)
+        known = shape_and_device(storage)
+        if known is not None and storage.ndim > 1:
+            # not _replicate_index of TorchRL, which reads the length of the storage
+            lanes = torch.arange(math.prod(known[0][1:]), device=index.device)
+            slots = (index.unsqueeze(1) * len(lanes) + lanes).reshape(-1)
+            index = torch.stack([*unravel(slots, known[0])], 1)
         self._mark_update_entities(index)
         return index
 
