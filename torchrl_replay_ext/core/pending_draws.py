@@ -148,7 +148,7 @@ class PendingDraws:
     def _only_candidate(self, slots: Tensor, num_writes: int | Tensor) -> _Draw | None:
         """On an accelerator, the only pending draw, if nothing was written since and its size is that of ``slots`` [n].
 
-        No row is late then, so the slots, which would have to be read, need not be compared.
+        Then no row can be late, and there is no need to read the slots and compare them.
         """
         if values_can_be_read(slots) or len(slots) < _UNMISTAKABLE or isinstance(num_writes, Tensor):
             return None

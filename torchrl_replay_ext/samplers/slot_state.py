@@ -197,7 +197,7 @@ class SlotState:
 
         Args:
             index: the index of the rows, in TorchRL's format.
-            slots: the same as slots, int64 [n]. Pass them on the CPU if they are there: to see them then costs no wait.
+            slots: the same as slots, int64 [n]. On the CPU they can be read without waiting.
             storage: the storage.
 
         Raises:
