@@ -36,7 +36,9 @@ def parameters(value: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a function or a constructor, by name."""
     if isinstance(value, type) and issubclass(value, ReplayBuffer):
         # the metaclass of TorchRL's buffers hides the signature of their constructor
-        return dict(list(inspect.signature(value.__init__).parameters.items())[1:])
+        found = list(inspect.signature(value.__init__).parameters.items())[1:]
+        # Ray adds a parameter to the classes that it has run in this process
+        return {name: parameter for name, parameter in found if not name.startswith("_ray")}
     return dict(inspect.signature(value).parameters)
 
 
