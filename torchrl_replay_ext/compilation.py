@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# On the CPU, operations on a few numbers take several times longer in torch than in NumPy.
+Array = Tensor | np.ndarray
 
 _EXACT_BITS = 53
 # Modules with classes that hold state tensors, for mark_static.
@@ -28,8 +32,8 @@ def values_can_be_read(where: Tensor | torch.device) -> bool:
     If False, use code without such branches: a graph has no values, and to read one from an accelerator, the host waits
     until the device has finished all its work.
     """
-    device = where.device if isinstance(where, Tensor) else where
-    return device.type == "cpu" and not is_traced()
+    on_cpu = where.is_cpu if isinstance(where, Tensor) else where.type == "cpu"
+    return on_cpu and not is_traced()
 
 
 def raise_if(
@@ -47,9 +51,9 @@ def raise_if(
         raise error()
 
 
-def read(*values: Tensor | int) -> list[int]:
-    """The values of int64 tensors [] as Python numbers; the host waits at most once for an accelerator."""
-    far = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+def read(*values: Array | int) -> list[int]:
+    """The values of integer or bool tensors [] as Python numbers; the host waits at most once for an accelerator."""
+    far = [value.to(torch.int64) for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
     numbers = iter(torch.stack(far).tolist() if far else ())
     return [
         next(numbers) if isinstance(value, Tensor) and value.device.type != "cpu" else int(value) for value in values
@@ -84,6 +88,11 @@ def refuse_in_graph(error: Callable[[], Exception]) -> None:
 def rows_where(mask: Tensor) -> Tensor:
     """The rows where ``mask`` [n] is True if values can be read; otherwise all rows."""
     return mask.nonzero().squeeze(1) if values_can_be_read(mask) else torch.arange(len(mask), device=mask.device)
+
+
+def as_array(tensor: Array) -> Array:
+    """The memory of a tensor as a NumPy array where values can be read; otherwise the tensor itself."""
+    return tensor.numpy() if isinstance(tensor, Tensor) and values_can_be_read(tensor) else tensor
 
 
 def scalar(value: Tensor) -> Any:
@@ -133,28 +142,56 @@ def stratify(u: Tensor) -> Tensor:
     return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_EXACT_BITS)
 
 
-def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
+@overload
+def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor | int) -> Tensor: ...
+@overload
+def where_int64(condition: Array, yes: Array | int, no: Array | int) -> Array: ...
+def where_int64(condition: Any, yes: Any, no: Any) -> Any:
     """``torch.where`` for int64; by arithmetic in graphs, because ``torch.where`` compiled for AVX2 can be wrong."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, yes, no)
     if torch.compiler.is_compiling():
         return no + (yes - no) * condition
     return torch.where(condition, yes, no)
 
 
-def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor:
-    """``source[index]`` for an index [n] within bounds.
+@overload
+def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor: ...
+@overload
+def gather_in_bounds(source: Tensor, index: np.ndarray) -> np.ndarray: ...
+@overload
+def gather_in_bounds(source: Tensor, index: Array) -> Array: ...
+def gather_in_bounds(source: Tensor, index: Array) -> Array:
+    """``source[index]`` for an index [n] within bounds; a NumPy array if the index is one.
 
     Compiled code checks the bounds at each access, which takes longer than the access. Clamping is faster.
     """
+    if isinstance(index, np.ndarray):
+        return source.numpy().take(index, 0)
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
     return source.index_select(0, index)
 
 
-def scatter_in_bounds(destination: Tensor, index: Tensor, values: Tensor, *, accumulate: bool = False) -> None:
+def scatter_in_bounds(
+    destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False
+) -> None:
     """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
 
-    See :func:`gather_in_bounds`.
+    See :func:`gather_in_bounds`. The values are [n], [1] or one number, in any dtype. With a NumPy array as index, the
+    last one of duplicates wins.
     """
+    if isinstance(index, np.ndarray):
+        array = destination.numpy()
+        if accumulate:
+            np.add.at(array, index, values)
+        else:
+            array[index] = values
+        return
+    if not isinstance(values, Tensor):
+        destination.index_fill_(0, index, values)
+        return
+    values = values.to(destination.dtype).expand(index.shape[0])
     if torch.compiler.is_compiling():
         index = index.clamp(0, destination.shape[0] - 1)
         destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values, accumulate))

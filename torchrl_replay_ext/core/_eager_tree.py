@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import scalar
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
 
 
@@ -14,7 +14,7 @@ def root(tree: ReductionTree) -> Tensor:
     return tree.levels[-1]
 
 
-def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
+def refresh(trees: list[ReductionTree], place: Array, block: Array) -> None:
     """Recompute the ancestors of some leaves.
 
     Args:
@@ -27,21 +27,21 @@ def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
     # here ``block`` equals the shifted ``place``, which saves an operation
     is_block = not first.prepared and first.leaves.page_table is None
     group = block if is_block else place >> (groups.shape[1].bit_length() - 1)
-    contents = groups.index_select(0, group)
+    contents = gather_in_bounds(groups, group)
     for tree in trees:
         _refresh(tree, group, tree.of_leaves(contents), block)
 
 
-def _refresh(tree: ReductionTree, node: Tensor, values: Tensor, block: Tensor) -> None:
+def _refresh(tree: ReductionTree, node: Array, values: Array, block: Array) -> None:
     top = tree.row_levels[-1]
     for number in range(1, top + 1):
         if number == tree.row_levels[0]:
             node = block
-        tree.levels[number].index_copy_(0, node, tree.reduced(values))
+        scatter_in_bounds(tree.levels[number], node, tree.reduced(values))
         if number < top:
             groups = tree.groups[number]
             node = node >> (groups.shape[1].bit_length() - 1)
-            values = groups.index_select(0, node)
+            values = gather_in_bounds(groups, node)
     for number in range(top + 1, len(tree.levels)):
         tree.recompute(number)
 

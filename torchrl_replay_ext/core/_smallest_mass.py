@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core import _eager_tree
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
 from torchrl_replay_ext.functional.priorities import FEW
@@ -39,7 +40,7 @@ class SmallestMass:
         # stale minima
         self._noticed = 0
         self._value: int | None = None
-        self._stale: list[Tensor] = []
+        self._stale: list[np.ndarray] = []
 
     def value(self) -> int:
         """The smallest positive mass; requires a positive total."""
@@ -57,22 +58,23 @@ class SmallestMass:
     def catch_up(self) -> None:
         """Recompute the minima that are stale because of writes of this process."""
         if self._stale:
-            block, place = self._minima.leaves.address(torch.cat(self._stale))
+            block, place = self._minima.leaves.address(np.concatenate(self._stale))
             _eager_tree.refresh([self._minima], place, block)
             self._stale = []
             self._late.sub_(1)
 
-    def may_be_late(self, index: Tensor) -> bool:
+    def may_be_late(self, index: Array) -> bool:
         """Whether a write to the leaves ``index`` [n] may leave their minima stale."""
         return self._value is not None and index.shape[0] <= FEW
 
     def written(self, value: int | None = None) -> None:
         """Count a write and cache ``value``, the smallest mass after it; None if it must be read from the minima."""
-        self._writes.add_(1)
+        writes = self._writes.numpy()
+        writes += 1
         self._noticed += 1
         self._value = value
 
-    def written_lazily(self, index: Tensor, before: list[int], mass: Tensor) -> None:
+    def written_lazily(self, index: np.ndarray, before: list[int], mass: np.ndarray) -> None:
         """Count a write of ``mass`` [n] to the leaves ``index`` [n] that leaves their minima stale.
 
         Args:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
@@ -122,8 +125,8 @@ class EpisodeIndex:
     def write(
         self,
         slots: Tensor,
-        mass: Tensor,
-        clock: Tensor,
+        mass: Tensor | int,
+        clock: Tensor | int,
         *,
         ended: Tensor,
         finished: Tensor,
@@ -132,14 +135,18 @@ class EpisodeIndex:
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        ``mass``, int64 [], is the mass of each new transition. ``finished``, bool [n]: where ``ended`` is True,
+        ``mass``, int64 [] or a number, is the mass of each new transition. ``finished``, bool [n]: where ``ended`` is True,
         whether reliability treats the episode as finished. For the other arguments see
         :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
+        if self.lanes == 1 and not self.assigned and values_can_be_read(slots):
+            self._write_alone(slots.numpy(), int(mass), int(clock), ended, finished, trajectory, initial)
+            return
         count = slots.shape[0]
+        mass, clock = torch.as_tensor(mass, device=slots.device), torch.as_tensor(clock, device=slots.device)
         rows = torch.arange(count, device=slots.device)
         order, lane, first, new, stolen = self.streams.follow(
             slots, self._lane_episode != self._none, clock, ended=ended, trajectory=trajectory, initial=initial
@@ -180,6 +187,68 @@ class EpisodeIndex:
         self._open.index_fill_(0, torch.full_like(lane[:1], self._none), False)
         self._lane_episode.copy_(at_last(lane, where_int64(ended, self._none, record), self._lane_episode))
         self._totals.refresh(record)
+
+    def _write_alone(
+        self,
+        slots: np.ndarray,
+        mass: int,
+        clock: int,
+        ended: Tensor,
+        finished: Tensor,
+        trajectory: Tensor | None,
+        initial: Tensor | None,
+    ) -> None:
+        """:meth:`write` with a single lane, where values can be read: by episodes instead of rows."""
+        going_on, lane_total = self._lane_episode.item(), self._lane_total.numpy()
+        begins = self.streams.follow_alone(
+            going_on != self._none, clock, ended=ended, trajectory=trajectory, initial=initial
+        )
+        episode, start, count = self.episode.numpy(), self._start.numpy(), self._count.numpy()
+        totals, touched = self._totals.leaves.numpy(), self._touched.numpy()
+        is_open, is_finished = self._open.numpy(), self._finished.numpy()
+        changed, freed = [], []
+
+        # remove the content of the slots from all sums
+        masses, behind = self._tree.get(slots).tolist(), 0
+        for record, same in itertools.groupby(episode[slots].tolist()):
+            first, behind = behind, behind + sum(1 for _ in same)
+            if record != self._none:
+                removed = sum(masses[first:behind])
+                totals[record] -= removed
+                lane_total -= removed
+                count[record] -= behind - first
+                start[record] = (slots[behind - 1] + 1) % self.steps
+                changed.append(record)
+                if not count[record] and not is_open[record]:
+                    freed.append(record)
+        continues = begins[:1] != [0]
+        if not continues and going_on != self._none:
+            # reliability treats an episode that stops without an end as unfinished
+            is_open[going_on] = False
+            if not count[going_on]:
+                freed.append(going_on)
+        if freed:
+            self._records.give_back(np.array(freed))
+
+        records = self._records.take(len(begins)).tolist() if begins else []
+        for record, first in zip(records, begins, strict=True):
+            start[record], count[record], totals[record], touched[record] = slots[first], 0, 0, 0
+            is_finished[record] = False
+        if continues:
+            records, begins = [going_on, *records], [0, *begins]
+        is_end = ended.tolist()
+        for record, first, behind in zip(records, begins, [*begins[1:], len(slots)], strict=True):
+            count[record] += behind - first
+            totals[record] += (behind - first) * mass
+            episode[slots[first:behind]] = record
+            is_open[record] = False
+            if is_end[behind - 1]:
+                is_finished[record], touched[record] = finished[behind - 1].item(), clock
+        is_open[records[-1]] = not is_end[-1]
+        lane_total += len(slots) * mass
+        self._lane_episode.fill_(self._none if is_end[-1] else records[-1])
+        self._tree.write(slots, mass)
+        self._totals.refresh(np.array(changed + records))
 
     def _evict(self, slots: Tensor, lane: Tensor) -> None:
         """Remove the content of ``slots`` [n] from all sums."""

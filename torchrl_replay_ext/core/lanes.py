@@ -158,6 +158,34 @@ class Lanes:
         self._written.index_copy_(0, lane, clock.expand(lane.shape))
         return Rows(order, lane, first, new, stolen)
 
+    def follow_alone(
+        self, is_open: bool, clock: int, *, ended: Tensor, trajectory: Tensor | None, initial: Tensor | None
+    ) -> list[int]:
+        """:meth:`follow` for a single lane, where values can be read.
+
+        Args:
+            is_open: the lane has an unfinished episode.
+            clock: number of this write.
+            ended, trajectory, initial: see :meth:`follow`.
+
+        Returns:
+            The rows where episodes begin, in order.
+        """
+        begins = {row + 1 for row, is_end in enumerate(ended.tolist()[:-1]) if is_end}
+        if not is_open:
+            begins.add(0)
+        if trajectory is not None:
+            ids, last = trajectory.tolist(), self._trajectory.item()
+            changes = [row for row, (new, old) in enumerate(zip(ids, [last, *ids], strict=False)) if new != old]
+            if changes:
+                self._require_one_stream(trajectory, ended, initial, torch.tensor([is_open]))
+                begins.update(changes)
+                self._trajectory.fill_(ids[-1])
+        if initial is not None:
+            begins.update(row for row, is_first in enumerate(initial.tolist()) if is_first)
+        self._written.fill_(clock)
+        return sorted(begins)
+
     def lose_track(self, open_lane: Tensor) -> None:
         """Note that rows were written without notification. Trajectories in open lanes may have ended in these rows."""
         self._end_may_be_missed.copy_(open_lane)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import as_array, gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.functional.priorities import write_last
 
@@ -71,7 +71,7 @@ class Priorities:
 
     def insert(self, slots: Tensor) -> None:
         """Set the priorities of new transitions in ``slots`` [n]."""
-        self.of_slot.index_copy_(0, slots, -self.largest.float().expand(len(slots)))
+        scatter_in_bounds(self.of_slot, as_array(slots), -as_array(self.largest))
 
     def overwrite(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, where_int64
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scatter_in_bounds, where_int64
 from torchrl_replay_ext.functional.priorities import write_last
 
 _INT64_MAX = torch.iinfo(torch.int64).max
@@ -52,19 +53,20 @@ class LeafRows:
         """The rows that store the blocks ``block`` [n]."""
         return block if self.page_table is None else self.page_table[block]
 
-    def address(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def address(self, index: Array) -> tuple[Array, Array]:
         """The blocks of the leaves ``index`` [n], and the positions of the leaves in ``flat``."""
         block = index >> self.shift
         if self.page_table is None:
             return block, index
-        return block, (self.page_table[block] << self.shift) + (index & (self.fanout - 1))
+        return block, (gather_in_bounds(self.page_table, block) << self.shift) + (index & (self.fanout - 1))
 
     def in_order(self, of_rows: Tensor) -> Tensor:
         """Reorder one entry per stored row to one entry per block."""
         return of_rows if self.page_table is None else of_rows[self.page_table]
 
-    def write(self, place: Tensor, values: Tensor, mask: UpdateMask | None) -> None:
-        """Write ``values`` [n] to positions ``place`` [n] of ``flat``; without ``mask``, the last duplicate wins."""
+    def write(self, place: Array, values: Array | int, mask: UpdateMask | None) -> None:
+        """Write ``values`` [n], [1] or one number to positions ``place`` [n] of ``flat``; without ``mask``, the last duplicate wins.
+        """
         if mask is None:
             write_last(self.flat, place, values)
         else:
@@ -168,14 +170,16 @@ class ReductionTree:
             raise RuntimeError("SumTree, MaxTree: call prepare() before the tree becomes part of a graph.")
         return self._layout
 
-    def of_leaves(self, leaves: Tensor) -> Tensor:
+    def of_leaves(self, leaves: Array) -> Array:
         """The values to reduce for ``leaves``: for ``"min"``, the leaf minus 1, or the largest int64 if it is 0."""
         return (leaves - 1) & _INT64_MAX if self.kind == "min" else leaves
 
-    def reduced(self, groups: Tensor) -> Tensor:
+    def reduced(self, groups: Array) -> Array:
         """Reduce the last dimension of ``groups`` to its sum, minimum or maximum."""
         if self.kind == "sum":
             return groups.sum(-1)
+        if isinstance(groups, np.ndarray):
+            return groups.min(-1) if self.kind == "min" else groups.max(-1)
         # aminmax is several times faster than amin for int64
         return torch.aminmax(groups, dim=-1).min if self.kind == "min" else groups.amax(-1)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
 from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import SumTree
 
@@ -58,7 +59,7 @@ class SliceIndex:
     def write(
         self,
         slots: Tensor,
-        clock: Tensor,
+        clock: Tensor | int,
         *,
         ended: Tensor,
         trajectory: Tensor | None = None,
@@ -72,7 +73,11 @@ class SliceIndex:
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
+        if self.streams.lanes == 1 and not self.streams.assigned and values_can_be_read(slots):
+            self._write_alone(slots.tolist(), int(clock), ended, trajectory, initial)
+            return
         count, oldest = slots.shape[0], slots[:1]
+        clock = torch.as_tensor(clock, device=slots.device)
         order, lane, first, new, stolen = self.streams.follow(
             slots, self._run > 0, clock, ended=ended, trajectory=trajectory, initial=initial
         )
@@ -109,6 +114,31 @@ class SliceIndex:
         kept = recent.gather(1, (place + written).clamp_max(self.length - 1))
         self._recent.copy_(where_int64(self.length - place <= written, slots[row.clamp(0, count - 1)], kept))
         self._run.copy_(at_last(lane, age.clamp_max(self.length) * ~ended, run))
+
+    def _write_alone(
+        self, slots: list[int], clock: int, ended: Tensor, trajectory: Tensor | None, initial: Tensor | None
+    ) -> None:
+        """:meth:`write` with a single lane, where values can be read."""
+        run, length, none = self._run.item(), self.length, self._none
+        begins = self.streams.follow_alone(run > 0, clock, ended=ended, trajectory=trajectory, initial=initial)
+        # the slots before the write, and those of the write
+        recent = self._recent.view(-1).tolist()
+        history = [none if (slot - slots[0]) % self.size < len(slots) else slot for slot in recent] + slots
+        following = self._next.numpy()
+        following[slots] = slots
+        is_first, starts = set(begins), []
+        for row, slot in enumerate(slots):
+            run = 1 if row in is_first else run + 1
+            if row not in is_first and history[length + row - 1] != none:
+                following[history[length + row - 1]] = slot
+            if run >= length and history[row + 1] != none:
+                starts.append(history[row + 1])
+        if self._padded:
+            self.starts.write(np.array(slots), 1)
+        else:
+            self.starts.write(np.array(slots + starts), np.repeat([0, 1], [len(slots), len(starts)]))
+        self._recent.copy_(torch.tensor([history[-length:]]))
+        self._run.fill_(0 if ended[-1] else min(run, length))
 
     def drop(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue afterwards."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import math
+from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, scalar, stratify, uniform
+from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, is_traced, scalar, stratify, uniform
 from torchrl_replay_ext.core import _compiled_tree, _eager_tree
 from torchrl_replay_ext.core._smallest_mass import SmallestMass
 from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
@@ -118,12 +120,29 @@ class SumTree:
         """Memory of the leaves, sums and minima in bytes."""
         return self.leaves.nbytes + sum(tree.flat.nbytes for tree in self._trees)
 
+    @overload
     @classmethod
-    def to_mass(cls, priority: Tensor) -> Tensor:
+    def to_mass(cls, priority: float) -> int: ...
+    @overload
+    @classmethod
+    def to_mass(cls, priority: Tensor) -> Tensor: ...
+    @overload
+    @classmethod
+    def to_mass(cls, priority: float | Array) -> int | Array: ...
+    @classmethod
+    def to_mass(cls, priority: float | Array) -> int | Array:
         """Convert floating-point priorities >= 0 to int64 masses, rounded up to units of 2^-23; only 0 has mass 0."""
+        if isinstance(priority, float):
+            return math.ceil(priority * cls.UNIT)
+        if isinstance(priority, np.ndarray):
+            return np.ceil(priority * cls.UNIT).astype(np.int64)
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
-    def get(self, index: Tensor) -> Tensor:
+    @overload
+    def get(self, index: Tensor) -> Tensor: ...
+    @overload
+    def get(self, index: np.ndarray) -> np.ndarray: ...
+    def get(self, index: Array) -> Array:
         """Masses of the leaves ``index`` [n], int64 [n]."""
         place = index if self.page_table is None else self._leaves.address(index)[1]
         return gather_in_bounds(self.leaves, place)
@@ -160,20 +179,22 @@ class SumTree:
             raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
-    def write(self, index: Tensor, mass: Tensor, *, lazy: bool = False, mask: UpdateMask | None = None) -> None:
+    def write(self, index: Array, mass: Array | int, *, lazy: bool = False, mask: UpdateMask | None = None) -> None:
         """Set int64 masses without checking arguments.
 
         Args:
             index: the leaves, int64 [n] in [0, capacity).
-            mass: int64 [n], >= 0. Without ``mask``, the last one of duplicates wins.
+            mass: int64 [n] or [1], or one number, >= 0. Without ``mask``, the last one of duplicates wins.
             lazy: allow the tree to update the minima later. This makes frequent small writes faster in eager code.
                 Default: False.
             mask: selects the rows to apply. Default: None, all rows.
         """
+        if mask is None:
+            index, mass = as_array(index), mass if isinstance(mass, int) else as_array(mass)
         smallest = self._smallest
         late = lazy and mask is None and smallest is not None and not self.prepared and smallest.may_be_late(index)
         block, place = self._leaves.address(index)
-        before = self.leaves.index_select(0, place).tolist() if late else []
+        before = gather_in_bounds(self.leaves, place).tolist() if late else []
         self._leaves.write(place, mass, mask)
         _backend().refresh(self._trees[:1] if late else self._trees, place, block)
         if smallest is not None and not self.prepared:
@@ -283,6 +304,7 @@ class MaxTree:
 
     def refresh(self, index: Tensor) -> None:
         """Recompute the maxima above the leaves ``index`` [n]."""
+        index = as_array(index)
         _backend().refresh([self._maxima], index, index >> self._shift)
 
     def max(self) -> Tensor:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import read, scalar, values_can_be_read
+from torchrl_replay_ext.compilation import as_array, gather_in_bounds, read, scalar, values_can_be_read
 from torchrl_replay_ext.core.recoverable import Recoverable
 
 # Special values of last_seen_step.
@@ -134,6 +135,12 @@ class WriteLog(Recoverable):
 
     def record(self, slots: Tensor) -> None:
         """Register one write of ``slots`` [n]."""
+        places = as_array(slots)
+        if isinstance(places, np.ndarray):
+            number = self.num_writes.numpy()
+            number += 1
+            self.generation.numpy()[places] = number
+            return
         self.num_writes.add_(1)
         number = scalar(self.num_writes)
         if isinstance(number, Tensor):
@@ -217,7 +224,12 @@ class WriteLog(Recoverable):
     def locate(self, slots: Tensor, newest: int | Tensor | None) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring. ``newest``: see :class:`RingWrite`; None: unknown."""
         newest, lanes = -1 if newest is None else newest, self.layout.slots_per_step
-        first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
+        if values_can_be_read(slots):
+            numbers = slots.tolist()
+            ends = numbers[0], numbers[-1], min(numbers), max(numbers)
+        else:
+            ends = slots[0], slots[-1], *torch.aminmax(slots)
+        first, last, *others = read(*ends, newest, self.last_seen_step)
         return RingWrite(first // lanes, last // lanes, *others)
 
     def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor]:
@@ -253,11 +265,16 @@ class WriteLog(Recoverable):
         Raises:
             ValueError: if the rows are new and not consecutive in the ring.
         """
-        order = torch.arange(slots.shape[0], device=slots.device)
-        were_stored, consecutive = read(
-            (self.generation.index_select(0, slots) > 0).all().to(torch.int64),
-            (slots == (slots[0] + order) % self.layout.num_slots).all().to(torch.int64),
-        )
+        size = self.layout.num_slots
+        if values_can_be_read(slots):
+            numbers = slots.tolist()
+            were_stored = 0 not in gather_in_bounds(self.generation, slots.numpy()).tolist()
+            consecutive = numbers == [slot % size for slot in range(numbers[0], numbers[0] + len(numbers))]
+        else:
+            order = torch.arange(slots.shape[0], device=slots.device)
+            were_stored, consecutive = read(
+                (self.generation.index_select(0, slots) > 0).all(), (slots == (slots[0] + order) % size).all()
+            )
         if were_stored:
             if write.last != write.newest:
                 return True

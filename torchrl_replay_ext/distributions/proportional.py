@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import overload
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -36,14 +39,22 @@ class PowerTree:
         """The largest d whose d^α can be represented."""
         return largest_priority(self.tree, self._alpha)
 
-    def mass(self, priority: Tensor) -> Tensor:
+    @overload
+    def mass(self, priority: Tensor) -> Tensor: ...
+    @overload
+    def mass(self, priority: float | Array) -> int | Array: ...
+    def mass(self, priority: float | Array) -> int | Array:
         """d^α in fixed point, int64."""
         # float64, because above 1 the rounding of a float32 exceeds a unit of mass
-        return SumTree.to_mass(priority.to(torch.float64) ** self._alpha.current())
+        if isinstance(priority, Tensor):
+            priority = priority.to(torch.float64)
+        elif isinstance(priority, np.ndarray):
+            priority = priority.astype(np.float64, copy=False)
+        return SumTree.to_mass(priority ** self._alpha.current())
 
     def insert(self, slots: Tensor, priority: Tensor) -> None:
         """Set the masses of new transitions in ``slots`` [n] from their ``priority`` [1]."""
-        self.tree.write(slots, self.mass(priority).expand(slots.shape[0]))
+        self.tree.write(slots, self.mass(scalar(priority)))
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
@@ -106,7 +117,7 @@ class Proportional(Distribution):
         self._power.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._power.mass(priority), lazy=True, mask=mask)
+        self._tree.write(slots, self._power.mass(as_array(priority)), lazy=True, mask=mask)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=generator)

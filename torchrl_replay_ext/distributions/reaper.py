@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import rows_where
+from torchrl_replay_ext.compilation import as_array, rows_where
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -68,7 +68,7 @@ class ReliabilityAdjusted(Distribution):
         self._reliability.before_full_overwrite()
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._power.mass(priority), mask=mask)
+        self._tree.write(slots, self._power.mass(as_array(priority)), mask=mask)
         self._reliability.update(slots, priority, mask)
 
     def reweight(self, slots: Tensor | None) -> None:

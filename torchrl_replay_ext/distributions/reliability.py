@@ -9,6 +9,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.compilation import scalar
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -59,15 +60,14 @@ class Reliability(WriteObserver):
             )
             assert terminated is not None
             finished = terminated.to(torch.bool)
-        mass = SumTree.to_mass(priority)
         if rows.is_rewrite():
             # the position of the transition in its episode does not change
-            self._episodes.update(slots, mass.expand(slots.shape[0]), None)
+            self._episodes.update(slots, SumTree.to_mass(priority).expand(slots.shape[0]), None)
             return
         self._episodes.write(
             slots,
-            mass,
-            self._log.clock() + 1,
+            SumTree.to_mass(scalar(priority)),
+            scalar(self._log.clock()) + 1,
             ended=ended,
             finished=finished,
             trajectory=trajectory,

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced, raise_if
+from torchrl_replay_ext.compilation import is_traced, raise_if, scalar
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -78,7 +78,7 @@ class SliceStarts(Distribution):
             rows.require(key, BEHAVIOUR)
         ended, trajectory, initial = self._reader.read(rows, needs_ids=self.slices.streams.assigned)
         if not rows.is_rewrite():
-            self.slices.write(slots, self._log.clock() + 1, ended=ended, trajectory=trajectory, initial=initial)
+            self.slices.write(slots, scalar(self._log.clock()) + 1, ended=ended, trajectory=trajectory, initial=initial)
 
     def remove(self, slots: Tensor) -> None:
         self.slices.drop(slots)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced, values_can_be_read
+from torchrl_replay_ext.compilation import Array, is_traced, values_can_be_read
 
 # Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
@@ -159,7 +160,7 @@ def all_different(index: Tensor) -> bool:
     return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count
 
 
-def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
+def write_last(destination: Tensor, index: Array, values: Array | float) -> None:
     """``destination[index] = values`` in place; of duplicates in ``index`` the last one wins.
 
     On the CPU, ``scatter_`` writes in the order of a 1-D index. On other devices and in compiled code its order is
@@ -169,8 +170,12 @@ def write_last(destination: Tensor, index: Tensor, values: Tensor) -> None:
     Args:
         destination: tensor [N], changed in place.
         index: positions, int64 [n] in [0, N).
-        values: new values, [n], in the dtype of ``destination``.
+        values: new values, [n] or [1], in the dtype of ``destination``.
     """
+    if isinstance(index, np.ndarray):
+        destination.numpy()[index] = values
+        return
+    values = values.expand(index.shape[0])
     if values_can_be_read(index):
         destination.scatter_(0, index, values)
     else:

@@ -77,13 +77,16 @@ class SlotState:
         self._seen_sets = torch.full((), -1, dtype=torch.int64, device="cpu")
         self.distribution = make(self.log, self.priorities)
         self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, hyperparameters)
-        self.observers = [make(self.log) for make in make_observers]
+        # all parts that are updated at each write; observers first, since they may reject rows
+        self._parts: list[WriteObserver] = [self.distribution]
+        for observe in make_observers:
+            self.observe(observe)
         self.hyperparameters_changed()
 
     @property
-    def _parts(self) -> list[WriteObserver]:
-        """All parts that are updated at each write; observers first, since they may reject rows."""
-        return [*self.observers, self.distribution]
+    def observers(self) -> list[WriteObserver]:
+        """Further state that is updated at each write."""
+        return self._parts[:-1]
 
     @property
     def _needs_order(self) -> bool:
@@ -91,7 +94,7 @@ class SlotState:
 
     def observe(self, make: MakeObserver) -> None:
         """Add state that must be updated at each write."""
-        self.observers.append(make(self.log))
+        self._parts.insert(len(self._parts) - 1, make(self.log))
         if not self.log.is_empty:
             self.log.mark_dirty()
 
