@@ -119,7 +119,7 @@ class WriteLog(Recoverable):
         self._has_writes = torch.zeros((), dtype=torch.bool, device="cpu")
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
-        self._written: Tensor | None = None
+        self._written: np.ndarray | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -162,7 +162,7 @@ class WriteLog(Recoverable):
         """
         self._announced = index
         # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = slots.clone() if slots is not None and values_can_be_read(slots) else None
+        self._written = slots.numpy().copy() if slots is not None and values_can_be_read(slots) else None
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
         """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
@@ -171,7 +171,7 @@ class WriteLog(Recoverable):
         index tensor.
         """
         announced, written = self._announced, self._written
-        if announced is None or (written is not None and not torch.equal(written, slots)):
+        if announced is None or (written is not None and not np.array_equal(written, slots.numpy())):
             return False
         if isinstance(index, Tensor) and index.ndim:
             if not isinstance(announced, Tensor) or announced.shape != index.shape:
@@ -232,7 +232,7 @@ class WriteLog(Recoverable):
         first, last, *others = read(*ends, newest, self.last_seen_step)
         return RingWrite(first // lanes, last // lanes, *others)
 
-    def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor]:
+    def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor | None]:
         """Find the step of the ring at which a write ends, and the slots that it skipped.
 
         Args:
@@ -242,22 +242,21 @@ class WriteLog(Recoverable):
                 was interrupted.
 
         Returns:
-            The value for :meth:`see_step` once the write is accepted; the skipped slots, int64 [k].
+            The value for :meth:`see_step` once the write is accepted; the skipped slots, int64 [k], or None.
         """
-        nothing = self.generation[:0]
         newest, last_seen = write.newest, write.last_seen
         if newest < 0 or write.last != newest:
-            return last_seen, nothing
+            return last_seen, None
         if count < self.layout.num_slots and last_seen != UNKNOWN:
             if last_seen == newest:
                 # a notification of stored rows (rb.mark_update), not of a new write
-                return last_seen, nothing
+                return last_seen, None
             if write.first != (last_seen + 1) % self.layout.steps:
                 if not is_sequential():
-                    return OUT_OF_ORDER, nothing
+                    return OUT_OF_ORDER, None
                 skipped = self.steps_until((write.first - 1) % self.layout.steps)
                 return newest, self.layout.slots_at(skipped).reshape(-1)
-        return newest, nothing
+        return newest, None
 
     def is_rewrite(self, slots: Tensor, write: RingWrite) -> bool:
         """True if ``slots`` [n] were not empty and not next in the ring: rows changed in place (``rb.mark_update``).

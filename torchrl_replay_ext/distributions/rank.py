@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
+from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, last_occurrence
 
 # Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)
@@ -144,9 +145,13 @@ class RankBased(Distribution):
             self._sort_if_due()
         if not is_traced() and int(self._written) + count > self._size:
             self.sort()
-        number = torch.arange(count, device=self._device)
-        place = self._size - 1 - (self._written + number) % self._size
-        self._move(slots, place, is_last_occurrence(slots))
+        if all_different(slots):
+            first = self._written.item()
+            self._move_all(slots.numpy(), self._size - 1 - np.arange(first, first + count) % self._size)
+        else:
+            number = torch.arange(count, device=self._device)
+            place = self._size - 1 - (self._written + number) % self._size
+            self._move(slots, place, is_last_occurrence(slots))
         self._written.add_(count)
         self._order.changes.add_(count)
 
@@ -185,6 +190,13 @@ class RankBased(Distribution):
         self._tree.write(torch.cat([left, taken]), torch.cat([torch.zeros_like(slots), moves.to(torch.int64)]))
         scatter_in_bounds(self._slot_at, taken, slots)
         scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
+
+    def _move_all(self, slots: np.ndarray, place: np.ndarray) -> None:
+        """Move all ``slots`` [n] to ``place`` [n], both distinct."""
+        left = gather_in_bounds(self._place, slots)
+        self._tree.write(np.concatenate([left, place]), np.repeat([0, 1], len(slots)))
+        scatter_in_bounds(self._slot_at, place, slots)
+        scatter_in_bounds(self._place, slots, place)
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gaps for priorities above all, and for priorities below all, of the last sort."""

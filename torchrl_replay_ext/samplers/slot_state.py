@@ -251,7 +251,7 @@ class SlotState:
             log.see_step(end)
             return end
         end, skipped = self._place(len(slots), write, storage)
-        if skipped.numel():
+        if skipped is not None:
             self.remove(skipped)
         if slots.numel() > self.layout.num_slots:
             # all earlier rows are overwritten, and also the first rows of this write
@@ -264,8 +264,8 @@ class SlotState:
         log.see_step(end)
         return end
 
-    def _place(self, count: int, write: RingWrite, storage: Storage | None) -> tuple[int, Tensor]:
-        """Find the ring position after a write of ``count`` rows, and the slots that it skipped.
+    def _place(self, count: int, write: RingWrite, storage: Storage | None) -> tuple[int, Tensor | None]:
+        """Find the ring position after a write of ``count`` rows, and the slots that it skipped, if any.
 
         Raises:
             ValueError: if the write is not consecutive in the ring, but the order of slots is needed.
