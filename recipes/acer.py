@@ -348,10 +348,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # The losses give SQUARED TD errors.
     replay = make_replay(cfg, device, td_error="squared", wrap=slices)
-    loss_function = partial(slices_loss, loss_module, normalizer, acer)
 
     def make_update(batches: Any, *, shifted: bool) -> Callable[[], dict[str, Tensor]]:
-        arguments = batches, partial(loss_function, shifted=shifted), [optimizer], acer.max_grad_norm, average_policy.step
+        loss_function = partial(slices_loss, loss_module, normalizer, acer, shifted=shifted)
+        arguments = batches, loss_function, [optimizer], acer.max_grad_norm, average_policy.step
         return CompiledUpdate(*arguments, cudagraphs=cfg.cudagraphs) if cfg.compile else eager_update(*arguments)
 
     # Built at the first update: a CompiledUpdate needs a filled buffer and, in a resumed run, the loaded checkpoint.

@@ -26,7 +26,6 @@ from tests.objectives.trajectories import (
     assert_same_gradients,
     gradients,
     losses,
-    refuses,
 )
 from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
 
@@ -111,7 +110,7 @@ def test_slices_of_continuous_actions_are_algorithm_3(arguments, mask):
 @both
 def test_samples_of_the_sampler_have_the_losses_of_two_passes(acer):
     setting, count, keys = setting_of(acer), 400, ("logits",) if acer is discrete else ("loc", "scale")
-    steps = torch.cat([acer.rows()[:1] for _ in range(count // TIME + 1)], 1)[0, :count]
+    steps: Any = torch.cat([acer.rows()[:1] for _ in range(count // TIME + 1)], 1)[0, :count]
     # episodes of 1 to 6 steps, and x_{t+1} of the next step; half of the episodes are truncated
     done = (torch.rand(count, 1) < 0.3) | (torch.arange(count) % 6 == 5).unsqueeze(1)
     steps["observation"] = torch.randn(count, 3, dtype=torch.float64)
@@ -138,8 +137,10 @@ def test_any_number_of_batch_dimensions(acer):
         result = setting.loss(shaped, shifted=True)
         for key, value in expected.items():
             torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
-    one = batch[2]
-    torch.testing.assert_close(setting.loss(one, shifted=True), setting.loss(one), rtol=0, atol=1e-12)
+    for rows in (batch[:, :1], batch[2]):
+        result, expected = setting.loss(rows, shifted=True), setting.loss(rows)
+        for key, value in expected.items():
+            torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
 
 
 @both
@@ -201,7 +202,7 @@ def test_continuous_actions_evaluate_one_further_state_per_row():
 def test_other_batches_are_refused_or_marked_by_nan(acer, batch):
     setting, rows = setting_of(acer), batch(acer)
     assert losses(setting.loss(rows.clone())).isfinite()
-    with pytest.raises(ValueError, match="of 1 steps are neither .* use shifted=False for other batches"):
+    with pytest.raises(ValueError, match=r"of 1 steps are neither .* use shifted=False for other batches"):
         setting.loss(rows, shifted=True)
     assert "td_error" not in set(rows.keys())
     torch._dynamo.reset()
@@ -224,7 +225,7 @@ def test_terminations_inside_rows_need_no_further_pass(acer):
 
 @both
 def test_an_accelerator_is_not_waited_for(acer):
-    batches = slices(acer), truncated_inside(acer)
+    batches: Any = slices(acer), truncated_inside(acer)
     with EmulatedDevice("torchrl_replay_ext", "tests") as device, torch.no_grad():
         with torch.device("emulated"):
             setting = setting_of(acer)
@@ -245,7 +246,8 @@ def test_recurrent_networks_are_refused():
     setting = Recurrent()
     loss = ACERLoss(setting.actor, setting.critic)
     SoftUpdate(loss, eps=0.9)
-    batch = setting.rows.exclude("expected")
+    rows: Any = setting.rows
+    batch = rows.exclude("expected")
     with pytest.raises(ValueError, match=r"ACERLoss\(shifted=True\): a recurrent network .* use shifted=False"):
         loss(batch, shifted=True)
     estimator = RetraceEstimator(gamma=GAMMA, value_network=setting.q_network, policy="greedy", shifted=True)
@@ -274,9 +276,9 @@ def test_networks_that_read_the_start_of_episodes_are_refused():
 
 def episodes_of(batch: TensorDict) -> TensorDict:
     """The batch [S, T] with x_{t+1} of the next step, and truncations only at the end of rows."""
-    following, flags = batch["next", "observation"], batch["next"]
-    flags["done"][:, :-1] = flags["terminated"][:, :-1]
-    goes_on = ~flags["done"][:, :-1]
+    following, done = batch["next", "observation"], batch["next", "done"]
+    done[:, :-1] = batch["next", "terminated"][:, :-1]
+    goes_on = ~done[:, :-1]
     batch["observation"][:, 1:] = torch.where(goes_on, following[:, :-1], batch["observation"][:, 1:])
     return batch
 

@@ -150,8 +150,8 @@ class RetraceEstimator(ValueEstimatorBase):
         require_bool("RetraceEstimator", "shifted", shifted)
         if shifted and skip_existing:
             raise ValueError(
-                "RetraceEstimator(shifted=True, skip_existing=True): V(x_{t+1}) is computed from the values of x_t; use "
-                "shifted=False for a batch that has values."
+                "RetraceEstimator(shifted=True, skip_existing=True): the values of x_t and x_{t+1} are computed "
+                "together; use shifted=False for a batch that has values."
             )
         gamma, lmbda, rho_thresh, rho_power = (float(x) for x in (gamma, lmbda, rho_thresh, rho_power))
         for key, value, valid, requirement in (

@@ -20,8 +20,8 @@ def require_shiftable(owner: str, networks: Iterable[nn.Module], keys: Iterable[
         networks: the networks that evaluate next states.
         keys: the entries that they read.
     """
-    modules = [module for network in networks for module in network.modules()]
-    recurrent = any(isinstance(module, nn.RNNBase) or hasattr(module, "recurrent_mode") for module in modules)
+    kinds = {type(module) for network in networks for module in network.modules()}
+    recurrent = any(issubclass(kind, nn.RNNBase) or hasattr(kind, "recurrent_mode") for kind in kinds)
     if recurrent or any((key if isinstance(key, str) else key[-1]) == "is_init" for key in keys):
         raise ValueError(
             f"{owner}(shifted=True): a recurrent network does not evaluate each state on its own; use shifted=False."
@@ -68,12 +68,14 @@ class ShiftedStates:
         # the last step if there is no such step
         self._at = torch.where(separate, step, self._last).amin(time_dim, keepdim=True)
         self._separate = separate
-        missing = separate & (step > self._at)
         goes_on = ~ended.narrow(time_dim, 0, self._last)
+        differs = torch.zeros_like(goes_on)
         for key in keys:
             before, after = following.get(key), state.get(key)
-            differs = _differs(before.narrow(time_dim, 0, self._last), after.narrow(time_dim, 1, self._last), goes_on)
-            missing = missing | torch.cat([differs, torch.zeros_like(self._at, dtype=torch.bool)], time_dim)
+            pair = before.narrow(time_dim, 0, self._last), after.narrow(time_dim, 1, self._last)
+            differs = differs | _differs(*pair, goes_on)
+        differs = torch.cat([differs, torch.zeros_like(self._at, dtype=torch.bool)], time_dim)
+        self._missing = missing = differs | (separate & (step > self._at))
         raise_if(
             missing.any,
             lambda: ValueError(
@@ -84,7 +86,6 @@ class ShiftedStates:
             ),
             reads=done,
         )
-        self._missing = missing
 
     def select(self, state: Tensor, following: Tensor) -> Tensor:
         r"""The next state of each row that is not a state of the batch, [\*B, T, ...] with T = 1.
@@ -111,20 +112,23 @@ class ShiftedStates:
 
     def next_value(self, value: Tensor) -> Tensor:
         r"""V(x_{t+1}), [\*B, T, 1], from the values of the states of :meth:`append`, [\*B, T + 1, 1]."""
-        shifted, separate = (value.narrow(self._dim, start, n) for start, n in ((1, self._last + 1), (self._last + 1, 1)))
+        shifted, separate = (
+            value.narrow(self._dim, start, n) for start, n in ((1, self._last + 1), (self._last + 1, 1))
+        )
         result = torch.where(self._separate.unsqueeze(-1), separate, shifted)
         return result.masked_fill(self._missing.unsqueeze(-1), torch.nan)
 
 
 def _differs(first: Tensor, second: Tensor, where: Tensor) -> Tensor:
-    """True where two states [*B, T, ...] differ by more than rounding, only where ``where`` [*B, T] is True."""
-    differs = first != second
-    if first.is_floating_point() and not (values_can_be_read(first) and not _any(differs, where).any()):
-        # a transform that was applied to both may have rounded differently
-        tolerance = torch.finfo(first.dtype).eps ** 0.5
-        differs = differs & ~((first - second).abs() <= tolerance * (1 + second.abs()))
-    return _any(differs, where)
+    """True where two states [*B, T, ...] differ by more than rounding and ``where`` [*B, T] is True."""
 
+    def any_of_state(flags: Tensor) -> Tensor:
+        return where & (flags.flatten(where.ndim).any(-1) if flags.ndim > where.ndim else flags)
 
-def _any(flags: Tensor, where: Tensor) -> Tensor:
-    return (flags.flatten(where.ndim).any(-1) if flags.ndim > where.ndim else flags) & where
+    flags = first != second
+    result = any_of_state(flags)
+    if not first.is_floating_point() or (values_can_be_read(first) and not result.any()):
+        return result
+    # a transform that was applied to both may have rounded differently
+    tolerance = torch.finfo(first.dtype).eps ** 0.5
+    return any_of_state(flags & ~((first - second).abs() <= tolerance * (1 + second.abs())))
