@@ -355,9 +355,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return CompiledUpdate(*arguments, cudagraphs=cfg.cudagraphs) if cfg.compile else eager_update(*arguments)
 
     # Built at the first update: a CompiledUpdate needs a filled buffer and, in a resumed run, the loaded checkpoint.
-    # A newest slice may contain several episodes, a replayed one is part of one episode.
+    # A newest slice may contain several episodes, a replayed one is part of one episode. In eager code, the values of
+    # continuous actions take less time than the operations that select the next states.
     on_policy = lazily(partial(make_update, shifted=False), NewestSlices(replay))
-    replayed = lazily(partial(make_update, shifted=True), replay)
+    replayed = lazily(partial(make_update, shifted=discrete or cfg.compile), replay)
 
     # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
