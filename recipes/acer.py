@@ -278,14 +278,27 @@ class NewestSlices:
 
 
 def slices_loss(
-    loss_module: ACERLoss | ACERContinuousLoss, normalizer: Normalizer, acer: ACERConfig, sample: TensorDictBase
+    loss_module: ACERLoss | ACERContinuousLoss,
+    normalizer: Normalizer,
+    acer: ACERConfig,
+    sample: TensorDictBase,
+    *,
+    shifted: bool = False,
 ) -> TensorDictBase:
-    """The losses of a flat sample of slices; writes the TD errors into the sample."""
+    """The losses of a flat sample of slices; writes the TD errors into the sample.
+
+    Args:
+        loss_module: the loss.
+        normalizer: normalizes the observations.
+        acer: the hyperparameters.
+        sample: the sample, [batch_size].
+        shifted: an argument of the loss. Default: False.
+    """
     batch = sample.reshape(-1, acer.slice_len)
     for key in ("observation", ("next", "observation")):
         batch[key] = normalizer(batch[key])
     batch["next", "reward"] = batch["next", "reward"] * acer.reward_scale
-    losses = loss_module(batch)
+    losses = loss_module(batch, shifted=shifted)
     sample["td_error"] = batch["td_error"].reshape(-1)
     return losses
 
@@ -335,14 +348,17 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # The losses give SQUARED TD errors.
     replay = make_replay(cfg, device, td_error="squared", wrap=slices)
-    loss_function = partial(slices_loss, loss_module, normalizer, acer)
 
-    def make_update(batches: Any) -> Callable[[], dict[str, Tensor]]:
+    def make_update(batches: Any, *, shifted: bool) -> Callable[[], dict[str, Tensor]]:
+        loss_function = partial(slices_loss, loss_module, normalizer, acer, shifted=shifted)
         arguments = batches, loss_function, [optimizer], acer.max_grad_norm, average_policy.step
         return CompiledUpdate(*arguments, cudagraphs=cfg.cudagraphs) if cfg.compile else eager_update(*arguments)
 
     # Built at the first update: a CompiledUpdate needs a filled buffer and, in a resumed run, the loaded checkpoint.
-    on_policy, replayed = lazily(make_update, NewestSlices(replay)), lazily(make_update, replay)
+    # A newest slice may contain several episodes, a replayed one is part of one episode. In eager code, the values of
+    # continuous actions take less time than the operations that select the next states.
+    on_policy = lazily(partial(make_update, shifted=False), NewestSlices(replay))
+    replayed = lazily(partial(make_update, shifted=discrete or cfg.compile), replay)
 
     # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])

@@ -414,7 +414,7 @@ def sample_the_same(setting: Setting) -> None:
     """Replace the random samples by numbers that do not depend on the shape of the batch."""
 
     def sample_actions(loc: Tensor, scale: Tensor, n: int) -> Tensor:
-        noise = torch.linspace(-1, 1, n * ACTION, dtype=loc.dtype).reshape(n, ACTION)
+        noise = torch.linspace(-1, 1, n * ACTION, dtype=loc.dtype, device=loc.device).reshape(n, ACTION)
         return loc.unsqueeze(-2) + scale.unsqueeze(-2) * noise
 
     setting.loss.sample_actions = sample_actions

@@ -126,13 +126,15 @@ def set_average(loss_module: LossModule, actor: ProbabilisticActor) -> None:
         value.data.copy_(source[key].data)
 
 
-def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter]) -> None:
+def assert_compiles(
+    loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter], **arguments: Any
+) -> None:
     """Assert that a single float32 graph has the values and gradients of eager code, also for other data."""
     loss_module.to(torch.float32)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
 
     def step(batch: TensorDict) -> tuple[Tensor, ...]:
-        result = loss_module(batch)
+        result = loss_module(batch, **arguments)
         found = torch.autograd.grad(losses(result), parameters, allow_unused=True)
         return *result.detach().values(), *found, batch["td_error"]
 

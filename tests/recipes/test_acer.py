@@ -158,6 +158,20 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     assert expected == (3 + on_policy) * rounds
 
 
+def test_only_replayed_slices_are_single_episodes(tmp_path, monkeypatch):
+    original, seen = acer.slices_loss, []
+
+    def slices_loss(*arguments, shifted):
+        seen.append(shifted)
+        return original(*arguments, shifted=shifted)
+
+    monkeypatch.setattr(acer, "slices_loss", slices_loss)
+    assert acer.train(recipe.configuration(DISCRETE), tmp_path) == DONE
+    # each of the 6 rounds starts with an update on the newest steps
+    assert seen.count(False) == 6
+    assert seen.count(True) >= 6
+
+
 def test_behaviour_keeps_what_it_drew_from():
     torch.manual_seed(0)
     observations = np.random.default_rng(0).normal(size=(5000, 3)).astype(np.float32)

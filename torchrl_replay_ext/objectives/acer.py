@@ -34,6 +34,11 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p - log_q).masked_fill(log_p.isinf(), -math.inf).clamp_max(MAX_LOG_RATIO)
 
 
+def _expectation(log_pi: Tensor, q: Tensor) -> Tensor:
+    """V = Σ_a π(a) Q(a), [*B, T, 1]."""
+    return (log_pi.exp() * q).sum(-1, keepdim=True)
+
+
 class ACERLoss(TrajectoryLoss):
     r"""Actor-critic with experience replay for discrete actions (Wang et al. 2017, Sec. 3, Algorithm 2).
 
@@ -240,15 +245,34 @@ class ACERLoss(TrajectoryLoss):
         return states[0], states[1]
 
     @dispatch()
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Compute the losses of a batch [*B, T]."""
+    def forward(self, tensordict: TensorDictBase, *, shifted: bool = False) -> TensorDict:
+        r"""Compute the losses of a batch [\*B, T].
+
+        Args:
+            tensordict: the batch.
+            shifted: True: V_{t+1} is V of the next step of the row, and the networks evaluate one further state per row
+                instead of T. Each row may have one step whose next state is not the state of the next step, apart from
+                terminated steps: use it for slices drawn by :class:`TrajectoryRetraceSampler`, one per row, and not for
+                those of its ``newest``. The networks must evaluate each state on its own. False (default): the networks
+                evaluate all next states, which is right for any batch.
+
+        Raises:
+            ValueError: if ``shifted`` is True, and a row has more such steps or a network is recurrent. In a graph and
+                on an accelerator, the values of these next states, and so the losses, are NaN instead.
+        """
         rows = self._trajectories(tensordict)
         batch = blank_invalid(tensordict, self.in_keys, rows.valid)
         states, following = self._states(batch)
-        log_pi, q = self._evaluate(states)
+        if shifted:
+            shift = self._shift(rows, states, following, (self.actor_network, self.qvalue_network))
+            log_pi, q = self._evaluate(shift.append(states, following))
+            next_value = shift.next_value(_expectation(log_pi, q).detach())
+            log_pi, q = log_pi[..., :-1, :], q[..., :-1, :]
+        else:
+            log_pi, q = self._evaluate(states)
+            with torch.no_grad():
+                next_value = _expectation(*self._evaluate(following))
         with torch.no_grad():
-            next_log_pi, next_q = self._evaluate(following)
-            next_value = (next_log_pi.exp() * next_q).sum(-1, keepdim=True)
             average = self._distribution(states.select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)
             (behaviour,) = self._statistics(batch, log_pi.shape)

@@ -223,12 +223,18 @@ class ACERContinuousLoss(TrajectoryLoss):
         return self._get(result, self.tensor_keys.loc, blame), self._get(result, self.tensor_keys.scale, blame)
 
     @dispatch()
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Compute the losses of a batch [*B, T]."""
+    def forward(self, tensordict: TensorDictBase, *, shifted: bool = False) -> TensorDict:
+        r"""Compute the losses of a batch [\*B, T].
+
+        Args:
+            tensordict: the batch.
+            shifted: see :meth:`ACERLoss.forward`. Default: False.
+        """
         rows = self._trajectories(tensordict)
         for key in self.in_keys:
             self._get(tensordict, key, "the environment or the policy writes it, and the collector stores it")
         batch = blank_invalid(tensordict, self.in_keys, rows.valid)
+        shift = self._shift(rows, batch, batch.get("next"), (self.sdn,)) if shifted else None
         loc, scale = self._policy(batch)
         action = batch.get(self.tensor_keys.action)
         if action.shape != loc.shape or not action.is_floating_point():
@@ -250,10 +256,15 @@ class ACERContinuousLoss(TrajectoryLoss):
             seen = drawn.tanh() if self._squashed else drawn
             actions = torch.stack([action, seen[..., 0, :]], -2)
         with self._params("sdn"):
-            q_both, value = self.sdn(batch.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
+            observation = batch.get(self.tensor_keys.observation)
+            q_both, value = self.sdn(observation, actions, seen[..., 1:, :])
             with torch.no_grad():
                 following = batch.get("next").get(self.tensor_keys.observation)
-                next_value = self.sdn.state_value(following)
+                if shift is None:
+                    next_value = self.sdn.state_value(following)
+                else:
+                    separate = self.sdn.state_value(shift.select(observation, following))
+                    next_value = shift.next_value(torch.cat([value, separate], -2))
         shape = rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
             raise ValueError(

@@ -18,6 +18,7 @@ from torchrl.objectives import DQNLoss, LossModule
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_replay_ext.arguments import require_bool
 from torchrl_replay_ext.functional import retrace
 from torchrl_replay_ext.objectives.retrace_batch import TrajectoryBatch, require_entry
 
@@ -70,6 +71,7 @@ class RetraceEstimator(ValueEstimatorBase):
             estimators. Default: None, the setting of tensordict's ``set_skip_existing``.
         device: device of TorchRL's base class. Default: None, torch's default device.
         time_dim: the dimension of time in the batch. Default: None, the dimension named "time", else the last.
+        shifted: see :meth:`ACERLoss.forward`; without effect if ``next_value`` is given. Default: False.
 
     The estimator reads the inputs of the networks, also under "next" for x_{t+1}, "action" (index [\*B, T] or
     [\*B, T, 1], or one-hot [\*B, T, A]), μ, ("next", "reward" | "done" | "terminated") [\*B, T, 1], and
@@ -143,7 +145,14 @@ class RetraceEstimator(ValueEstimatorBase):
         skip_existing: bool | None = None,
         device: torch.device | None = None,
         time_dim: int | None = None,
+        shifted: bool = False,
     ):
+        require_bool("RetraceEstimator", "shifted", shifted)
+        if shifted and skip_existing:
+            raise ValueError(
+                "RetraceEstimator(shifted=True, skip_existing=True): the values of x_t and x_{t+1} are computed "
+                "together; use shifted=False for a batch that has values."
+            )
         gamma, lmbda, rho_thresh, rho_power = (float(x) for x in (gamma, lmbda, rho_thresh, rho_power))
         for key, value, valid, requirement in (
             ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
@@ -166,7 +175,11 @@ class RetraceEstimator(ValueEstimatorBase):
                 f"RetraceEstimator: value_network has action_space={space!r}; an action must be one of A choices."
             )
         super().__init__(
-            value_network=value_network, differentiable=differentiable, skip_existing=skip_existing, device=device
+            value_network=value_network,
+            shifted=shifted,
+            differentiable=differentiable,
+            skip_existing=skip_existing,
+            device=device,
         )
         # like value_network, not a submodule: a loss that holds this estimator must not own its parameters
         self.__dict__["actor_network"] = actor_network
@@ -318,9 +331,16 @@ class RetraceEstimator(ValueEstimatorBase):
         batch = TrajectoryBatch(tensordict, keys, dim, read)
         networks: list[Any] = [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
         state, following = batch.states(self._observed, networks, existing)
-        q = self._action_values(state, params)
-        log_pi = self._log_policy(state, q)
-        if next_value is None:
+        shift = None
+        if self.shifted and next_value is None:
+            shift = batch.shift(state, following, self._observed, networks)
+        states = state if shift is None else shift.append(state, following)
+        q = self._action_values(states, params)
+        log_pi = self._log_policy(states, q)
+        if shift is not None:
+            next_value = shift.next_value(_expectation(log_pi, q))
+            q, log_pi = (x.narrow(dim, 0, x.shape[dim] - 1) for x in (q, log_pi))
+        elif next_value is None:
             next_q = self._action_values(following, params)
             next_value = _expectation(self._log_policy(following, next_q), next_q)
         taken = batch.action_taken(q.shape[-1])

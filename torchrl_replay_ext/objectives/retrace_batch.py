@@ -11,6 +11,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 
 from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
+from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
 from torchrl_replay_ext.objectives.trajectory import blank_invalid, separate_episodes
 
 _OWNER = "RetraceEstimator"
@@ -95,6 +96,21 @@ class TrajectoryBatch:
                 if source.get(existing, None) is not None:
                     part.set(existing, source.get(existing))
         return state, following
+
+    def shift(
+        self, state: TensorDictBase, following: TensorDictBase, observed: list[NestedKey], networks: list[Any]
+    ) -> ShiftedStates:
+        """Which next states need a pass of their own.
+
+        Args:
+            state: the inputs of the networks for x_t, [*B, T].
+            following: their inputs for x_{t+1}, [*B, T].
+            observed: the entries that the networks read.
+            networks: the networks.
+        """
+        require_shiftable(_OWNER, networks, observed)
+        ends = self.done, self.terminated
+        return ShiftedStates(_OWNER, ends, self.valid, state, following, observed, time_dim=self._time_dim)
 
     def action_taken(self, num_actions: int) -> Tensor:
         """The indices of the actions taken, int64 [*B, T, 1]."""

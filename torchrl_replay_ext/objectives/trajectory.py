@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from torchrl_replay_ext.functional import importance_sampling_return, retrace
+from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
 
 RETURNS = ("retrace", "importance_sampling")
 # The component that should have written an entry, for error messages.
@@ -263,6 +264,22 @@ class TrajectoryLoss(LossModule):
             goes_on = valid & torch.cat([valid[..., 1:], torch.ones_like(valid[..., :1])], -1)
             done = done | ~goes_on.unsqueeze(-1)
         return Trajectories(reward=reward, done=done, terminated=terminated, valid=valid)
+
+    def _shift(
+        self, rows: Trajectories, states: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]
+    ) -> ShiftedStates:
+        """Find the next states that are not states of the batch.
+
+        Args:
+            rows: ends of the trajectories.
+            states: the inputs of the networks for x_t, [*B, T].
+            following: their inputs for x_{t+1}, [*B, T].
+            networks: the networks that evaluate next states.
+        """
+        name, keys = type(self).__name__, self._read[1]
+        require_shiftable(name, networks, keys)
+        ends, time_dim = (rows.done, rows.terminated), rows.done.ndim - 2
+        return ShiftedStates(name, ends, rows.valid, states, following, keys, time_dim=time_dim)
 
     def _returns(
         self, rows: Trajectories, log_pi: Tensor, log_mu: Tensor, q: Tensor, next_value: Tensor, power: float = 1.0

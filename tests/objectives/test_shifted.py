@@ -1,0 +1,359 @@
+"""Losses with ``shifted=True``, which take V(x_{t+1}) from the values of the states x_t of the same rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.objectives import SoftUpdate
+
+from tests.emulated_device import EmulatedDevice
+from tests.objectives import test_acer as discrete
+from tests.objectives import test_acer_continuous as continuous
+from tests.objectives.test_acer_contract import both, setting_of
+from tests.objectives.test_recurrent import Recurrent
+from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, dqn, experience, mlp, naive
+from tests.objectives.trajectories import (
+    assert_agrees,
+    assert_compiles,
+    assert_same_gradients,
+    gradients,
+    losses,
+)
+from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
+
+ROWS, TIME = 4, 9
+
+
+def slices(acer: ModuleType, *, mask: bool = True) -> TensorDict:
+    """Rows [4, T] of :func:`cut_rows` that end once, apart from terminations; masked steps hold NaN."""
+    batch = acer.rows()
+    valid = torch.ones(batch.shape, dtype=torch.bool)
+    # row 0 is cut; row 1 terminates and goes on with an episode that is truncated or cut; row 2 terminates at its end
+    valid[1, 7:] = not mask
+    batch["next", "done"][1, 6] = mask
+    # row 3 is cut
+    batch["next", "done"][3, 2] = False
+    valid[3, 5:] = not mask
+    for row, step in ((1, 6), (3, 2)):
+        batch["observation"][row, step + 1] = batch["next", "observation"][row, step]
+    if mask:
+        for value in batch.values(True, True):
+            if value.is_floating_point():
+                value[~valid] = torch.nan
+        batch["collector", "mask"] = valid
+    return batch
+
+
+def truncated_inside(acer: ModuleType) -> TensorDict:
+    """Rows as in a batch of ``newest()``: the last one is truncated inside and ends again."""
+    batch = slices(acer, mask=False)
+    batch["next", "done"][3, 2] = True
+    batch["observation"][3, 3] += 1
+    return batch
+
+
+def unrelated(acer: ModuleType) -> TensorDict:
+    """Rows in which one next state is not the following state although the episode goes on."""
+    batch = slices(acer)
+    batch["next", "observation"][0, 4, 1] += 0.1
+    return batch
+
+
+@contextmanager
+def states_evaluated(network: nn.Module) -> Iterator[list[int]]:
+    """The number of states in each call of a network with a single input."""
+    counts: list[int] = []
+    handle = network.register_forward_hook(lambda _module, inputs, _output: counts.append(inputs[0][..., 0].numel()))
+    yield counts
+    handle.remove()
+
+
+# --- values
+
+
+@both
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("returns", ["retrace", "importance_sampling"])
+def test_slices_have_the_losses_of_two_passes(acer, mask, returns):
+    setting, batch = setting_of(acer, returns=returns), slices(acer, mask=mask)
+    expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
+    for key, value in expected.items():
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+    assert_same_gradients(
+        gradients(losses(result), setting.parameters), gradients(losses(expected), setting.parameters), 1e-12
+    )
+
+
+@pytest.mark.parametrize("trunk", ["apart", "hidden", "modules"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_slices_of_discrete_actions_are_algorithm_2(trunk, mask):
+    setting, batch = discrete.Setting(trunk=trunk), slices(discrete, mask=mask)
+    assert_agrees(setting.loss(batch, shifted=True), discrete.algorithm_2(setting, batch))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"shared": True}, {"dueling": False}], ids=str)
+@pytest.mark.parametrize("mask", [False, True])
+def test_slices_of_continuous_actions_are_algorithm_3(arguments, mask):
+    setting, batch = continuous.Setting(**arguments).record(), slices(continuous, mask=mask)
+    result = setting.loss(batch, shifted=True)
+    assert_agrees(result, continuous.algorithm_3(setting, batch))
+
+
+@both
+def test_samples_of_the_sampler_have_the_losses_of_two_passes(acer):
+    setting, count, keys = setting_of(acer), 400, ("logits",) if acer is discrete else ("loc", "scale")
+    steps: Any = torch.cat([acer.rows()[:1] for _ in range(count // TIME + 1)], 1)[0, :count]
+    # episodes of 1 to 6 steps, and x_{t+1} of the next step; half of the episodes are truncated
+    done = (torch.rand(count, 1) < 0.3) | (torch.arange(count) % 6 == 5).unsqueeze(1)
+    steps["observation"] = torch.randn(count, 3, dtype=torch.float64)
+    following = torch.where(done, torch.randn(count, 3, dtype=torch.float64), steps["observation"].roll(-1, 0))
+    steps["next", "observation"], steps["next", "done"] = following, done
+    steps["next", "terminated"] = done & (torch.rand(count, 1) < 0.5)
+    sampler = TrajectoryRetraceSampler(slice_len=5, behaviour_keys=keys)
+    # the ring overwrites the first steps
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(300), sampler=sampler, batch_size=320)
+    for part in steps.split(80):
+        buffer.extend(part)
+    batch = buffer.sample().reshape(-1, 5)
+    assert 0.2 < batch["collector", "mask"].double().mean() < 0.9
+    expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
+    for key, value in expected.items():
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-10)
+
+
+@both
+def test_any_number_of_batch_dimensions(acer):
+    setting, batch = setting_of(acer), slices(acer)
+    expected = setting.loss(batch.clone(), shifted=True)
+    for shaped in (batch.reshape(2, 2, TIME), batch.reshape(1, 4, TIME)):
+        result = setting.loss(shaped, shifted=True)
+        for key, value in expected.items():
+            torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+    for rows in (batch[:, :1], batch[2]):
+        result, expected = setting.loss(rows, shifted=True), setting.loss(rows)
+        for key, value in expected.items():
+            torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+
+
+@both
+def test_rounding_of_a_transform_changes_nothing(acer):
+    setting, batch = setting_of(acer), slices(acer)
+    expected = setting.loss(batch.clone())
+    batch["next", "observation"] *= 1 + 1e-15
+    result = setting.loss(batch, shifted=True)
+    for key, value in expected.items():
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-10)
+
+
+@both
+def test_keyword_tensors(acer):
+    setting, batch = setting_of(acer), slices(acer, mask=False)
+    expected = setting.loss(batch.clone(), shifted=True)
+    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
+    for value, key in zip(setting.loss(**tensors, shifted=True), setting.loss.out_keys, strict=True):
+        assert torch.equal(value, expected[key])
+
+
+@both
+def test_a_single_graph(acer):
+    setting = setting_of(acer)
+    assert_compiles(setting.loss, slices(acer), setting.parameters, shifted=True)
+
+
+# --- cost
+
+
+def test_discrete_actions_evaluate_one_further_state_per_row():
+    setting, batch = discrete.Setting(), slices(discrete)
+    for arguments, of_actor, of_critic in (
+        ({}, [ROWS * TIME] * 3, [ROWS * TIME] * 2),
+        # the last pass is that of the average policy
+        ({"shifted": True}, [ROWS * (TIME + 1), ROWS * TIME], [ROWS * (TIME + 1)]),
+    ):
+        with (
+            states_evaluated(setting.networks.policy_head) as actor_calls,
+            states_evaluated(setting.networks.value_head) as critic_calls,
+        ):
+            setting.loss(batch.clone(), **arguments)
+        assert (actor_calls, critic_calls) == (of_actor, of_critic)
+
+
+def test_continuous_actions_evaluate_one_further_state_per_row():
+    setting, batch = continuous.Setting(), slices(continuous)
+    for arguments, expected in (({}, ROWS * TIME), ({"shifted": True}, ROWS)):
+        with states_evaluated(setting.networks.critic.value_net) as counts:
+            setting.loss(batch.clone(), **arguments)
+        assert counts == [ROWS * TIME, expected]
+
+
+# --- batches and networks that are not allowed
+
+
+@both
+@pytest.mark.parametrize("batch", [truncated_inside, unrelated])
+def test_other_batches_are_refused_or_marked_by_nan(acer, batch):
+    setting, rows = setting_of(acer), batch(acer)
+    assert losses(setting.loss(rows.clone())).isfinite()
+    with pytest.raises(ValueError, match=r"of 1 steps are neither .* use shifted=False for other batches"):
+        setting.loss(rows, shifted=True)
+    assert "td_error" not in set(rows.keys())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda rows: setting.loss(rows, shifted=True), fullgraph=True, backend="eager")
+    result = compiled(rows)
+    assert result["loss_qvalue"].isnan() and result["loss_actor"].isnan()
+    torch._dynamo.reset()
+
+
+@both
+def test_terminations_inside_rows_need_no_further_pass(acer):
+    setting, batch = setting_of(acer), slices(acer, mask=False)
+    batch["next", "done"][2, 2] = batch["next", "terminated"][2, 2] = True
+    batch["next", "observation"][2, 2] = torch.nan
+    expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
+    for key, value in expected.items():
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+    assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
+
+
+@both
+def test_an_accelerator_is_not_waited_for(acer):
+    batches: Any = slices(acer), truncated_inside(acer)
+    with EmulatedDevice("torchrl_replay_ext", "tests") as device, torch.no_grad():
+        with torch.device("emulated"):
+            setting = setting_of(acer)
+        batch, other = (
+            batch.apply(lambda x: x.float() if x.is_floating_point() else x).to("emulated") for batch in batches
+        )
+        device.reset()
+        expected = setting.loss(batch.clone())
+        waits = dict(device.waits)
+        device.reset()
+        result = setting.loss(batch, shifted=True)
+        assert dict(device.waits) == waits
+        torch.testing.assert_close(result["loss_qvalue"].cpu(), expected["loss_qvalue"].cpu(), rtol=1e-5, atol=0)
+        assert setting.loss(other, shifted=True)["loss_qvalue"].cpu().isnan()
+
+
+def test_recurrent_networks_are_refused():
+    setting = Recurrent()
+    loss = ACERLoss(setting.actor, setting.critic)
+    SoftUpdate(loss, eps=0.9)
+    rows: Any = setting.rows
+    batch = rows.exclude("expected")
+    with pytest.raises(ValueError, match=r"ACERLoss\(shifted=True\): a recurrent network .* use shifted=False"):
+        loss(batch, shifted=True)
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=setting.q_network, policy="greedy", shifted=True)
+    with pytest.raises(ValueError, match=r"RetraceEstimator\(shifted=True\): a recurrent network"):
+        estimator.value_estimate(batch)
+
+
+def test_networks_that_read_the_start_of_episodes_are_refused():
+    setting, batch = discrete.Setting(), slices(discrete)
+    for prefix in ((), ("next",)):
+        batch[(*prefix, "is_init")] = torch.zeros(ROWS, TIME, 1, dtype=torch.bool)
+    reader = TensorDictModule(
+        lambda observation, is_init: setting.networks.value(observation),
+        in_keys=["observation", "is_init"],
+        out_keys=["action_value"],
+    )
+    loss = ACERLoss(setting.networks.actor(), reader)
+    SoftUpdate(loss, eps=0.9)
+    loss(batch.clone())
+    with pytest.raises(ValueError, match="recurrent"):
+        loss(batch, shifted=True)
+
+
+# --- the estimator
+
+
+def episodes_of(batch: TensorDict) -> TensorDict:
+    """The batch [S, T] with x_{t+1} of the next step, and truncations only at the end of rows."""
+    following, done = batch["next", "observation"], batch["next", "done"]
+    done[:, :-1] = batch["next", "terminated"][:, :-1]
+    goes_on = ~done[:, :-1]
+    batch["observation"][:, 1:] = torch.where(goes_on, following[:, :-1], batch["observation"][:, 1:])
+    return batch
+
+
+def mask_some(batch: TensorDict) -> TensorDict:
+    """Mask the last steps of rows that have not ended there."""
+    valid = torch.ones(batch.shape, dtype=torch.bool)
+    valid[0, 6:] = valid[1, 3:] = False
+    batch["collector", "mask"] = valid
+    return batch
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+@pytest.mark.parametrize("time_dim", [0, 1])
+def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
+    value, pi = mlp(), mlp()
+    batch = episodes_of(experience(6, 11))
+    assert batch["next", "terminated"][:, :-1].any() and batch["next", "done"].any()
+    estimator = RetraceEstimator(
+        gamma=GAMMA,
+        value_network=critic(value),
+        actor_network=actor(pi),
+        policy=policy,
+        time_dim=time_dim,
+        shifted=True,
+    )
+    shaped = batch if time_dim else batch.transpose(0, 1)
+    with states_evaluated(value) as counts:
+        result = estimator.value_estimate(shaped)
+    assert counts == [6 * 12]
+    expected = naive(batch, value, pi if policy == "actor" else None)
+    torch.testing.assert_close(result if time_dim else result.transpose(0, 1), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+def test_the_estimator_agrees_with_two_passes(policy):
+    batch, value, pi = mask_some(episodes_of(experience(6, 11))), mlp(), mlp()
+    batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = torch.nan
+    results: list[Tensor] = []
+    for shifted in (False, True):
+        arguments: dict[str, Any] = {"actor_network": actor(pi), "policy": policy, "shifted": shifted}
+        estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), **arguments)
+        found = estimator(batch.clone())
+        results.append(torch.cat([found["value_target"], found["advantage"]], -1))
+    valid = batch["collector", "mask"]
+    torch.testing.assert_close(results[1][valid], results[0][valid], rtol=0, atol=1e-12)
+
+
+def test_the_targets_of_a_dqn_agree_with_two_passes():
+    network, batch = critic(), episodes_of(experience(6, 11))
+    results = []
+    for shifted in (False, True):
+        loss, estimator = dqn(network, policy="greedy")
+        estimator.shifted = shifted
+        results.append(loss(batch.clone())["loss"])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+
+
+def test_the_estimator_refuses_other_batches():
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy", shifted=True)
+    batch = experience(6, 11)
+    with pytest.raises(ValueError, match=r"RetraceEstimator\(shifted=True\): the next states of \d+ steps"):
+        estimator(batch)
+    assert "value_target" not in set(batch.keys())
+    # the values are given, so no state is evaluated for them
+    estimator.value_estimate(batch, next_value=torch.zeros(6, 11, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"shifted": 1}, TypeError, r"RetraceEstimator\(shifted=1\)"),
+        ({"shifted": True, "skip_existing": True}, ValueError, r"shifted=True, skip_existing=True"),
+    ],
+)
+def test_arguments_of_the_estimator(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy", **arguments)
