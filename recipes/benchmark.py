@@ -20,7 +20,8 @@ extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add o
             uniform buffer.
 cycle       Sample a batch and update its priorities from new TD errors, alone and after a write of 64 rows. Compared
             with TorchRL's PER. Uniform draws, event tables and slices have no priorities to update. Rank-based PER
-            includes its share of the sort that is due when 5 % of the priorities have changed.
+            includes its share of the sort that is due when 5 % of the priorities have changed. Compiled contenders
+            have the largest capacity only, unless --only chooses them.
 compile     CPU time, including the C++ compiler's, of the first call of the compiled cycle with a write. Each in a
             fresh process with one compile thread, with an empty compiler cache (cold) and again with the cache of the
             first process (warm). Compared with uniform draws. On the largest capacity.
@@ -221,7 +222,12 @@ def measure(
     functions: dict[str, Callable[[Sequence[str]], tuple[list[Row], list[str]]]] = {
         "extend": lambda names: extend.measure_extend(names, options.capacities, options.calls),
         "cycle": lambda names: cycle.measure_cycles(
-            names, device, options.capacities, options.batch_sizes, options.calls
+            names,
+            device,
+            options.capacities,
+            options.batch_sizes,
+            options.calls,
+            compiled_at=options.capacities if options.only is not None else [largest],
         ),
         "compile": lambda names: compile.measure_compile(names, largest, max(options.batch_sizes)),
         "updates": lambda names: updates.measure_updates(names, device, largest, options.calls),

@@ -158,9 +158,8 @@ def has_priorities(buffer: TensorDictReplayBuffer) -> bool:
 
 def fill(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
     """Fill the buffer with `data`, overwrite a tenth of it, and update the priority of every transition once."""
-    for part in (data, data[: max(1, len(data) // 10)]):
-        for chunk in part.split(FILL_CHUNK):
-            buffer.extend(chunk.clone())
+    for chunk in (*data.split(FILL_CHUNK), *data.split(max(1, len(data) // 10))[:1]):
+        buffer.extend(chunk.clone())
     if has_priorities(buffer):
         for index in torch.arange(len(data), device=data.device).split(FILL_CHUNK):
             buffer.update_priority(index, td_errors(len(index), data.device))

@@ -75,7 +75,13 @@ def sort_interval(capacity: int, changed: int) -> float:
 
 
 def measure_cycles(
-    names: Sequence[str], device: torch.device, capacities: Sequence[int], batch_sizes: Sequence[int], calls: int
+    names: Sequence[str],
+    device: torch.device,
+    capacities: Sequence[int],
+    batch_sizes: Sequence[int],
+    calls: int,
+    *,
+    compiled_at: Sequence[int],
 ) -> tuple[list[Row], list[str]]:
     """Measure the replay cycles.
 
@@ -85,6 +91,7 @@ def measure_cycles(
         capacities: capacities of the full buffers.
         batch_sizes: batch sizes of the samples.
         calls: number of measured cycles per contender, capacity, batch size and kind of cycle.
+        compiled_at: capacities at which contenders are measured that are not eager.
 
     Returns:
         The rows, and a note for each skipped contender.
@@ -96,6 +103,8 @@ def measure_cycles(
             data, cases = transitions(capacity).to(device), []
             for name in tqdm(SAMPLERS, desc="filling", leave=False):
                 for mode in modes_of(name, [each for each in names if each in NAMES], device):
+                    if mode != EAGER and capacity not in compiled_at:
+                        continue
                     try:
                         buffer = make_buffer(name, capacity, device, compilable=mode != EAGER)
                     except LeftOutError as error:

@@ -276,14 +276,14 @@ def label(rows: list[Row], device: torch.device) -> None:
 
 
 def versions() -> str:
-    """The versions of the installed libraries, and the CPU."""
+    """The versions of the installed libraries."""
     found = []
     for library in LIBRARIES + PEERS:
         try:
             found.append(f"{library} {metadata.version(library)}")
         except metadata.PackageNotFoundError:
             continue
-    return f"{', '.join(found)}; {cpu_model()}"
+    return ", ".join(found)
 
 
 def cpu_model() -> str:

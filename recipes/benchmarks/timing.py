@@ -142,7 +142,7 @@ def measure(cases: Sequence[Case], device: torch.device, calls: int, label: str)
     running, notes = [], []
     for case in tqdm(cases, desc=f"compiling, {label}", leave=False):
         try:
-            for _ in range(1 + WARM_UP):
+            for _ in range(1 + min(WARM_UP, calls)):
                 case.step(*case.inputs())
             if case.mode == EAGER and device.type != "cpu":
                 case.row.kernels = round(count_kernels(partial(case.step, *case.inputs()), device) / case.units)

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import Compose, DoubleToFloat, GymEnv, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import DoubleToFloat, GymEnv, RewardSum, StepCounter, TransformedEnv
 from torchrl.modules import (
     MLP,
     AdditiveGaussianModule,
@@ -84,7 +84,7 @@ def torchrl_dqn(env: TransformedEnv, settings: Settings) -> tuple[Any, Update]:
         target.step()
 
     exploration = EGreedyModule(env.action_spec, eps_init=EPSILON, eps_end=EPSILON)
-    return TensorDictSequential(actor, exploration), update
+    return TensorDictSequential([actor, exploration]), update
 
 
 def torchrl_td3(env: TransformedEnv, settings: Settings) -> tuple[Any, Update]:
@@ -112,19 +112,20 @@ def torchrl_td3(env: TransformedEnv, settings: Settings) -> tuple[Any, Update]:
             target.step()
 
     noise = AdditiveGaussianModule(spec=env.action_spec, sigma_init=NOISE, sigma_end=NOISE, mean=0.0, std=1.0)
-    return TensorDictSequential(actor, noise), update
+    return TensorDictSequential([actor, noise]), update
 
 
 def torchrl_sac(env: TransformedEnv, settings: Settings) -> tuple[Any, Update]:
     """Exploring policy and update of TorchRL's SAC script."""
     observed, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
     network = nn.Sequential(mlp(settings, observed, 2 * actions), NormalParamExtractor())
+    bounds: Any = env.action_spec.space
     actor = ProbabilisticActor(
         TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=env.action_spec,
         distribution_class=TanhNormal,
-        distribution_kwargs={"low": env.action_spec.space.low, "high": env.action_spec.space.high},
+        distribution_kwargs={"low": bounds.low, "high": bounds.high},
         return_log_prob=False,
     )
     critic = ValueOperator(mlp(settings, observed + actions, 1), in_keys=["observation", "action"])
@@ -153,7 +154,9 @@ TORCHRL = {"dqn": torchrl_dqn, "td3": torchrl_td3, "sac": torchrl_sac}
 def torchrl_loop(algorithm: str, frames_per_batch: int) -> Callable[[int], int]:
     """A loop of TorchRL's components with uniform replay, as in its scripts: collect many steps, then learn."""
     settings = SETTINGS[algorithm]
-    env = TransformedEnv(GymEnv(settings.env), Compose(StepCounter(), DoubleToFloat(), RewardSum()))
+    env = TransformedEnv(GymEnv(settings.env))
+    for transform in (StepCounter(), DoubleToFloat(), RewardSum()):
+        env.append_transform(transform)
     policy, update = TORCHRL[algorithm](env, settings)
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(settings.capacity), batch_size=settings.batch_size)
     collector = Collector(
