@@ -48,7 +48,7 @@ The results are printed as Markdown tables. benchmark.csv has one row per number
     kernels                       of an eager cycle or update (device=cuda)
     chip, torch, commit           model of the CPU or GPU, version of torch, version of the code
 
-benchmark.png shows the tables as bars. --read prints and draws the CSV of an earlier run.
+--read prints the tables of an earlier run.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--only", nargs="+", metavar="NAME", help="only contenders whose names begin with NAME")
     add("--quick", action="store_true", help="a few calls with small buffers and nothing compiled, as a test")
-    add("--read", type=Path, metavar="CSV", help="print and draw an earlier run, without measuring")
+    add("--read", type=Path, metavar="CSV", help="print the tables of an earlier run, without measuring")
     add("--out", type=Path, default=Path("runs/benchmark"), help="output directory [%(default)s]")
     if "--quick" in words:
         parser.set_defaults(**QUICK)
@@ -135,10 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"argument --env-steps: {options.env_steps}: must be >= 8")
     if options.read is not None and not options.read.is_file():
         parser.error(f"argument --read: {options.read} is not a file")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: {error}")
+    if options.read is None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"argument --out: {error}")
     try:
         run(options, parser)
     except KeyboardInterrupt:
@@ -152,15 +153,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     from recipes.benchmarks import results
     from recipes.run import ConfigError, is_out_of_memory
 
-    table, figure = options.out / "benchmark.csv", options.out / "benchmark.png"
     if options.read is not None:
         try:
             rows = results.read_csv(options.read)
         except ValueError as error:
             parser.error(f"argument --read: {error}")
         results.print_tables(rows)
-        results.plot(rows, figure)
-        print(figure)
+        results.print_summary(rows)
         return
 
     import torch
@@ -196,10 +195,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     results.compare(rows)
     results.label(rows, device)
     results.print_tables(rows)
+    results.print_summary(rows)
     print(results.versions(), rows[0].chip, f"commit {rows[0].commit}", sep="; ")
+    table = options.out / "benchmark.csv"
     results.write_csv(rows, table)
-    results.plot(rows, figure)
-    print(table, figure)
+    print(table)
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""The results of recipes.benchmark as tables, a CSV and a figure."""
+"""The results of recipes.benchmark as a CSV and as tables."""
 
 import csv
 import math
@@ -8,11 +8,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from recipes.study import code_version
 
@@ -236,35 +232,30 @@ def print_tables(rows: list[Row]) -> None:
         print()
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw each table as bars."""
-    panels = tables(rows)
-    heights = [len(table.lines) * len(table.columns()) + 3 for table in panels]
-    figure = Figure(figsize=(9, 0.2 * sum(heights) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, table in zip(all_axes, panels, strict=True):
-        _draw(axes, table)
-    if rows[0].chip:
-        figure.suptitle(f"{rows[0].chip}, torch {rows[0].torch}, commit {rows[0].commit}", fontsize="medium")
-    figure.savefig(path, dpi=100)
-
-
-def _draw(axes: Axes, table: Table) -> None:
-    columns = table.columns()
-    height = 0.8 / len(columns)
-    for number, column in enumerate(columns):
-        places = [place for place, line in enumerate(table.lines.values()) if column in line]
-        lines = [line[column] for line in table.lines.values() if column in line]
-        scale = 1e-6 if lines[0].measurement == "compile" else 1.0
-        times = [scale * row.microseconds for row in lines]
-        bars = axes.barh(np.array(places) + number * height, times, height, label=column, log=True)
-        axes.bar_label(bars, fmt="%.3g", padding=2, fontsize="x-small")
-    axes.set_yticks(np.arange(len(table.lines)) + 0.4 - height / 2, list(table.lines))
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_title(table.title, fontsize="medium")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+def print_summary(rows: list[Row]) -> None:
+    """Print one table for the main README: at the largest capacity, in µs."""
+    largest = max(row.capacity for row in rows)
+    lines: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name, mode = row.contender.removesuffix(CYCLE_ONLY), ""
+        if name.startswith("compiled "):
+            name, mode = name.removeprefix("compiled "), ", compiled"
+        if row.measurement == "extend" and row.written == 8:
+            column, value = f"write {row.written} rows", row.microseconds
+        elif row.measurement == "cycle" and not row.written:
+            column, value = f"sample {row.batch_size} + update{mode}", row.microseconds
+        elif row.measurement == "updates" and row.case == "sac" and row.contender != name:
+            column, value = "added to a SAC update", row.margin
+        else:
+            continue
+        if row.capacity == largest and value is not None:
+            lines.setdefault(name, {})[column] = value
+    columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+    print(f"| {largest:,} slots, µs | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, line in lines.items():
+        print(f"| {name} | {' | '.join(f'{line[column]:,.0f}' if column in line else '' for column in columns)} |")
+    print()
 
 
 def label(rows: list[Row], device: torch.device) -> None:

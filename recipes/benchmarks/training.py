@@ -26,6 +26,7 @@ from recipes.training import Agent
 
 MEASUREMENT = "training"
 CHUNKS = 4
+ACER_SIZES = (50_000, 320)  # capacity and batch size
 
 # Makes at least so many steps of the environment and returns how many.
 TrainingLoop = Callable[[int], int]
@@ -41,7 +42,7 @@ OVERRIDES = {
     ),
     "td3": ("env=halfcheetah",),
     "sac": ("env=halfcheetah",),
-    "acer": ("env=cartpole",),
+    "acer": ("env=cartpole", f"acer.buffer_size={ACER_SIZES[0]}", f"acer.batch_size={ACER_SIZES[1]}"),
 }
 # TD3 and SAC make an update per step, the others fewer
 MORE_STEPS = {"dqn": 10, "td3": 1, "sac": 1, "acer": 10}
@@ -156,7 +157,7 @@ def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], l
                 if number >= 0:
                     seconds[name].append((stop - start) / steps)
         settings = SETTINGS.get(algorithm)
-        sizes = (settings.capacity, settings.batch_size) if settings is not None else (50_000, 320)
+        sizes = (settings.capacity, settings.batch_size) if settings is not None else ACER_SIZES
         rows += [
             Row(MEASUREMENT, algorithm, name, *sizes, microseconds=1e6 * statistics.median(values))
             for name, values in seconds.items()
