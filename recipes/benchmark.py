@@ -4,7 +4,7 @@
     python -m recipes.benchmark --measure extend cycle      # 7 minutes
     python -m recipes.benchmark --measure cycle --only TorchRL PER "compiled PER" --batch-sizes 32
     python -m recipes.benchmark --measure extend cycle --capacities 10000 100000 1000000 10000000
-    python -m recipes.benchmark device=cuda --batch-sizes 256
+    python -m recipes.benchmark device=cuda --batch-sizes 32 256 4096
     python -m recipes.benchmark --quick
     python -m recipes.benchmark --read recipes/results/benchmark.csv
 
@@ -206,51 +206,54 @@ def measure(
     options: argparse.Namespace, parser: argparse.ArgumentParser, device: "torch.device"
 ) -> tuple[list["Row"], list[str]]:
     """Run the measurements that the options choose; the rows, and notes on skipped contenders."""
-    from recipes.benchmarks import compile, cycle, extend, training, updates
+    from recipes.benchmarks import compile, cycle, extend, timing, training, updates
 
-    largest, notes = max(options.capacities), []
-    on_cpu = device.type == "cpu"
-    # eager updates take most of their time outside of replay; on a GPU they show what graphs save
-    eager_updates = options.quick or not on_cpu
-    defaults: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "extend": (extend.NAMES, extend.NAMES),
-        "cycle": (names := cycle.NAMES + (cycle.PEER_NAMES if on_cpu else ()), names),
-        "compile": (compile.NAMES, compile.NAMES),
-        "updates": (updates.NAMES, updates.NAMES if eager_updates else updates.COMPARED_ON_CPU),
-        "training": (training.NAMES, training.NAMES),
-    }
-    functions: dict[str, Callable[[Sequence[str]], tuple[list[Row], list[str]]]] = {
-        "extend": lambda names: extend.measure_extend(names, options.capacities, options.calls),
-        "cycle": lambda names: cycle.measure_cycles(
-            names,
-            device,
-            options.capacities,
-            options.batch_sizes,
-            options.calls,
-            compiled_at=options.capacities if options.only is not None else [largest],
-        ),
-        "compile": lambda names: compile.measure_compile(names, largest, max(options.batch_sizes)),
-        "updates": lambda names: updates.measure_updates(names, device, largest, options.calls),
-        "training": lambda names: training.measure_training(names, options.env_steps),
-    }
+    on_cpu, largest = device.type == "cpu", max(options.capacities)
     measurable = MEASUREMENTS if on_cpu else ON_GPU
     chosen = options.measure or measurable
     for name in chosen:
         if name not in measurable:
             parser.error(f"argument --measure: {name}: runs on the CPU; leave out device=, or choose cycle, updates")
-    known = [name for measurement in chosen for name in defaults[measurement][0]]
+    contenders = {
+        "extend": extend.NAMES,
+        "cycle": (*cycle.NAMES, *cycle.PEER_NAMES),
+        "compile": compile.NAMES,
+        "updates": updates.NAMES,
+        "training": training.NAMES,
+    }
+    names = {
+        measurement: [name for name in contenders[measurement] if not on_cpu or not timing.needs_cuda(name)]
+        for measurement in chosen
+    }
+    known = list(dict.fromkeys(name for each in names.values() for name in each))
     for prefix in options.only or ():
         if not any(name.startswith(prefix) for name in known):
-            listed = "; ".join(dict.fromkeys(known))
-            parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {listed}")
+            parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {'; '.join(known)}")
+    if options.only is not None:
+        only = tuple(options.only)
+        names = {measurement: [name for name in each if name.startswith(only)] for measurement, each in names.items()}
+    elif options.quick:
+        names = {
+            measurement: [name for name in each if not name.startswith((timing.COMPILED, timing.GRAPH))]
+            for measurement, each in names.items()
+        }
+    elif on_cpu and "updates" in chosen:
+        names["updates"] = list(updates.COMPARED_ON_CPU)
+
+    compiled_at = options.capacities if options.only is not None else [largest]
+    functions: dict[str, Callable[[Sequence[str]], tuple[list[Row], list[str]]]] = {
+        "extend": lambda names: extend.measure_extend(names, options.capacities, options.calls),
+        "cycle": lambda names: cycle.measure_cycles(
+            names, device, options.capacities, options.batch_sizes, options.calls, compiled_at=compiled_at
+        ),
+        "compile": lambda names: compile.measure_compile(names, largest, max(options.batch_sizes)),
+        "updates": lambda names: updates.measure_updates(names, device, largest, options.calls),
+        "training": lambda names: training.measure_training(names, options.env_steps),
+    }
     rows: list[Row] = []
+    notes: list[str] = []
     for measurement in chosen:
-        every, usual = defaults[measurement]
-        if options.only is not None:
-            usual = [name for name in every if name.startswith(tuple(options.only))]
-        elif options.quick:
-            usual = [name for name in usual if not name.startswith("compiled")]
-        more, left_out = functions[measurement](usual)
+        more, left_out = functions[measurement](names[measurement])
         rows, notes = rows + more, notes + left_out
     return rows, notes
 

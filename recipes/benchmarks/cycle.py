@@ -102,7 +102,7 @@ def measure_cycles(
         for capacity in capacities:
             data, cases = transitions(capacity).to(device), []
             for name in tqdm(SAMPLERS, desc="filling", leave=False):
-                for mode in modes_of(name, [each for each in names if each in NAMES], device):
+                for mode in modes_of(name, names):
                     if mode != EAGER and capacity not in compiled_at:
                         continue
                     try:

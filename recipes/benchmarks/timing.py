@@ -24,7 +24,6 @@ UPKEEPS = 5  # at most so many calls of a case's upkeep
 # Ways to run a function. "graph": a compiled graph, replayed as a CUDA graph. "captured": a CUDA graph of eager code.
 EAGER, COMPILED, GRAPH, CAPTURED = "eager", "compiled", "CUDA graph", "captured"
 MODES = (EAGER, COMPILED, GRAPH, CAPTURED)
-NEEDS_CUDA = (GRAPH, CAPTURED)
 
 _ALLOCATES = tuple(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -69,10 +68,14 @@ def contender(mode: str, name: str) -> str:
     return name if mode == EAGER else f"{mode} {name}"
 
 
-def modes_of(name: str, names: Sequence[str], device: torch.device) -> list[str]:
-    """The modes in which a contender is to be measured: those in `names` that the device has."""
-    modes = [mode for mode in MODES if contender(mode, name) in names]
-    return [mode for mode in modes if device.type == "cuda" or mode not in NEEDS_CUDA]
+def needs_cuda(name: str) -> bool:
+    """Whether a contender can be measured on a CUDA device only."""
+    return name.startswith((GRAPH, CAPTURED)) or name.endswith("CUDA trees")
+
+
+def modes_of(name: str, names: Sequence[str]) -> list[str]:
+    """The modes in which a contender is to be measured: those in `names`."""
+    return [mode for mode in MODES if contender(mode, name) in names]
 
 
 def synchronize(device: torch.device) -> None:

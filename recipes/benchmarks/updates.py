@@ -171,18 +171,17 @@ def measure_updates(
     """
     rows: list[Row] = []
     notes: dict[str, None] = {}
-    wanted = [name for name in names if name in NAMES]
     for recipe in RECIPES:
         cases: list[Case] = []
         data = experience(recipe, capacity).to(device)
         for name in tqdm(TORCHRL_CYCLES, desc=f"filling, {recipe}", leave=False):
-            if f"{name}{CYCLE_ONLY}" in wanted:
+            if f"{name}{CYCLE_ONLY}" in names:
                 try:
                     cases.append(torchrl_cycle(recipe, name, data))
                 except LeftOutError as error:
                     notes[f"{name}{CYCLE_ONLY} is skipped: {error}."] = None
         for name in tqdm(SAMPLERS, desc=f"filling, {recipe}", leave=False):
-            for mode in modes_of(name, wanted, device):
+            for mode in modes_of(name, names):
                 try:
                     cases.append(whole_update(recipe, mode, name, data))
                 except LeftOutError as error:
