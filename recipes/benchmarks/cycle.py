@@ -69,11 +69,6 @@ def make_step(
     return write_first
 
 
-def sort_interval(capacity: int, changed: int) -> float:
-    """Steps between two sorts of the ranks, if each step changes so many transitions."""
-    return max(1.0, STALE_SHARE * capacity / changed)
-
-
 def measure_cycles(
     names: Sequence[str],
     device: torch.device,
@@ -144,7 +139,7 @@ def cycles(
                 inputs if device.type == "cpu" else lambda arguments=arguments: arguments,
             )
             if isinstance(sampler, RankBasedSampler):
-                case.upkeep, case.upkeep_interval = sampler.sort, sort_interval(capacity, written + size)
+                case.upkeep, case.upkeep_interval = sampler.sort, max(1.0, STALE_SHARE * capacity / (written + size))
             cases.append(case)
     return cases
 

@@ -250,6 +250,8 @@ def print_summary(rows: list[Row]) -> None:
             continue
         if row.capacity == largest and value is not None:
             lines.setdefault(name, {})[column] = value
+    if not lines:
+        return
     columns = list(dict.fromkeys(column for line in lines.values() for column in line))
     print(f"| {largest:,} slots, µs | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")

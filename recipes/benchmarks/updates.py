@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from recipes import dqn, sac, td3
 from recipes.benchmarks.buffers import EPISODE_LENGTH, OURS, fill, make_buffer, td_errors
-from recipes.benchmarks.cycle import make_step, sort_interval
+from recipes.benchmarks.cycle import make_step
 from recipes.benchmarks.results import CYCLE_ONLY, LeftOutError, Row
 from recipes.benchmarks.timing import CAPTURED, EAGER, GRAPH, MODES, Case, contender, measure, modes_of
 from recipes.networks import make_network
@@ -32,7 +32,6 @@ from recipes.schemas.dqn import Config as DQNRun
 from recipes.schemas.sac import Config as SACRun
 from recipes.schemas.td3 import Config as TD3Run
 from recipes.update import CompiledUpdate, Delayed, eager_update, target_pairs
-from torchrl_replay_ext import RankBasedSampler
 
 MEASUREMENT = "updates"
 CONF = Path(__file__).parents[1] / "conf"
@@ -41,7 +40,7 @@ OBSERVED, ACTIONS = {"dqn": 4, "td3": 17, "sac": 17}, {"dqn": 2, "td3": 6, "sac"
 # DQN's batch is that of most papers on larger tasks; the recipe's CartPole has 64
 BATCH_SIZES = {"dqn": 128, "td3": 256, "sac": 256}
 TD_ERRORS = {"dqn": "squared", "td3": "squared", "sac": "absolute"}
-SAMPLERS = ("TorchRL PER", "TorchRL PER, CUDA trees", "uniform", "PER", "rank-based PER", "ReaPER")
+SAMPLERS = ("TorchRL PER", "TorchRL PER, CUDA trees", "uniform", "PER", "ReaPER")
 TORCHRL_CYCLES = ("TorchRL uniform", "TorchRL PER")
 NAMES = (
     *(f"{name}{CYCLE_ONLY}" for name in TORCHRL_CYCLES),
@@ -217,7 +216,4 @@ def whole_update(recipe: str, mode: str, name: str, data: TensorDict) -> Case:
     fill(buffer, data)
     step, num_updates = step_in_mode(mode, buffer, arguments, targets)
     row = Row(MEASUREMENT, recipe, contender(mode, name), len(data), size)
-    case = Case(row, step, mode, units=num_updates)
-    if isinstance(buffer.sampler, RankBasedSampler):
-        case.upkeep, case.upkeep_interval = buffer.sampler.sort, sort_interval(len(data), size * num_updates)
-    return case
+    return Case(row, step, mode, units=num_updates)
