@@ -1,7 +1,7 @@
 """Measures what replay costs: writes, samples, compile times, whole updates and whole training loops.
 
-    python -m recipes.benchmark                             # 25 minutes on one CPU core
-    python -m recipes.benchmark --measure extend cycle      # 7 minutes
+    python -m recipes.benchmark                             # about 40 minutes on one CPU core, most of them compiling
+    python -m recipes.benchmark --measure extend cycle      # about 7 minutes
     python -m recipes.benchmark --measure cycle --only TorchRL PER "compiled PER" --batch-sizes 32
     python -m recipes.benchmark --measure extend cycle --capacities 10000 100000 1000000 10000000
     python -m recipes.benchmark device=cuda --batch-sizes 32 256 4096
@@ -21,7 +21,7 @@ extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add o
 cycle       Sample a batch and update its priorities from new TD errors, alone and after a write of 64 rows. Compared
             with TorchRL's PER. Uniform draws, event tables and slices have no priorities to update. Rank-based PER
             includes its share of the sort that is due when 5 % of the priorities have changed. Compiled contenders
-            have the largest capacity only, unless --only chooses them.
+            are measured without writes and at the largest capacity, with --only in all cases.
 compile     CPU time, including the C++ compiler's, of the first call of the compiled cycle with a write. Each in a
             fresh process with one compile thread, with an empty compiler cache (cold) and again with the cache of the
             first process (warm). Compared with uniform draws. On the largest capacity.
@@ -31,7 +31,7 @@ updates     Whole updates of recipes.dqn, recipes.td3 and recipes.sac with rando
             uniform sample, both eager, with the same transitions.
 training    CPU time of a step of DQN and ACER on CartPole, TD3 and SAC on HalfCheetah: whole loops of the recipes,
             of TorchRL's components, combined as in its scripts, and of stable-baselines3. All have the same sizes and
-            updates per step, and one environment, but ACER has 8. No peer has ACER.
+            updates per step, and one environment, but ACER has 8. The peers draw uniformly. No peer has ACER.
 
 With device=cuda, cycle and updates run with storage, networks and data on the GPU, also as "CUDA graph" (compile_step
 with cudagraphs=True) and "captured" (tensordict's CudaGraphModule: a CUDA graph of eager code). Times are then those of
@@ -240,11 +240,10 @@ def measure(
     elif on_cpu and "updates" in chosen:
         names["updates"] = list(updates.COMPARED_ON_CPU)
 
-    compiled_at = options.capacities if options.only is not None else [largest]
     functions: dict[str, Callable[[Sequence[str]], tuple[list[Row], list[str]]]] = {
         "extend": lambda names: extend.measure_extend(names, options.capacities, options.calls),
         "cycle": lambda names: cycle.measure_cycles(
-            names, device, options.capacities, options.batch_sizes, options.calls, compiled_at=compiled_at
+            names, device, options.capacities, options.batch_sizes, options.calls, all_graphs=options.only is not None
         ),
         "compile": lambda names: compile.measure_compile(names, largest, max(options.batch_sizes)),
         "updates": lambda names: updates.measure_updates(names, device, largest, options.calls),

@@ -16,13 +16,13 @@ from tempfile import TemporaryDirectory
 import torch
 from tqdm import tqdm
 
-from recipes.benchmarks.buffers import CPU, OURS, Stream, make_buffer, td_errors, transitions
+from recipes.benchmarks.buffers import CPU, Stream, make_buffer, td_errors, transitions
 from recipes.benchmarks.cycle import WRITTEN, make_step
 from recipes.benchmarks.results import Row
 from recipes.benchmarks.timing import COMPILED
 
 MEASUREMENT = "compile"
-NAMES = OURS
+NAMES = ("uniform", "PER", "rank-based PER", "ReaPER", "event tables, pinned", "slices")
 CACHES = ("cold", "warm")
 
 

@@ -76,7 +76,7 @@ def measure_cycles(
     batch_sizes: Sequence[int],
     calls: int,
     *,
-    compiled_at: Sequence[int],
+    all_graphs: bool,
 ) -> tuple[list[Row], list[str]]:
     """Measure the replay cycles.
 
@@ -86,7 +86,8 @@ def measure_cycles(
         capacities: capacities of the full buffers.
         batch_sizes: batch sizes of the samples.
         calls: number of measured cycles per contender, capacity, batch size and kind of cycle.
-        compiled_at: capacities at which contenders are measured that are not eager.
+        all_graphs: whether contenders that are not eager are measured at all capacities and with writes too; if not, at
+            the largest capacity without writes, since each graph takes long to compile.
 
     Returns:
         The rows, and a note for each skipped contender.
@@ -98,7 +99,8 @@ def measure_cycles(
             data, cases = transitions(capacity).to(device), []
             for name in tqdm(SAMPLERS, desc="filling", leave=False):
                 for mode in modes_of(name, names):
-                    if mode != EAGER and capacity not in compiled_at:
+                    few = mode != EAGER and not all_graphs
+                    if few and capacity != max(capacities):
                         continue
                     try:
                         buffer = make_buffer(name, capacity, device, compilable=mode != EAGER)
@@ -106,7 +108,9 @@ def measure_cycles(
                         notes[f"{contender(mode, name)} is skipped: {error}."] = None
                         continue
                     fill(buffer, data)
-                    cases += cycles(contender(mode, name), mode, buffer, device, batch_sizes)
+                    cases += cycles(
+                        contender(mode, name), mode, buffer, device, (0,) if few else (0, WRITTEN), batch_sizes
+                    )
             if device.type == "cpu":
                 for name in (name for name in PEER_NAMES if name in names):
                     try:
@@ -119,12 +123,17 @@ def measure_cycles(
 
 
 def cycles(
-    name: str, mode: str, buffer: TensorDictReplayBuffer, device: torch.device, batch_sizes: Sequence[int]
+    name: str,
+    mode: str,
+    buffer: TensorDictReplayBuffer,
+    device: torch.device,
+    writes: Sequence[int],
+    batch_sizes: Sequence[int],
 ) -> list[Case]:
-    """The cycles of one buffer."""
+    """The cycles of one buffer: one for each number of rows to write and each batch size."""
     capacity, sampler, stream = buffer.storage.max_size, buffer.sampler, Stream(device)
     cases = []
-    for written in (0, WRITTEN):
+    for written in writes:
         for size in batch_sizes:
 
             def inputs(written: int = written, size: int = size) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ network sizes, batch size, capacity and updates per step, and one environment; A
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,18 +106,12 @@ def loop_of(agent: Agent, config: RunConfig) -> TrainingLoop:
 LOOPS: dict[str, Callable[[str, int, Path], TrainingLoop]] = {
     "TorchRL": lambda algorithm, chunk, directory: torchrl_loop(algorithm, chunk),
     "stable-baselines3": lambda algorithm, chunk, directory: stable_baselines3_loop(algorithm),
-    **{
-        f"{mode}recipe, {label}": partial(
-            lambda algorithm, chunk, directory, **keywords: recipe_loop(algorithm, directory, **keywords),
-            sampler=sampler,
-            compiled=compiled,
-        )
-        for mode, compiled, label, sampler in (
-            ("", False, "uniform", "uniform"),
-            ("compiled ", True, "uniform", "uniform"),
-            ("compiled ", True, "PER", "per"),
-        )
-    },
+    "recipe, uniform": lambda algorithm, chunk, directory: recipe_loop(
+        algorithm, directory, sampler="uniform", compiled=False
+    ),
+    "compiled recipe, PER": lambda algorithm, chunk, directory: recipe_loop(
+        algorithm, directory, sampler="per", compiled=True
+    ),
 }
 NAMES = tuple(LOOPS)
 
