@@ -1,7 +1,7 @@
 """Measures what replay costs: writes, samples, compile times, whole updates and whole training loops.
 
-    python -m recipes.benchmark                             # about 40 minutes on one CPU core, most of them compiling
-    python -m recipes.benchmark --measure extend cycle      # about 7 minutes
+    python -m recipes.benchmark                             # about 30 minutes on one CPU core, most of them compiling
+    python -m recipes.benchmark --measure extend cycle      # about 5 minutes
     python -m recipes.benchmark --measure cycle --only TorchRL PER "compiled PER" --batch-sizes 32
     python -m recipes.benchmark --measure extend cycle --capacities 10000 100000 1000000 10000000
     python -m recipes.benchmark device=cuda --batch-sizes 32 256 4096
@@ -98,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m recipes.benchmark",
         usage="%(prog)s [device=cuda] [options]",
         description=(__doc__ or "").splitlines()[0],
-        epilog="Measurements: "
+        epilog="A run takes about 30 minutes on one core, most of them for compiling. Measurements: "
         "extend: writes of a few rows. cycle: sample and update of priorities. compile: compile times. updates: whole "
         "updates of DQN, TD3 and SAC. training: whole training loops. To shorten a run, choose fewer --measure, --only "
-        "or --capacities; with a warm compiler cache it takes about half of the time.",
+        "or --capacities; with a warm compiler cache it takes less time.",
     )
     add = parser.add_argument
     add("--device", type=device_name, default="cpu", help="device=cuda, cuda:1 ..., auto [cpu]")
@@ -114,11 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="slots of the buffers of extend and cycle; compile and updates use the largest [10000 1000000]",
     )
     add("--batch-sizes", type=positive, nargs="+", default=[256], help="of cycle; compile uses the largest [256]")
-    add("--calls", type=positive, default=1000, help="measured calls of extend, cycle and updates [%(default)s]")
+    add("--calls", type=positive, default=500, help="measured calls of extend, cycle and updates [%(default)s]")
     add(
         "--env-steps",
         type=positive,
-        default=2000,
+        default=1000,
         help="measured steps of training loops of TD3 and SAC; DQN and ACER make ten times as many [%(default)s]",
     )
     add("--only", nargs="+", metavar="NAME", help="only contenders whose names begin with NAME")
