@@ -1,60 +1,54 @@
-"""Measures the speed of replay buffers and training loops of this package, TorchRL and installed peer libraries.
+"""Measures what replay costs: writes, samples, compile times, whole updates and whole training loops.
 
-    python -m recipes.benchmark
-    python -m recipes.benchmark device=cuda
-    python -m recipes.benchmark device=cuda --measure cycles --batch-sizes 256 --only eager "CUDA graph"
-    python -m recipes.benchmark --measure replay --only torchrl compiled --batch-sizes 256
-    python -m recipes.benchmark --measure capacity --capacities 10000 100000 1000000
+    python -m recipes.benchmark                             # about 30 minutes on one CPU core, most of them compiling
+    python -m recipes.benchmark --measure extend cycle      # about 5 minutes
+    python -m recipes.benchmark --measure cycle --only TorchRL PER "compiled PER" --batch-sizes 32
+    python -m recipes.benchmark --measure extend cycle --capacities 10000 100000 1000000 10000000
+    python -m recipes.benchmark device=cuda --batch-sizes 32 256 4096
     python -m recipes.benchmark --quick
     python -m recipes.benchmark --read recipes/results/benchmark.csv
 
-With device=cuda (or cuda:1 ..., cpu, auto), it measures cycles and updates on that device. Without, it measures replay,
-training and capacity on the CPU.
+Contenders are samplers of this package: PER (ProportionalSampler), rank-based PER (RankBasedSampler), ReaPER
+(ReaPERSampler), event tables (EventTableSampler, with one rare event) and slices (TrajectoryRetraceSampler); uniform
+draws; TorchRL's uniform buffer and its PER; and the peers that are installed: cpprb, tianshou, flashbax,
+stable-baselines3. "compiled" contenders run as one graph (compile_step), the others are eager.
 
-Peers: cpprb, tianshou, flashbax, stable-baselines3. Everything runs on one CPU thread. All contenders take turns within
-one run, so that other load on the host affects them equally. The processor's caches then hold the data of the other
-contenders, as in training; a contender measured alone (--only) is about twice as fast.
+All contenders of a measurement take turns, so that other load on the host affects them equally. Everything runs on one
+CPU thread. The buffers are full and have wrapped around. Numbers are medians.
 
---measure replay: wall-clock time of one cycle, median over cycles. A cycle samples a batch from a full buffer of the
-largest capacity and updates its priorities from new TD errors. "sample only" contenders have no priorities to update.
-Each library uses its own arrays for batches and TD errors: NumPy for cpprb and tianshou, JAX for flashbax, torch for
-the others. flashbax does not compute importance-sampling weights. Rank-based replay sorts once per capacity / 20
-updates; the median does not include the sort.
+extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add of one row. Compared with TorchRL's
+            uniform buffer.
+cycle       Sample a batch and update its priorities from new TD errors, alone and after a write of 64 rows. Compared
+            with TorchRL's PER. Uniform draws, event tables and slices have no priorities to update. Rank-based PER
+            includes its share of the sort that is due when 5 % of the priorities have changed. Compiled contenders
+            are measured without writes and at the largest capacity, with --only in all cases.
+compile     CPU time, including the C++ compiler's, of the first call of the compiled cycle with a write. Each in a
+            fresh process with one compile thread, with an empty compiler cache (cold) and again with the cache of the
+            first process (warm). Compared with uniform draws. On the largest capacity.
+updates     Whole updates of recipes.dqn, recipes.td3 and recipes.sac with random data: sample, loss, gradients,
+            optimizer, targets, priorities. Batch 128 or 256, on the largest capacity. The margin of a sampler is its
+            time minus that of uniform draws. It is compared with the margin of TorchRL's PER: its cycle minus TorchRL's
+            uniform sample, both eager, with the same transitions.
+training    CPU time of a step of DQN and ACER on CartPole, TD3 and SAC on HalfCheetah: whole loops of the recipes,
+            of TorchRL's components, combined as in its scripts, and of stable-baselines3. All have the same sizes and
+            updates per step, and one environment, but ACER has 8. The peers draw uniformly. No peer has ACER.
 
---measure training: CPU time of one env step of a DQN on CartPole with one update per ten steps, median over chunks of
-steps.
+With device=cuda, cycle and updates run with storage, networks and data on the GPU, also as "CUDA graph" (compile_step
+with cudagraphs=True) and "captured" (tensordict's CudaGraphModule: a CUDA graph of eager code). Times are then those of
+windows of 50 calls, with a synchronization at both ends. Kernels are operations of torch that launch one.
 
---measure capacity: the cycle of replay at several capacities with batches of 32, with and without a write of 8
-transitions per cycle. Contenders: uniform replay, PER, ReaPER and rank-based replay (without the sort), each compiled
-and eager, and TorchRL's own samplers. Each cycle is compiled for each capacity with an empty compiler cache, which
-takes most of the time.
+The results are printed as Markdown tables. benchmark.csv has one row per number, with the columns
 
-With device=..., storage, networks and data are on the device. Times are medians over windows of 50 calls, with
-torch.cuda.synchronize() at both ends of a window. A contender runs "eager", "compiled" (compile_step), as "CUDA graph"
-(compile_step with cudagraphs=True) or "captured" (tensordict's CudaGraphModule: a CUDA graph of eager code, which
-synchronizes at each call). The last two need CUDA. Each graph takes up to a minute to compile; choose fewer with
---measure, --batch-sizes and --only.
+    measurement, case             the measurement, and what it measures: add, extend, cold, warm, dqn ...
+    contender
+    capacity, batch_size, written slots of the buffer, rows per sample, rows per write
+    microseconds                  the time
+    ratio                         the time divided by that of the contender that it is compared with
+    margin, margin_ratio          µs more than with uniform draws; the same divided by TorchRL's margin (updates)
+    kernels                       of an eager cycle or update (device=cuda)
+    chip, torch, commit           model of the CPU or GPU, version of torch, version of the code
 
---measure cycles: sample + update, with and without a write of 64 transitions, for PER, ReaPER and rank-based replay
-(without the sort), TorchRL's uniform replay and TorchRL's PER with its trees on the CPU and, if its extension was built
-for CUDA, on the GPU.
-
---measure updates: whole updates of recipes.dqn (CartPole) and recipes.td3 (HalfCheetah) with random data: sample, loss,
-gradients, optimizer, targets, priorities. The batch sizes are those of the recipes.
-
-benchmark.csv has one row per number, with the columns
-
-    measurement            replay, training or capacity; on a device cycles, dqn or td3
-    capacity, batch_size, contender
-    microseconds           median time
-    times_faster           time of TorchRL's PrioritizedSampler (CPU trees), or of its own DQN, divided by this time
-    written                transitions written per cycle (capacity, cycles)
-    compile_seconds        first call of a graph with an empty compiler cache, in a warm process (capacity)
-    times_smallest         this time divided by the time at the smallest capacity (capacity)
-    kernels                operations of torch that launch a kernel, in one eager cycle or update (on a device)
-    chip, torch, commit    model of the GPU or CPU, version of torch, version of the code
-
---read prints and draws the CSV of an earlier run, also if it lacks columns after times_faster.
+--read prints the tables of an earlier run.
 """
 
 import argparse
@@ -62,20 +56,24 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from recipes.benchmarks import STEPS_PER_UPDATE
 
 if TYPE_CHECKING:
     import torch
 
     from recipes.benchmarks.results import Row
 
-MEASUREMENTS, ON_DEVICE = ("replay", "training", "capacity"), ("cycles", "updates")
-DEVICE_DEFAULTS = {"capacities": [1_000_000], "batch_sizes": [32, 256, 4096]}
-QUICK = {"capacities": [200, 400], "batch_sizes": [32], "cycles": 5, "env_steps": 100}
+MEASUREMENTS, ON_GPU = ("extend", "cycle", "compile", "updates", "training"), ("cycle", "updates")
+SMALLEST = 1000  # slots
+QUICK = {
+    "measure": ["extend", "cycle", "updates", "training"],
+    "capacities": [1000, 2000],
+    "batch_sizes": [32],
+    "calls": 2,
+    "env_steps": 8,
+}
 
 
 def positive(text: str) -> int:
@@ -100,60 +98,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m recipes.benchmark",
         usage="%(prog)s [device=cuda] [options]",
         description=(__doc__ or "").splitlines()[0],
+        epilog="A run takes about 30 minutes on one core, most of them for compiling. Measurements: "
+        "extend: writes of a few rows. cycle: sample and update of priorities. compile: compile times. updates: whole "
+        "updates of DQN, TD3 and SAC. training: whole training loops. To shorten a run, choose fewer --measure, --only "
+        "or --capacities; with a warm compiler cache it takes less time.",
     )
-    parser.add_argument(
-        "--device",
-        type=device_name,
-        help="device=cuda, cuda:1 ..., cpu or auto: measure cycles and updates on this device",
-    )
-    parser.add_argument(
-        "--measure",
-        nargs="+",
-        choices=(*MEASUREMENTS, *ON_DEVICE),
-        help="what to time [replay training capacity; with device=...: cycles updates]",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--device", type=device_name, default="cpu", help="device=cuda, cuda:1 ..., auto [cpu]")
+    add("--measure", nargs="+", choices=MEASUREMENTS, help="what to measure [all; with device=cuda: cycle updates]")
+    add(
         "--capacities",
         type=positive,
         nargs="+",
-        default=[10_000, 100_000, 1_000_000],
-        help="capacities of the buffers; all but capacity use the largest [10000 100000 1000000]",
+        default=[10_000, 1_000_000],
+        help="slots of the buffers of extend and cycle; compile and updates use the largest [10000 1000000]",
     )
-    parser.add_argument(
-        "--batch-sizes",
+    add("--batch-sizes", type=positive, nargs="+", default=[256], help="of cycle; compile uses the largest [256]")
+    add("--calls", type=positive, default=500, help="measured calls of extend, cycle and updates [%(default)s]")
+    add(
+        "--env-steps",
         type=positive,
-        nargs="+",
-        default=[32, 256],
-        help="batch sizes of replay [32 256] and cycles [32 256 4096]",
+        default=1000,
+        help="measured steps of training loops of TD3 and SAC; DQN and ACER make ten times as many [%(default)s]",
     )
-    parser.add_argument("--cycles", type=positive, default=1000, help="timed cycles per contender [%(default)s]")
-    parser.add_argument("--env-steps", type=positive, default=10_000, help="steps per training loop [%(default)s]")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only contenders whose names begin with NAME")
-    parser.add_argument("--quick", action="store_true", help="a few cycles of small buffers, as a test")
-    parser.add_argument("--read", type=Path, metavar="CSV", help="print and draw an earlier run, without measuring")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"), help="output directory [%(default)s]")
-    if any(word.startswith("--device") for word in words):
-        parser.set_defaults(**DEVICE_DEFAULTS)
+    add("--only", nargs="+", metavar="NAME", help="only contenders whose names begin with NAME")
+    add("--quick", action="store_true", help="a few calls with small buffers and nothing compiled, as a test")
+    add("--read", type=Path, metavar="CSV", help="print the tables of an earlier run, without measuring")
+    add("--out", type=Path, default=Path("runs/benchmark"), help="output directory [%(default)s]")
     if "--quick" in words:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(words)
-    measurable = MEASUREMENTS if options.device is None else ON_DEVICE
-    options.measure = options.measure or list(measurable)
-    for name in options.measure:
-        if name not in measurable:
-            hint = "add device=cuda" if options.device is None else "it runs on the CPU, leave out device="
-            parser.error(f"argument --measure: {name}: {hint}, or choose {', '.join(measurable)}")
-    smallest = max(2, *options.batch_sizes, 64 if "capacity" in options.measure else 0)
-    if min(options.capacities) < smallest:
+    if min(options.capacities) < max(SMALLEST, *options.batch_sizes):
+        smallest = max(SMALLEST, *options.batch_sizes)
         parser.error(f"argument --capacities: {min(options.capacities)}: must be >= {smallest}")
-    if options.env_steps < STEPS_PER_UPDATE:
-        parser.error(f"argument --env-steps: {options.env_steps}: must be >= {STEPS_PER_UPDATE}, the steps per update")
+    if options.env_steps < 8:
+        parser.error(f"argument --env-steps: {options.env_steps}: must be >= 8")
     if options.read is not None and not options.read.is_file():
         parser.error(f"argument --read: {options.read} is not a file")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: {error}")
+    if options.read is None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"argument --out: {error}")
     try:
         run(options, parser)
     except KeyboardInterrupt:
@@ -162,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Run the measurements, print the table and write the files."""
+    """Run the measurements, print the tables and write the files."""
     # Imported late, because these modules import torch: mistakes in the options are reported at once.
     from recipes.benchmarks import results
     from recipes.run import ConfigError, is_out_of_memory
@@ -172,9 +158,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             rows = results.read_csv(options.read)
         except ValueError as error:
             parser.error(f"argument --read: {error}")
-        results.print_table(rows)
-        results.plot(rows, options.out / "benchmark.png")
-        print(options.out / "benchmark.png")
+        results.print_tables(rows)
+        results.print_summary(rows)
         return
 
     import torch
@@ -182,7 +167,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     from recipes.training import find_device
 
     try:
-        device = find_device(options.device or "cpu")
+        device = find_device(options.device)
     except ConfigError as error:
         parser.error(
             f"argument --device: {error}. Install torch for CUDA (pytorch.org/get-started/locally), check that "
@@ -191,106 +176,85 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    for library in ("torchrl", "tensordict"):
+        logging.getLogger(library).setLevel(logging.WARNING)  # their messages would break the progress bar
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the libraries
-            rows = measure(options, parser) if options.device is None else measure_device(options, parser, device)
+            rows, notes = measure(options, parser, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         parser.error(f"argument --capacities: not enough memory for {max(options.capacities)} transitions")
     finally:
         torch.set_num_threads(threads)
-    results.compare(rows)
-    results.label(rows, device)
-    if options.device is not None:
-        print(f"Microseconds of one cycle or update on {rows[0].chip}; median over windows; commit {rows[0].commit}.")
-    else:
-        print_units(options)
-    results.print_table(rows)
-    print(results.versions())
-    table, figure = options.out / "benchmark.csv", options.out / "benchmark.png"
-    results.write_csv(rows, table)
-    results.plot(rows, figure)
-    print(table, figure)
-
-
-def print_units(options: argparse.Namespace) -> None:
-    """Print what the numbers of replay, training and capacity are."""
-    print(
-        f"Microseconds, one thread. replay and capacity: one cycle, median of {options.cycles}. "
-        f"training: CPU time of one env step, {options.env_steps} steps, one update per {STEPS_PER_UPDATE}. "
-        "compile s: first call of a graph with an empty compiler cache."
-    )
-
-
-def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list["Row"]:
-    """Run the measurements chosen by the options, print notes on skipped contenders, and return all rows."""
-    import torch
-
-    from recipes.benchmarks import capacity, replay, training
-
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    loops = training.LOOPS if "training" in options.measure else {}
-    contenders = replay.REPLAY if "replay" in options.measure else ()
-    cases = capacity.NAMES if "capacity" in options.measure else ()
-    names = wanted_names([*(contender.name for contender in contenders), *loops, *cases], options, parser)
-    rows: list[Row] = []
-    notes: list[str] = []
-    with torch.no_grad():
-        chosen = [contender for contender in contenders if contender.name in names]
-        if chosen:
-            more, left_out = replay.measure_replay(chosen, max(options.capacities), options.batch_sizes, options.cycles)
-            rows, notes = rows + more, notes + left_out
-        if of_capacity := [name for name in cases if name in names]:
-            more, left_out = capacity.measure_capacities(of_capacity, options.capacities, options.cycles)
-            rows, notes = rows + more, notes + left_out
-    more, left_out = training.measure_training([name for name in loops if name in names], options.env_steps)
-    return report(rows + more, notes + left_out, parser)
-
-
-def measure_device(options: argparse.Namespace, parser: argparse.ArgumentParser, device: "torch.device") -> list["Row"]:
-    """Run the measurements on a device, print notes on skipped contenders, and return all rows."""
-    import torch
-
-    from recipes.benchmarks import device as on_device
-    from recipes.benchmarks import updates
-
-    for library in ("torchrl", "tensordict"):
-        logging.getLogger(library).setLevel(logging.WARNING)  # their messages would break the progress bar
-    cycles = on_device.NAMES if "cycles" in options.measure else ()
-    learners = updates.NAMES if "updates" in options.measure else ()
-    names = wanted_names([*cycles, *learners], options, parser)
-    capacity, rows, notes = max(options.capacities), [], []
-    if device.type != "cuda":
-        notes.append("CUDA graphs are skipped: they need device=cuda.")
-    if cycles:
-        with torch.no_grad():
-            more, left_out = on_device.measure_cycles(names, device, capacity, options.batch_sizes, options.cycles)
-        rows, notes = rows + more, notes + left_out
-    if learners:
-        more, left_out = updates.measure_updates(names, device, capacity, options.cycles)
-        rows, notes = rows + more, notes + left_out
-    return report(rows, notes, parser)
-
-
-def wanted_names(names: Sequence[str], options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """The names that --only chooses."""
-    prefixes = names if options.only is None else options.only
-    for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
-            listed = "; ".join(dict.fromkeys(names))
-            parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {listed}")
-    return tuple(dict.fromkeys(name for name in names if name.startswith(tuple(prefixes))))
-
-
-def report(rows: list["Row"], notes: Sequence[str], parser: argparse.ArgumentParser) -> list["Row"]:
-    """Print the notes and return the rows; an error if there are none."""
     for note in dict.fromkeys(notes):
         print(note)
     if not rows:
         parser.error("argument --only: none of these contenders can be measured here")
-    return rows
+    results.compare(rows)
+    results.label(rows, device)
+    results.print_tables(rows)
+    results.print_summary(rows)
+    print(results.versions(), rows[0].chip, f"commit {rows[0].commit}", sep="; ")
+    table = options.out / "benchmark.csv"
+    results.write_csv(rows, table)
+    print(table)
+
+
+def measure(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, device: "torch.device"
+) -> tuple[list["Row"], list[str]]:
+    """Run the measurements that the options choose; the rows, and notes on skipped contenders."""
+    from recipes.benchmarks import compile, cycle, extend, timing, training, updates
+
+    on_cpu, largest = device.type == "cpu", max(options.capacities)
+    measurable = MEASUREMENTS if on_cpu else ON_GPU
+    chosen = options.measure or measurable
+    for name in chosen:
+        if name not in measurable:
+            parser.error(f"argument --measure: {name}: runs on the CPU; leave out device=, or choose cycle, updates")
+    contenders = {
+        "extend": extend.NAMES,
+        "cycle": (*cycle.NAMES, *cycle.PEER_NAMES),
+        "compile": compile.NAMES,
+        "updates": updates.NAMES,
+        "training": training.NAMES,
+    }
+    names = {
+        measurement: [name for name in contenders[measurement] if not on_cpu or not timing.needs_cuda(name)]
+        for measurement in chosen
+    }
+    known = list(dict.fromkeys(name for each in names.values() for name in each))
+    for prefix in options.only or ():
+        if not any(name.startswith(prefix) for name in known):
+            parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {'; '.join(known)}")
+    if options.only is not None:
+        only = tuple(options.only)
+        names = {measurement: [name for name in each if name.startswith(only)] for measurement, each in names.items()}
+    elif options.quick:
+        names = {
+            measurement: [name for name in each if not name.startswith((timing.COMPILED, timing.GRAPH))]
+            for measurement, each in names.items()
+        }
+    elif on_cpu and "updates" in chosen:
+        names["updates"] = list(updates.COMPARED_ON_CPU)
+
+    functions: dict[str, Callable[[Sequence[str]], tuple[list[Row], list[str]]]] = {
+        "extend": lambda names: extend.measure_extend(names, options.capacities, options.calls),
+        "cycle": lambda names: cycle.measure_cycles(
+            names, device, options.capacities, options.batch_sizes, options.calls, all_graphs=options.only is not None
+        ),
+        "compile": lambda names: compile.measure_compile(names, largest, max(options.batch_sizes)),
+        "updates": lambda names: updates.measure_updates(names, device, largest, options.calls),
+        "training": lambda names: training.measure_training(names, options.env_steps),
+    }
+    rows: list[Row] = []
+    notes: list[str] = []
+    for measurement in chosen:
+        more, left_out = functions[measurement](names[measurement])
+        rows, notes = rows + more, notes + left_out
+    return rows, notes
 
 
 if __name__ == "__main__":

@@ -128,8 +128,13 @@ def make_loss(
     return loss_module, (), SoftUpdate(loss_module, tau=dqn.tau).step
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
+
+    Args:
+        config: the configuration as read.
+        run_dir: directory of the run.
+        run: what to do with the agent. Default: recipes.training.run.
 
     Returns:
         The exit code.

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
     run_recipe("td3")
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -122,8 +123,13 @@ def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> dict[str, torch.T
         return {"loss_actor": -critic(batch)["state_action_value"].mean()}
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
+
+    Args:
+        config: the configuration as read.
+        run_dir: directory of the run.
+        run: what to do with the agent. Default: recipes.training.run.
 
     Returns:
         The exit code.

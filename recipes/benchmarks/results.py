@@ -1,28 +1,28 @@
-"""The results of recipes.benchmark as a table, a CSV and a figure."""
+"""The results of recipes.benchmark as a CSV and as tables."""
 
 import csv
 import math
 import platform
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from recipes.study import code_version
 
-REPLAY_BASELINE, TRAINING_BASELINE = "torchrl PrioritizedSampler", "torchrl DQN, uniform replay"
-DEVICE_BASELINE = "eager torchrl PrioritizedSampler, CPU trees"
-BASELINES = (REPLAY_BASELINE, TRAINING_BASELINE, DEVICE_BASELINE)
 LIBRARIES = ("torch", "torchrl", "tensordict", "torchrl_replay_ext", "gymnasium", "numpy")
-UNITS = {"replay": "one cycle", "training": "CPU time of one environment step"}
 PEERS = ("cpprb", "tianshou", "flashbax", "jax", "stable-baselines3")
+# the contender that the others of a measurement are compared with
+REFERENCES = {
+    "extend": "TorchRL uniform",
+    "cycle": "TorchRL PER",
+    "compile": "uniform",
+    "training": "TorchRL",
+}
+CYCLE_ONLY = ", cycle only"  # contenders of updates that are no whole updates
+TORCHRL_MARGIN = f"TorchRL PER{CYCLE_ONLY}"
 
 
 class LeftOutError(Exception):
@@ -43,79 +43,70 @@ def peer(module: str) -> Any:
 
 @dataclass
 class Row:
-    """One row of the table.
+    """One number.
 
     Args:
-        measurement: "replay", "training" or "capacity"; on a device "cycles", "dqn" or "td3".
-        capacity: capacity of the buffer.
-        batch_size: batch size of the samples.
+        measurement: "extend", "cycle", "compile", "updates" or "training".
+        case: what is measured: "add" or "extend"; "cold" or "warm"; the algorithm, such as "dqn"; "" for cycles.
         contender: name of the measured buffer or loop.
-        microseconds: median time of a cycle, an update or an env step. Default: nan, not yet measured.
-        times_faster: time of TorchRL's baseline divided by this time. Default: None, the baseline was not measured.
-        written: rows that each cycle writes. Default: 0.
-        compile_seconds: duration of the first call of a graph with an empty compiler cache. Default: None, not compiled
-            or not measured.
-        times_smallest: this time divided by the contender's time at the smallest capacity. Default: None, for
-            measurements other than "capacity".
-        kernels: operations of an eager cycle or update that launch a kernel. Default: None, not counted.
+        capacity: capacity of the buffer.
+        batch_size: batch size of the samples. Default: 0, no samples.
+        written: rows that each call writes. Default: 0.
+        microseconds: median time of a write, cycle, update or environment step, or the compile time. Default: nan, not
+            yet measured.
+        ratio: this time divided by that of the reference, see `reference`. Default: None, which was not measured.
+        margin: this time minus that of the same update with uniform draws (updates). Default: None.
+        margin_ratio: margin divided by the margin of TorchRL's PER cycle (updates). Default: None.
+        kernels: operations of an eager cycle or update that launch a kernel (on a GPU). Default: None, not counted.
         chip: model name of the GPU or CPU. Default: "", unknown.
         torch: version of torch. Default: "", unknown.
         commit: version of the code. Default: "", unknown.
     """
 
     measurement: str
-    capacity: int
-    batch_size: int
+    case: str
     contender: str
-    microseconds: float = math.nan
-    times_faster: float | None = None
+    capacity: int
+    batch_size: int = 0
     written: int = 0
-    compile_seconds: float | None = None
-    times_smallest: float | None = None
+    microseconds: float = math.nan
+    ratio: float | None = None
+    margin: float | None = None
+    margin_ratio: float | None = None
     kernels: int | None = None
     chip: str = ""
     torch: str = ""
     commit: str = ""
 
+    def where(self) -> tuple[Any, ...]:
+        """What was measured; rows with the same result are compared with each other."""
+        return self.measurement, self.case, self.capacity, self.batch_size, self.written
+
+    def reference(self) -> str:
+        """The contender that this one is compared with. Updates: the same update with uniform draws."""
+        if self.measurement != "updates":
+            return REFERENCES[self.measurement]
+        if self.contender.endswith(CYCLE_ONLY):
+            return f"TorchRL uniform{CYCLE_ONLY}"
+        mode = next((mode for mode in ("compiled ", "CUDA graph ") if self.contender.startswith(mode)), "")
+        return f"{mode}uniform"
+
 
 def compare(rows: list[Row]) -> None:
-    """Set `times_faster` of rows whose baseline was measured, and `times_smallest` of capacity rows."""
-    baselines = {
-        (row.measurement, row.batch_size, row.written): row.microseconds for row in rows if row.contender in BASELINES
-    }
-    by_capacity = sorted((row for row in rows if row.measurement == "capacity"), key=lambda row: -row.capacity)
-    smallest = {(row.contender, row.written): row.microseconds for row in by_capacity}
-    peers = {
-        (row.capacity, row.written): row.microseconds
-        for row in by_capacity
-        if row.contender == f"eager {REPLAY_BASELINE}"
-    }
+    """Set the ratios and margins of all rows whose references were measured."""
+    times = {(*row.where(), row.contender): row.microseconds for row in rows}
     for row in rows:
-        if row.measurement == "capacity":
-            baseline = peers.get((row.capacity, row.written))
-            row.times_smallest = row.microseconds / smallest[row.contender, row.written]
-        else:
-            baseline = baselines.get((row.measurement, row.batch_size, row.written))
-        row.times_faster = baseline / row.microseconds if baseline is not None else None
-
-
-def print_table(rows: list[Row]) -> None:
-    """Print one line per row."""
-    width = max(len(row.contender) for row in rows)
-    print(
-        f"{'measured':<8} {'capacity':>9} {'batch':>6} {'written':>8}  {'contender':<{width}} {'µs':>8} "
-        f"{'times faster':>13} {'× smallest':>11} {'compile s':>10} {'kernels':>8}"
-    )
+        reference = times.get((*row.where(), row.reference()))
+        if reference is None:
+            continue
+        row.ratio = row.microseconds / reference
+        if row.measurement == "updates" and row.contender != row.reference():
+            row.margin = row.microseconds - reference
+    margins = {row.where(): row.margin for row in rows if row.contender == TORCHRL_MARGIN}
     for row in rows:
-        print(
-            f"{row.measurement:<8} {row.capacity:>9} {row.batch_size:>6} {row.written:>8}  {row.contender:<{width}} "
-            f"{row.microseconds:>8.1f} {_number(row.times_faster, 2):>13} {_number(row.times_smallest, 2):>11} "
-            f"{_number(row.compile_seconds, 1):>10} {_number(row.kernels, 0):>8}"
-        )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+        torchrl = margins.get(row.where())
+        if row.margin is not None and torchrl is not None and torchrl > 0:
+            row.margin_ratio = row.margin / torchrl
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -127,7 +118,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a file written by write_csv. Columns that an older file lacks have their defaults.
+    """The rows of a file written by write_csv.
 
     Raises:
         ValueError: if the file was not written by write_csv.
@@ -141,90 +132,134 @@ def read_csv(path: Path) -> list[Row]:
 
 def _row(line: dict[str, str]) -> Row:
     def number(name: str) -> float | None:
-        return float(line[name]) if line.get(name) else None
+        return float(line[name]) if line[name] else None
 
     return Row(
         line["measurement"],
+        line["case"],
+        line["contender"],
         int(line["capacity"]),
         int(line["batch_size"]),
-        line["contender"],
+        int(line["written"]),
         float(line["microseconds"]),
-        number("times_faster"),
-        int(line.get("written") or 0),
-        number("compile_seconds"),
-        number("times_smallest"),
-        int(line["kernels"]) if line.get("kernels") else None,
-        *(line.get(name) or "" for name in ("chip", "torch", "commit")),
+        number("ratio"),
+        number("margin"),
+        number("margin_ratio"),
+        int(line["kernels"]) if line["kernels"] else None,
+        line["chip"],
+        line["torch"],
+        line["commit"],
     )
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw bars, one panel per measurement and batch size; or lines (see LINES), one panel per kind of cycle."""
-    panels: dict[tuple[str, int], list[Row]] = {}
+@dataclass
+class Table:
+    """Numbers of one measurement: a line per contender.
+
+    Args:
+        title: what the numbers are.
+        lines: contender -> column -> row.
+    """
+
+    title: str
+    lines: dict[str, dict[str, Row]] = field(default_factory=dict)
+
+    def columns(self) -> list[str]:
+        """The headers, in the order in which they were measured."""
+        return list(dict.fromkeys(column for line in self.lines.values() for column in line))
+
+
+def tables(rows: list[Row]) -> list[Table]:
+    """The tables of a run."""
+    found: dict[str, Table] = {}
     for row in rows:
-        kind = row.written if row.measurement in LINES else row.batch_size
-        panels.setdefault((row.measurement, kind), []).append(row)
-    heights = [13 if measurement in LINES else len(panel) + 2 for (measurement, _), panel in panels.items()]
-    figure = Figure(figsize=(9, 0.32 * sum(heights) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, ((measurement, kind), panel) in zip(all_axes, panels.items(), strict=True):
-        if measurement in LINES:
-            axes.set_title(f"extend({kind}) + sample + update" if kind else "sample + update")
-            LINES[measurement](axes, panel)
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+        title, column = _place(row)
+        found.setdefault(title, Table(title)).lines.setdefault(row.contender, {})[column] = row
+    return list(found.values())
+
+
+def _place(row: Row) -> tuple[str, str]:
+    """Title of the table and header of the column that a row belongs to."""
+    slots = f"{row.capacity:,}"
+    if row.measurement == "extend":
+        return f"write to {slots} slots, µs (times TorchRL's uniform buffer)", f"{row.case}, {_count(row.written)}"
+    if row.measurement == "cycle":
+        kind = f"write {row.written} + " if row.written else ""
+        return (
+            f"{kind}sample {row.batch_size} + update, µs (times TorchRL's PER)",
+            f"{slots} slots",
+        )
+    if row.measurement == "compile":
+        return (
+            f"compile: write {row.written} + sample {row.batch_size} + update, {slots} slots, seconds (times uniform)",
+            f"{row.case} cache",
+        )
+    if row.measurement == "updates":
+        return (
+            f"update, {slots} slots, µs (more than with uniform draws; divided by TorchRL's margin)",
+            f"{row.case.upper()}, batch {row.batch_size}",
+        )
+    return "training, CPU time of one environment step, µs (times TorchRL)", row.case.upper()
+
+
+def _count(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
+def _cell(row: Row | None) -> str:
+    """The number of a row, and in brackets its comparison."""
+    if row is None:
+        return ""
+    value = f"{row.microseconds / 1e6:.1f}" if row.measurement == "compile" else f"{row.microseconds:,.0f}"
+    notes = []
+    if row.measurement != "updates":
+        notes += [] if row.ratio is None else [f"{row.ratio:.2f}"]
+    elif row.margin is not None:
+        notes.append(f"{row.margin:+,.0f}" + ("" if row.margin_ratio is None else f"; {row.margin_ratio:.2f}"))
+    if row.kernels is not None:
+        notes.append(f"{row.kernels} kernels")
+    return f"{value} ({'; '.join(notes)})" if notes else value
+
+
+def print_tables(rows: list[Row]) -> None:
+    """Print the tables as Markdown."""
+    for table in tables(rows):
+        columns = table.columns()
+        print(f"| {table.title} | {' | '.join(columns)} |")
+        print("|---" * (len(columns) + 1) + "|")
+        for contender, line in table.lines.items():
+            print(f"| {contender} | {' | '.join(_cell(line.get(column)) for column in columns)} |")
+        print()
+
+
+def print_summary(rows: list[Row]) -> None:
+    """Print one table for the main README: at the largest capacity, in µs."""
+    largest = max(row.capacity for row in rows)
+    lines: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name, mode = row.contender.removesuffix(CYCLE_ONLY), ""
+        if name.startswith("compiled "):
+            name, mode = name.removeprefix("compiled "), ", compiled"
+        if name == "uniform":
+            name = REFERENCES["extend"]
+        if row.measurement == "extend" and row.written == 8:
+            column, value = f"write {row.written} rows", row.microseconds
+        elif row.measurement == "cycle" and not row.written:
+            column, value = f"sample {row.batch_size} + update{mode}", row.microseconds
+        elif row.measurement == "updates" and row.case == "sac" and row.contender != name:
+            column, value = "added to a SAC update", row.margin
         else:
-            _draw_bars(axes, measurement, kind, panel)
-    if rows[0].chip:
-        figure.suptitle(f"{rows[0].chip}, torch {rows[0].torch}, commit {rows[0].commit}", fontsize="medium")
-    figure.savefig(path, dpi=120)
-
-
-def _by_contender(rows: list[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.contender, []).append(row)
-    return found
-
-
-def _draw_bars(axes: Axes, measurement: str, batch_size: int, panel: list[Row]) -> None:
-    colors = ["tab:grey" if row.contender in BASELINES else "tab:blue" for row in panel]
-    bars = axes.barh([row.contender for row in panel], [row.microseconds for row in panel], color=colors, log=True)
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.invert_yaxis()
-    times = [row.microseconds for row in panel]
-    axes.set_xlim(10 ** np.floor(np.log10(min(times) / 1.1)), 2 * max(times))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    unit = UNITS.get(measurement, "one update")
-    axes.set(title=f"{measurement}, batch {batch_size}", xlabel=f"{unit} in µs, lower is better")
-
-
-def _draw_capacities(axes: Axes, panel: list[Row]) -> None:
-    for contender, rows in _by_contender(panel).items():
-        ratios = [row.times_smallest or 1.0 for row in rows]
-        style = "-" if contender.startswith("compiled") else "--"
-        label = f"{contender} ({rows[0].microseconds:.0f} µs at {rows[0].capacity:,})"
-        axes.plot([row.capacity for row in rows], ratios, style, marker=".", label=label)
-    axes.set(xscale="log", xlabel="capacity of the full buffer", ylabel="time / time at smallest (lower is better)")
-    axes.set_ylim(bottom=0)
-
-
-def _draw_batch_sizes(axes: Axes, panel: list[Row]) -> None:
-    # one line style per mode and one colour per sampler
-    styles = {"eager": "--", "compiled": "-", "CUDA graph": "-.", "captured": ":"}
-    colors: dict[str, str] = {}
-    for contender, rows in _by_contender(panel).items():
-        mode = next(mode for mode in styles if contender.startswith(mode))
-        sampler = contender.removeprefix(mode)
-        color = colors.setdefault(sampler, f"C{len(colors)}")
-        times = [row.microseconds for row in rows]
-        axes.plot([row.batch_size for row in rows], times, styles[mode], color=color, marker=".", label=contender)
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="batch size", ylabel="one cycle in µs (lower is better)")
-
-
-# measurements that are drawn as lines
-LINES = {"capacity": _draw_capacities, "cycles": _draw_batch_sizes}
+            continue
+        if row.capacity == largest and value is not None:
+            lines.setdefault(name, {})[column] = value
+    if not lines:
+        return
+    columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+    print(f"| {largest:,} slots, µs | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, line in lines.items():
+        print(f"| {name} | {' | '.join(f'{line[column]:,.0f}' if column in line else '' for column in columns)} |")
+    print()
 
 
 def label(rows: list[Row], device: torch.device) -> None:
@@ -236,14 +271,14 @@ def label(rows: list[Row], device: torch.device) -> None:
 
 
 def versions() -> str:
-    """The versions of the installed libraries, and the CPU."""
+    """The versions of the installed libraries."""
     found = []
     for library in LIBRARIES + PEERS:
         try:
             found.append(f"{library} {metadata.version(library)}")
         except metadata.PackageNotFoundError:
             continue
-    return f"{', '.join(found)}; {cpu_model()}"
+    return ", ".join(found)
 
 
 def cpu_model() -> str:

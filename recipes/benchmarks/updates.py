@@ -1,7 +1,10 @@
-"""Measures whole updates of recipes.dqn and recipes.td3: sample, loss, gradients, optimizer, targets, priorities.
+"""Measures whole updates of recipes.dqn, recipes.td3 and recipes.sac.
 
-Networks, losses and settings are those of the recipes, the data is random. TD3's number is the time of one update of
-the critics with its share of the actor's update.
+An update is sample, loss, gradients, optimizer, targets and priorities. Networks, losses and settings are those of the
+recipes, the data is random. TD3's number is the time of one update of the critics with its share of the actor's update.
+The margin of a sampler is its time minus that of uniform draws in the same mode. For comparison, TorchRL's PER cycle
+(sample and update of the priorities, nothing else) and TorchRL's uniform sample are measured in the same run, with the
+same transitions; their difference is TorchRL's margin.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,41 +16,45 @@ import torch
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.data import RandomSampler
 from torchrl.modules import QValueActor
 from torchrl.objectives import SoftUpdate
 from tqdm import tqdm
 
-from recipes import dqn, td3
-from recipes.benchmarks.device import EAGER, GRAPH, MODES, Case, chosen_modes, make_buffer, measure, torchrl_per
-from recipes.benchmarks.replay import ALPHA, BETA, EPISODE_LENGTH, fill
-from recipes.benchmarks.results import LeftOutError, Row
+from recipes import dqn, sac, td3
+from recipes.benchmarks.buffers import EPISODE_LENGTH, OURS, fill, make_buffer, td_errors
+from recipes.benchmarks.cycle import make_step
+from recipes.benchmarks.results import CYCLE_ONLY, LeftOutError, Row
+from recipes.benchmarks.timing import CAPTURED, EAGER, GRAPH, MODES, Case, contender, measure, modes_of
 from recipes.networks import make_network
 from recipes.optimizers import make_optimizer
 from recipes.run import parse_config
 from recipes.schemas.dqn import Config as DQNRun
+from recipes.schemas.sac import Config as SACRun
 from recipes.schemas.td3 import Config as TD3Run
 from recipes.update import CompiledUpdate, Delayed, eager_update, target_pairs
-from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 
+MEASUREMENT = "updates"
 CONF = Path(__file__).parents[1] / "conf"
-# numbers per observation and per action: CartPole for DQN, HalfCheetah for TD3
-OBSERVED, ACTIONS = {"dqn": 4, "td3": 17}, {"dqn": 2, "td3": 6}
-MODES_OF_UPDATES = tuple(mode for mode in MODES if mode != "captured")  # recipes have no such mode
-
-# Name, function that makes the sampler from capacity and device, and whether the sampler is of this package.
-SAMPLERS: tuple[tuple[str, Callable[[int, torch.device], Any], bool], ...] = (
-    ("torchrl PrioritizedSampler, CPU trees", lambda *where: torchrl_per(*where, on_device=False), False),
-    ("torchrl PrioritizedSampler, CUDA trees", lambda *where: torchrl_per(*where, on_device=True), False),
-    ("uniform", lambda capacity, device: RandomSampler(), True),
-    (
-        "ProportionalSampler",
-        lambda capacity, device: ProportionalSampler(capacity, alpha=ALPHA, beta=BETA, td_error="squared"),
-        True,
+# numbers per observation and per action: CartPole for DQN, HalfCheetah for TD3 and SAC
+OBSERVED, ACTIONS = {"dqn": 4, "td3": 17, "sac": 17}, {"dqn": 2, "td3": 6, "sac": 6}
+# DQN's batch is that of most papers on larger tasks; the recipe's CartPole has 64
+BATCH_SIZES = {"dqn": 128, "td3": 256, "sac": 256}
+TD_ERRORS = {"dqn": "squared", "td3": "squared", "sac": "absolute"}
+SAMPLERS = ("TorchRL PER", "TorchRL PER, CUDA trees", "uniform", "PER", "ReaPER")
+TORCHRL_CYCLES = ("TorchRL uniform", "TorchRL PER")
+NAMES = (
+    *(f"{name}{CYCLE_ONLY}" for name in TORCHRL_CYCLES),
+    *(
+        contender(mode, name)
+        for name in SAMPLERS
+        for mode in (MODES if name in OURS else (EAGER,))
+        if mode != CAPTURED  # recipes have no such mode
     ),
-    ("ReaPERSampler", lambda capacity, device: ReaPERSampler(capacity, td_error="squared"), True),
 )
-NAMES = tuple(f"{mode} {name}" for name, _, ours in SAMPLERS for mode in (MODES_OF_UPDATES if ours else (EAGER,)))
+
+COMPARED_ON_CPU = tuple(name for name in NAMES if name.endswith(CYCLE_ONLY) or name.startswith("compiled"))
+
+Update = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
 
 def settings(recipe: str, env: str, schema: type) -> Any:
@@ -77,48 +84,62 @@ def experience(recipe: str, count: int) -> TensorDict:
     )
 
 
-def dqn_update(device: torch.device) -> tuple[int, dict[str, Any], list[tuple[Tensor, Tensor]]]:
-    """Batch size, arguments of the update except the buffer, and the targets of recipes.dqn on CartPole."""
+def dqn_update(device: torch.device) -> Update:
+    """Arguments of the update of recipes.dqn on CartPole, except the buffer, and its targets."""
     config = settings("dqn", "cartpole", DQNRun)
     network = make_network((OBSERVED["dqn"],), ACTIONS["dqn"], config.hidden_sizes, device=device)
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     loss_module, _, target_step = dqn.make_loss(config, actor)
-    optimizer = make_optimizer(config.optimizer, loss_module.parameters(), config.learning_rate)
     arguments = {
         "loss_function": loss_module,
-        "optimizers": [optimizer],
+        "optimizers": [make_optimizer(config.optimizer, loss_module.parameters(), config.learning_rate)],
         "max_grad_norm": config.max_grad_norm,
         "target_step": target_step,
     }
-    return config.batch_size, arguments, target_pairs(loss_module)
+    return arguments, target_pairs(loss_module)
 
 
-def td3_update(device: torch.device) -> tuple[int, dict[str, Any], list[tuple[Tensor, Tensor]]]:
-    """Batch size, arguments of the update except the buffer, and the targets of recipes.td3 on HalfCheetah."""
+def adam(parameters: Any, rate: float) -> torch.optim.Adam:
+    """The optimizer of recipes.td3 and recipes.sac."""
+    return torch.optim.Adam(parameters.flatten_keys().values(), lr=rate, fused=True)
+
+
+def td3_update(device: torch.device) -> Update:
+    """Arguments of the update of recipes.td3 on HalfCheetah, except the buffer; the update copies no targets."""
     config = settings("td3", "halfcheetah", TD3Run)
     _, loss_module = td3.make_loss(config, OBSERVED["td3"], ACTIONS["td3"], device)
-    actor_optimizer, critic_optimizer = (
-        torch.optim.Adam(parameters.flatten_keys().values(), lr=rate, fused=True)
-        for parameters, rate in (
-            (loss_module.actor_network_params, config.actor_learning_rate),
-            (loss_module.qvalue_network_params, config.critic_learning_rate),
-        )
-    )
     delayed = Delayed(
         interval=config.policy_delay,
         loss_function=partial(td3.actor_loss, loss_module),
-        optimizers=[actor_optimizer],
+        optimizers=[adam(loss_module.actor_network_params, config.actor_learning_rate)],
         target_step=SoftUpdate(loss_module, tau=config.tau).step,
     )
     arguments = {
         "loss_function": partial(td3.critic_loss, loss_module),
-        "optimizers": [critic_optimizer],
+        "optimizers": [adam(loss_module.qvalue_network_params, config.critic_learning_rate)],
         "delayed": delayed,
     }
-    return config.batch_size, arguments, []
+    return arguments, []
 
 
-RECIPES = {"dqn": dqn_update, "td3": td3_update}
+def sac_update(device: torch.device) -> Update:
+    """Arguments of the update of recipes.sac on HalfCheetah, except the buffer; the update copies no targets."""
+    config = settings("sac", "halfcheetah", SACRun)
+    _, loss_module = sac.make_loss(config, OBSERVED["sac"], ACTIONS["sac"], device)
+    alpha = torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=config.alpha_learning_rate, fused=True)
+    arguments = {
+        "loss_function": partial(sac.losses, loss_module),
+        "optimizers": [
+            adam(loss_module.actor_network_params, config.actor_learning_rate),
+            adam(loss_module.qvalue_network_params, config.critic_learning_rate),
+            alpha,
+        ],
+        "target_step": SoftUpdate(loss_module, tau=config.tau).step,
+    }
+    return arguments, []
+
+
+RECIPES: dict[str, Callable[[torch.device], Update]] = {"dqn": dqn_update, "td3": td3_update, "sac": sac_update}
 
 
 def step_in_mode(
@@ -136,32 +157,63 @@ def step_in_mode(
 def measure_updates(
     names: Sequence[str], device: torch.device, capacity: int, calls: int
 ) -> tuple[list[Row], list[str]]:
-    """Measure the updates, with the recipes' batch sizes.
+    """Measure the updates.
 
     Args:
         names: contenders, from NAMES.
         device: device of networks and storage.
         capacity: capacity of the full buffers.
-        calls: number of measured calls per contender and recipe; a call is one update of DQN, two of TD3.
+        calls: number of measured calls per contender and recipe; a call is one update of DQN and SAC, two of TD3.
 
     Returns:
         The rows, and a note for each skipped contender.
     """
-    cases: list[Case] = []
+    rows: list[Row] = []
     notes: dict[str, None] = {}
-    for recipe, make_update in RECIPES.items():
+    for recipe in RECIPES:
+        cases: list[Case] = []
         data = experience(recipe, capacity).to(device)
-        for name, make_sampler, ours in tqdm(SAMPLERS, desc=f"filling, {recipe}", leave=False):
-            for mode in chosen_modes([each for each in names if each in NAMES], name, ours, device):
+        for name in tqdm(TORCHRL_CYCLES, desc=f"filling, {recipe}", leave=False):
+            if f"{name}{CYCLE_ONLY}" in names:
                 try:
-                    sampler = make_sampler(capacity, device)
+                    cases.append(torchrl_cycle(recipe, name, data))
                 except LeftOutError as error:
-                    notes[f"{mode} {name} is skipped: {error}."] = None
-                    continue
-                batch_size, arguments, targets = make_update(device)
-                replay = make_buffer(sampler, ours, capacity, device, batch_size=batch_size, priority_key="td_error")
-                fill(replay, data)
-                step, num_updates = step_in_mode(mode, replay, arguments, targets)
-                cases.append(Case(Row(recipe, capacity, batch_size, f"{mode} {name}"), mode, step, num_updates))
-    rows, failed = measure(cases, device, calls)
-    return rows, [*notes, *failed]
+                    notes[f"{name}{CYCLE_ONLY} is skipped: {error}."] = None
+        for name in tqdm(SAMPLERS, desc=f"filling, {recipe}", leave=False):
+            for mode in modes_of(name, names):
+                try:
+                    cases.append(whole_update(recipe, mode, name, data))
+                except LeftOutError as error:
+                    notes[f"{contender(mode, name)} is skipped: {error}."] = None
+        more, failed = measure(cases, device, calls, f"{MEASUREMENT}, {recipe}")
+        rows, notes = rows + more, notes | dict.fromkeys(failed)
+    return rows, list(notes)
+
+
+def torchrl_cycle(recipe: str, name: str, data: TensorDict) -> Case:
+    """The sample of a sampler of TorchRL, and the update of its priorities if it has any."""
+    device, size = data["observation"].device, BATCH_SIZES[recipe]
+    buffer = make_buffer(name, len(data), device, compilable=False)
+    fill(buffer, data)
+    row = Row(MEASUREMENT, recipe, f"{name}{CYCLE_ONLY}", len(data), size)
+    step = torch.no_grad()(make_step(buffer, EAGER, 0, size))
+    return Case(row, step, inputs=lambda: (None, td_errors(size, device)))
+
+
+def whole_update(recipe: str, mode: str, name: str, data: TensorDict) -> Case:
+    """The update of a recipe with a sampler."""
+    device, size = data["observation"].device, BATCH_SIZES[recipe]
+    arguments, targets = RECIPES[recipe](device)
+    buffer = make_buffer(
+        name,
+        len(data),
+        device,
+        compilable=name in OURS,
+        td_error=TD_ERRORS[recipe],
+        batch_size=size,
+        priority_key="td_error",
+    )
+    fill(buffer, data)
+    step, num_updates = step_in_mode(mode, buffer, arguments, targets)
+    row = Row(MEASUREMENT, recipe, contender(mode, name), len(data), size)
+    return Case(row, step, mode, units=num_updates)
