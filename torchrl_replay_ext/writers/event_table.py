@@ -213,15 +213,15 @@ class EventTableWriter(CompilableWriter):
         if trajectory is not None:
             columns["trajectory"] = trajectory
         columns |= {number: spec.occurs(data).detach() for number, spec in enumerate(specs) if not spec.context}
-        values, unknown = on_cpu(columns), np.full(count, -1)
-        trajectory = values.get("trajectory", unknown).astype(np.int64, copy=False)
-        has_columns = self._storage.ndim > 1
-        rows = Rows(
-            stream=np.arange(count) % width if has_columns else trajectory,
-            trajectory=trajectory if has_columns else unknown,
-            ends=values["ends"],
-            begins=values["begins"] if "begins" in values else np.zeros(count, bool),
-        )
+        values = on_cpu(columns)
+        stream, known = values.get("trajectory"), None
+        if stream is not None:
+            stream = stream.astype(np.int64, copy=False)
+        if self._storage.ndim > 1:
+            stream, known = np.arange(count) % width, stream
+        elif stream is None:
+            stream = np.full(count, -1)
+        rows = Rows(stream, known, values["ends"], values.get("begins"))
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
@@ -267,25 +267,34 @@ class EventTableWriter(CompilableWriter):
         if self._pinned:
             if not tables.num_slots:
                 tables.allocate(self._storage.max_size, self._device(data))
-            timeline = self._tails.timeline(rows)
-            entering = self._tails.plan(timeline, occurred)
+            timeline, entering = self._plan(rows, occurred)
             slots, index = self._write_pinned(data, timeline, entering)
             tables.list_of(0).insert(slots, tables.num_written + np.arange(len(slots)))
         else:
             # the first write determines the size of the ring
             slots, index = self._write_ring(data)
-            timeline = self._tails.timeline(rows)
-            entering = self._tails.plan(timeline, occurred)
-        timeline.set_slots(slots)
-        if self._pinned:
-            for table, (places, _) in entering.items():
-                self._insert(table, timeline, places)
+            timeline, entering = self._plan(rows, occurred)
+        if timeline is None:
+            if not self._pinned:
+                tables.overwrite(slots)
         else:
-            self._fill_ring(slots, timeline, entering)
+            timeline.set_slots(slots)
+            if self._pinned:
+                for table, (places, _) in entering.items():
+                    self._insert(table, timeline, places)
+            else:
+                self._fill_ring(slots, timeline, entering)
         # last: if filling the lists is interrupted, recovery then removes these slots from the tables
         tables.written(slots)
-        self._tails.update(rows, timeline)
+        self._tails.update(rows, slots, timeline)
         return index
+
+    def _plan(self, rows: Rows, occurred: np.ndarray) -> tuple[Timeline | None, Entering]:
+        """The streams with events, None if there are none, and the transitions that enter each table."""
+        if not occurred.any():
+            return None, {}
+        timeline = self._tails.timeline(rows, occurred)
+        return timeline, self._tails.plan(timeline, occurred)
 
     def _insert(self, table: int, timeline: Timeline, places: np.ndarray) -> None:
         self._tables.list_of(table).insert(timeline.slot[places], timeline.number[places])
@@ -293,9 +302,6 @@ class EventTableWriter(CompilableWriter):
     def _fill_ring(self, slots: np.ndarray, timeline: Timeline, entering: Entering) -> None:
         """Remove overwritten entries and insert new ones. The result is the same as for one write per row."""
         tables = self._tables
-        if not entering:
-            tables.overwrite(slots)
-            return
         alive = timeline.number >= tables.oldest + len(slots)
         dying = tables.holding(slots)
         row_by_row = False
@@ -341,12 +347,16 @@ class EventTableWriter(CompilableWriter):
         self._allocate()
         return (first + np.arange(width)) % tables.num_slots, index
 
-    def _write_pinned(self, data: TensorDictBase, timeline: Timeline, entering: Entering) -> tuple[np.ndarray, Tensor]:
+    def _write_pinned(
+        self, data: TensorDictBase, timeline: Timeline | None, entering: Entering
+    ) -> tuple[np.ndarray, Tensor]:
         """Like :meth:`_write_ring`, to free slots."""
         tables, storage = self._tables, self._storage
-        slots_of = {
-            table: timeline.slot[places[-tables.capacity_of(table) :]] for table, (places, _) in entering.items()
-        }
+        slots_of: dict[int, np.ndarray] = {}
+        if timeline is not None:
+            slots_of = {
+                table: timeline.slot[places[-tables.capacity_of(table) :]] for table, (places, _) in entering.items()
+            }
         slots = tables.take(data.shape[0], slots_of)
         device = tables.device
         to_write = torch.from_numpy(slots).to(device, non_blocking=True)
