@@ -24,6 +24,10 @@ class Listener(Protocol):
         """``slots`` [n] were removed from ``positions`` [n]; ``distinct`` [k]: the same slots without duplicates."""
         ...
 
+    def on_settled(self) -> None:
+        """The change that the last notifications belong to is complete."""
+        ...
+
     def on_relayout(self) -> None:
         """The positions of all entries may have changed."""
         ...
@@ -43,7 +47,7 @@ class Listeners:
         if all(other is not listener for other in self):
             self._references.append(weakref.ref(listener))
 
-    def notify(self, event: Literal["on_insert", "on_remove", "on_relayout"], *arguments: Tensor) -> None:
+    def notify(self, event: Literal["on_insert", "on_remove", "on_settled", "on_relayout"], *arguments: Tensor) -> None:
         """Call the method ``event`` of each listener."""
         for listener in self:
             getattr(listener, event)(*arguments)

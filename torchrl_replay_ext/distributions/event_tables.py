@@ -19,6 +19,7 @@ from torchrl_replay_ext.compilation import (
     refuse_in_graph,
     rows_where,
     uniform,
+    values_can_be_read,
 )
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
@@ -110,6 +111,10 @@ class EventTableMixture(Distribution):
         self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
+        # changes of the lists that the tree does not have yet: positions, and the slots that entered there or None
+        self._changes: list[tuple[Tensor, Tensor | None]] = []
+        # True if stored transitions may lack their masses: then insert() sets masses in all tables
+        self._is_incomplete = True
         # size of the last batch outside graphs: the default minimum size of a table for density()
         self._batch_size = 1
         if layout.known and layout.num_slots == size:
@@ -124,7 +129,7 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
         """Masses of ``slots`` [n] at ``positions`` [n].
 
         ``priority`` [n]: d, negative if never updated; None: that of the slots.
@@ -134,7 +139,7 @@ class EventTableMixture(Distribution):
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
         if self._kind is None:
-            return SumTree.UNIT
+            return torch.full_like(slots, SumTree.UNIT)
         if priority is None:
             priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
@@ -145,7 +150,13 @@ class EventTableMixture(Distribution):
         self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
     ) -> None:
         """Update the masses of ``slots`` [n] at ``positions`` [n]."""
-        mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
+        self._write(positions, (positions != self._nowhere) * self._masses(positions, slots, priority), mask)
+
+    def _write(self, positions: Tensor, mass: Tensor, mask: UpdateMask | None = None) -> None:
+        """Set the masses at ``positions`` [n]."""
+        # without priorities a new entry often has the mass of the one that it replaces
+        if self._kind is None and values_can_be_read(mass) and torch.equal(self._tree.get(positions), mass):
+            return
         self._tree.write(positions, mass, mask=mask)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,19 +170,35 @@ class EventTableMixture(Distribution):
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
         self._count_changes(len(slots))
         if self._correction == "priority":
-            self._set(slots, slots)
+            self._changes.append((slots, slots))
             return
-        self._set(positions, slots)
+        if self._on_cpu:
+            # in a full list new entries replace the oldest ones
+            self._changes = [change for change in self._changes if not torch.equal(change[0], positions)]
+        self._changes.append((positions, slots))
         self._weights.move(slots)
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
         self._count_changes(len(slots))
         if self._correction == "priority":
-            self._set(distinct, distinct)
+            self._changes.append((distinct, distinct))
             return
-        self._tree.write(positions, torch.zeros_like(positions))
+        self._changes.append((positions, None))
         self._weights.move(distinct)
+
+    def on_settled(self) -> None:
+        """Called by the tables: the change is complete. One write to the tree takes less time than many."""
+        self._is_incomplete = False
+        changes, self._changes = self._changes, []
+        if not changes:
+            return
+        masses = [
+            torch.zeros_like(positions) if slots is None else self._masses(positions, slots, None)
+            for positions, slots in changes
+        ]
+        # of several changes at a position the last one wins
+        self._write(torch.cat([positions for positions, _ in changes]), torch.cat(masses))
 
     def on_relayout(self) -> None:
         """Called by the tables: the positions of all entries may have changed."""
@@ -193,12 +220,22 @@ class EventTableMixture(Distribution):
         if self._reliability is not None:
             self._reliability.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
-        positions, repeated = self._everywhere(slots)
-        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
         self._count_changes(len(slots))
+        if self._is_incomplete or not self._tables.is_changing:
+            positions, repeated = self._everywhere(slots)
+        elif self.slots_in_ring_order:
+            # the writer removes the slots from the other tables next
+            positions, repeated = slots, slots
+        else:
+            # no table has them yet
+            return
+        priority = None if self._kind is None else -priority.float().expand(len(repeated))
+        self._set(positions, repeated, priority=priority)
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots.cpu().numpy())
+        # before the masses of the slots themselves
+        self.on_settled()
         self._holes.fill_(True)
         if self._reliability is not None:
             self._reliability.remove(slots)
@@ -433,6 +470,8 @@ class EventTableMixture(Distribution):
     # --- state
 
     def clear(self) -> None:
+        self._changes.clear()
+        self._is_incomplete = True
         self._holes.fill_(True)
         self._tree.clear_()
         self._order.clear()

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -119,30 +120,34 @@ class Rows:
     @cached_property
     def order(self) -> np.ndarray:
         """The rows by stream, in the order of writing within each stream, int64 [n]."""
-        if (self.stream == self.stream[0]).all():
-            return np.arange(len(self))
-        return np.argsort(self.stream, kind="stable")
+        streams = self.stream.tolist()
+        if streams.count(streams[0]) == len(streams):
+            return np.arange(len(streams))
+        return self.stream.argsort(kind="stable")
 
     @cached_property
     def groups(self) -> list[Group]:
         """The rows of each stream, in the order of the streams."""
-        stream = self.stream[self.order]
-        first = [0, *(np.flatnonzero(stream[1:] != stream[:-1]) + 1).tolist()]
-        return [*map(Group, stream[first].tolist(), first, [*first[1:], len(self)])]
+        streams = self.stream[self.order].tolist()
+        if streams[0] == streams[-1]:
+            return [Group(streams[0], 0, len(streams))]
+        first = [0, *(place for place, (one, other) in enumerate(pairwise(streams), 1) if one != other)]
+        return [Group(streams[begin], begin, end) for begin, end in pairwise([*first, len(streams)])]
 
     @cached_property
-    def starts(self) -> np.ndarray:
-        """True if a row, in ``order``, starts an episode whatever precedes this write, bool [n]."""
-        order = self.order
-        starts = np.zeros(len(self), bool)
-        starts[1:] = self.ends[order[:-1]]
+    def starts(self) -> list[int]:
+        """Places in ``order`` of the rows that start an episode whatever precedes this write, sorted."""
+        order, starts = self.order, list[int]()
+        if self.ends.any():
+            starts += (self.ends[order[:-1]].nonzero()[0] + 1).tolist()
         if self.trajectory is not None:
             trajectory = self.trajectory[order]
-            starts[1:] |= trajectory[1:] != trajectory[:-1]
-        starts[[group.first for group in self.groups]] = False
-        if self.begins is not None:
-            starts |= self.begins[order]
-        return starts
+            starts += ((trajectory[1:] != trajectory[:-1]).nonzero()[0] + 1).tolist()
+        if starts:
+            starts = [*{*starts}.difference(group.first for group in self.groups)]
+        if self.begins is not None and self.begins.any():
+            starts += self.begins[order].nonzero()[0].tolist()
+        return sorted({*starts})
 
 
 @dataclass
@@ -210,10 +215,12 @@ class EpisodeTails:
         parts: list[tuple[np.ndarray, ...]] = []
         ends: dict[int, int] = {}
         size = 0
+        all_starts = np.zeros(len(rows), bool)
+        all_starts[rows.starts] = True
         for stream, first, end in rows.groups:
             if chosen is not None and stream not in chosen:
                 continue
-            of_stream, starts = rows.order[first:end], rows.starts[first:end].copy()
+            of_stream, starts = rows.order[first:end], all_starts[first:end]
             tail = self._tails.get(stream)
             if tail is None:
                 starts[0] = True
@@ -274,8 +281,8 @@ class EpisodeTails:
             timeline: the streams with events, after :meth:`plan`; None: there are none.
         """
         tails, keep, order = self._tails, self._length, rows.order
-        number, slots = self._tables.num_written - len(rows) + order, slots[order]
-        starts = np.flatnonzero(rows.starts).tolist()
+        number, slots = order + (self._tables.num_written - len(rows)), slots[order]
+        starts = rows.starts
         for stream, first, end in rows.groups:
             last = order[end - 1]
             if rows.ends[last] or not keep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext._torchrl import length, rows_of_ring, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import length, rows_of_ring, set_consecutive, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import refuse_in_graph
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -161,20 +162,18 @@ class EventTableWriter(CompilableWriter):
         if self._resets != self._tables.num_resets:
             # another process has reset the tables
             self._forget()
-        flat = data.reshape(-1) if data.ndim > 1 else data
-        steps, width = data.shape[0], data.shape[1:].numel()
-        rows, occurred = self._read(flat, width)
+        steps, *lanes = data.shape
+        width = math.prod(lanes)
+        rows, occurred = self._read(data.reshape(-1) if lanes else data, width)
         piece = self._tables.capacity_of(0) if self._pinned else rows_of_ring(storage, data)
+        if piece >= steps:
+            return self._write(data, rows, occurred)
         written = []
         for first in range(0, steps, piece):
-            part = data if piece >= steps else data[first : first + piece]
             of_part = slice(first * width, (first + piece) * width)
-            with self._tables.transaction():
-                written.append(self._write(part, rows[of_part], occurred[of_part]))
-        if len(written) == 1:
-            return written[0]
+            written.append(self._write(data[first : first + piece], rows[of_part], occurred[of_part]))
         index = torch.cat(written)
-        if data.ndim == 1:
+        if not lanes:
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         return index
 
@@ -245,7 +244,7 @@ class EventTableWriter(CompilableWriter):
                     keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
                     device = next(iter(segment.values(True, True))).device
                     segment = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
-                result = spec.occurs(segment).detach().cpu().numpy()
+                result = spec.occurs(segment).detach().cpu().numpy().reshape(-1)
                 occurred[timeline.row[episode[new]], number] = result[len(result) - new.sum() :]
 
     def _stored(self, timeline: Timeline, places: np.ndarray) -> TensorDictBase | None:
@@ -264,29 +263,29 @@ class EventTableWriter(CompilableWriter):
     def _write(self, data: TensorDictBase, rows: Rows, occurred: np.ndarray) -> Tensor:
         """Write at most as many rows as fit into the default table."""
         tables = self._tables
-        if self._pinned:
-            if not tables.num_slots:
-                tables.allocate(self._storage.max_size, self._device(data))
-            timeline, entering = self._plan(rows, occurred)
-            slots, index = self._write_pinned(data, timeline, entering)
-            tables.list_of(0).insert(slots, tables.num_written + np.arange(len(slots)))
-        else:
-            # the first write determines the size of the ring
-            slots, index = self._write_ring(data)
-            timeline, entering = self._plan(rows, occurred)
-        if timeline is None:
-            if not self._pinned:
-                tables.overwrite(slots)
-        else:
-            timeline.set_slots(slots)
+        with tables.transaction():
             if self._pinned:
-                for table, (places, _) in entering.items():
-                    self._insert(table, timeline, places)
+                if not tables.num_slots:
+                    tables.allocate(self._storage.max_size, self._device(data))
+                timeline, entering = self._plan(rows, occurred)
+                slots, index = self._write_pinned(data, timeline, entering)
+                tables.list_of(0).insert(slots, np.arange(len(slots)) + tables.num_written)
+                if timeline is not None:
+                    timeline.set_slots(slots)
+                    for table, (places, _) in entering.items():
+                        self._insert(table, timeline, places)
             else:
-                self._fill_ring(slots, timeline, entering)
-        # last: if filling the lists is interrupted, recovery then removes these slots from the tables
-        tables.written(slots)
-        self._tails.update(rows, slots, timeline)
+                # the first write determines the size of the ring
+                slots, index = self._write_ring(data)
+                timeline, entering = self._plan(rows, occurred)
+                if timeline is None:
+                    tables.overwrite(slots)
+                else:
+                    timeline.set_slots(slots)
+                    self._fill_ring(slots, timeline, entering)
+            # last: if filling the lists is interrupted, recovery then removes these slots from the tables
+            tables.written(slots)
+            self._tails.update(rows, slots, timeline)
         return index
 
     def _plan(self, rows: Rows, occurred: np.ndarray) -> tuple[Timeline | None, Entering]:
@@ -328,24 +327,25 @@ class EventTableWriter(CompilableWriter):
     def _write_ring(self, data: TensorDictBase) -> tuple[np.ndarray, Tensor]:
         """Write to the storage; returns the slots, int64 [n], and TorchRL's index of them."""
         tables, write_count = self._tables, self._write_count
-        first, width = self._cursor * data.shape[1:].numel(), data.numel()
+        count = data.numel()
+        first = self._cursor * (count // len(data))
         if not tables.num_written and length(self._storage):
             self._allocate()
             tables.adopt(length(self._storage), first - 1)
         if tables.skip_to(first):
             self._tails.clear()
         try:
-            # not the method of CompilableWriter, which moves the cursor to the device of the storage, for graphs
-            index = self._undone_if_refused(super(CompilableWriter, self).extend, data)
+            # not extend(), which moves the cursor to the device of the storage, for graphs
+            index = self._undone_if_refused(self._extend, data)
         except BaseException:
             # if the cursor has moved, the sampler rejected the rows, but they may be in the storage already
             if tables.num_slots and self._write_count != write_count:
-                tables.overwrite((first + np.arange(width)) % tables.num_slots)
+                tables.overwrite(tables.ring(first, count))
                 self._tails.clear()
-            tables.mark_clean()
+            tables.abandon_write()
             raise
         self._allocate()
-        return (first + np.arange(width)) % tables.num_slots, index
+        return tables.ring(first, count), index
 
     def _write_pinned(
         self, data: TensorDictBase, timeline: Timeline | None, entering: Entering
@@ -363,13 +363,16 @@ class EventTableWriter(CompilableWriter):
         index = torch.from_numpy(slots).to(data.device or device, non_blocking=True)
         data.set("index", expand_as_right(index, data))
         try:
-            storage.set(to_write, data)  # pyright: ignore[reportArgumentType]: the annotation names single slots only
+            if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
+                set_consecutive(storage, to_write, int(slots[0]), data)
+            else:
+                storage.set(to_write, data)  # pyright: ignore[reportArgumentType]: the annotation names one slot only
             self._mark_update_entities(to_write)
         except BaseException:
             # transitions that were about to enter a table may have left the default one
             tables.give_back(np.concatenate([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
             self._tails.clear()
-            tables.mark_clean()
+            tables.abandon_write()
             raise
         self._write_count += data.shape[0]
         return slots, index
