@@ -105,7 +105,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return self._depth > 0
 
     def abandon_write(self) -> None:
-        """Mark the tables as valid in a transaction that ends with an error, after the effects of it were undone."""
+        """Mark the tables as valid in a transaction that ends with an error and whose effects were undone."""
         self._listeners.notify("on_settled")
         self.mark_clean()
 
@@ -454,7 +454,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         return self._free.take(count)
 
     def give_back(self, slots: np.ndarray) -> None:
-        """Pinned: free those of ``slots`` [n] that no table holds, after the write for which they were taken failed."""
+        """Pinned: free those of ``slots`` [n] that no table holds, after the write that took them failed."""
         self._release(np.unique(slots))
 
     def _release(self, slots: np.ndarray, needed: Iterable[np.ndarray] = ()) -> None:

@@ -138,7 +138,8 @@ class TableState:
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """A tensor with ``values`` on the device of the storage."""
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        return tensor.to(self.device, non_blocking=True) if self._has_copy else tensor
 
     def send(self) -> None:
         """Send the content of all lists to the device."""

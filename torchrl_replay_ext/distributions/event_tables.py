@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import (
-    gather_in_bounds,
-    is_traced,
-    raise_if,
-    refuse_in_graph,
-    rows_where,
-    uniform,
-    values_can_be_read,
-)
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, rows_where, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder
@@ -30,6 +22,7 @@ from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 from torchrl_replay_ext.distributions.rejection import Rejection, Rows
 from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
@@ -111,8 +104,8 @@ class EventTableMixture(Distribution):
         self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
-        # changes of the lists that the tree does not have yet: positions, and the slots that entered there or None
-        self._changes: list[tuple[Tensor, Tensor | None]] = []
+        # without priorities a new entry often has the mass of the one that it replaces
+        self._entries = TableMasses(self._tree, may_be_equal=kind is None)
         # True if stored transitions may lack their masses: then insert() sets masses in all tables
         self._is_incomplete = True
         # size of the last batch outside graphs: the default minimum size of a table for density()
@@ -150,14 +143,8 @@ class EventTableMixture(Distribution):
         self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
     ) -> None:
         """Update the masses of ``slots`` [n] at ``positions`` [n]."""
-        self._write(positions, (positions != self._nowhere) * self._masses(positions, slots, priority), mask)
-
-    def _write(self, positions: Tensor, mass: Tensor, mask: UpdateMask | None = None) -> None:
-        """Set the masses at ``positions`` [n]."""
-        # without priorities a new entry often has the mass of the one that it replaces
-        if self._kind is None and values_can_be_read(mass) and torch.equal(self._tree.get(positions), mass):
-            return
-        self._tree.write(positions, mass, mask=mask)
+        mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
+        self._entries.write(positions, mass, mask)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """All positions of ``slots`` [n], and the slot of each position."""
@@ -170,35 +157,24 @@ class EventTableMixture(Distribution):
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
         self._count_changes(len(slots))
         if self._correction == "priority":
-            self._changes.append((slots, slots))
-            return
-        if self._on_cpu:
-            # in a full list new entries replace the oldest ones
-            self._changes = [change for change in self._changes if not torch.equal(change[0], positions)]
-        self._changes.append((positions, slots))
-        self._weights.move(slots)
+            self._entries.add(slots, slots)
+        else:
+            self._entries.add(positions, slots)
+            self._weights.move(slots)
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
         self._count_changes(len(slots))
         if self._correction == "priority":
-            self._changes.append((distinct, distinct))
-            return
-        self._changes.append((positions, None))
-        self._weights.move(distinct)
+            self._entries.add(distinct, distinct)
+        else:
+            self._entries.add(positions, None)
+            self._weights.move(distinct)
 
     def on_settled(self) -> None:
-        """Called by the tables: the change is complete. One write to the tree takes less time than many."""
+        """Called by the tables: their change is complete."""
         self._is_incomplete = False
-        changes, self._changes = self._changes, []
-        if not changes:
-            return
-        masses = [
-            torch.zeros_like(positions) if slots is None else self._masses(positions, slots, None)
-            for positions, slots in changes
-        ]
-        # of several changes at a position the last one wins
-        self._write(torch.cat([positions for positions, _ in changes]), torch.cat(masses))
+        self._entries.flush(partial(self._masses, priority=None))
 
     def on_relayout(self) -> None:
         """Called by the tables: the positions of all entries may have changed."""
@@ -221,16 +197,13 @@ class EventTableMixture(Distribution):
             self._reliability.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
         self._count_changes(len(slots))
+        # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
+        positions, repeated = slots, slots
         if self._is_incomplete or not self._tables.is_changing:
             positions, repeated = self._everywhere(slots)
-        elif self.slots_in_ring_order:
-            # the writer removes the slots from the other tables next
-            positions, repeated = slots, slots
-        else:
-            # no table has them yet
+        elif not self.slots_in_ring_order:
             return
-        priority = None if self._kind is None else -priority.float().expand(len(repeated))
-        self._set(positions, repeated, priority=priority)
+        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots.cpu().numpy())
@@ -470,7 +443,7 @@ class EventTableMixture(Distribution):
     # --- state
 
     def clear(self) -> None:
-        self._changes.clear()
+        self._entries.clear()
         self._is_incomplete = True
         self._holes.fill_(True)
         self._tree.clear_()

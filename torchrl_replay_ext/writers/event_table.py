@@ -185,8 +185,9 @@ class EventTableWriter(CompilableWriter):
             )
         result = super().write_at(index, data)
         if self._tables.num_slots:
-            is_index = isinstance(result, Tensor) and result.ndim > 1
-            slots = self._flat(result if is_index else torch.as_tensor(result).reshape(-1))
+            slots = torch.as_tensor(result)
+            known = shape_and_device(self._storage) if slots.ndim > 1 else None
+            slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
             self._tables.overwrite(np.unique(slots.cpu().numpy()), in_turn=False)
         return result
 
@@ -360,7 +361,9 @@ class EventTableWriter(CompilableWriter):
         slots = tables.take(data.shape[0], slots_of)
         device = tables.device
         to_write = torch.from_numpy(slots).to(device, non_blocking=True)
-        index = torch.from_numpy(slots).to(data.device or device, non_blocking=True)
+        index = (
+            to_write if data.device in (None, device) else torch.from_numpy(slots).to(data.device, non_blocking=True)
+        )
         data.set("index", expand_as_right(index, data))
         try:
             if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
@@ -389,11 +392,6 @@ class EventTableWriter(CompilableWriter):
         assert known is not None
         self._tables.allocate(int(np.prod(known[0])), known[1])
         self._sized_by = data
-
-    def _flat(self, index: Tensor) -> Tensor:
-        """Row-major slots for an index [n] or [n, ndim]."""
-        known = shape_and_device(self._storage) if index.ndim > 1 else None
-        return index if known is None else row_major(index, known[0])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
