@@ -90,7 +90,7 @@ def set_consecutive(storage: Any, index: Tensor, first: int, data: Any) -> None:
         return
     # a slice takes half the time, but hindsight relabelling and checkpoints of TorchRL need the index
     storage.set(slice(first, first + len(index)), data)
-    storage._last_cursor = index
+    storage._last_cursor = index  # pyright: ignore[reportAttributeAccessIssue]: declared as None
 
 
 def attached_buffers(storage: Any) -> list[Any]:

@@ -38,7 +38,8 @@ class TableMasses:
             positions = [positions for positions, _ in changes]
             values = [torch.zeros_like(p) if slots is None else masses(p, slots) for p, slots in changes]
             # of several changes at a position the last one wins
-            self.write(*(columns[0] if len(changes) == 1 else torch.cat(columns) for columns in (positions, values)))
+            several = len(changes) > 1
+            self.write(torch.cat(positions) if several else positions[0], torch.cat(values) if several else values[0])
 
     def clear(self) -> None:
         """Discard all changes."""

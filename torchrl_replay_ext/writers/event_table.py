@@ -171,7 +171,8 @@ class EventTableWriter(CompilableWriter):
         written = []
         for first in range(0, steps, piece):
             of_part = slice(first * width, (first + piece) * width)
-            written.append(self._write(data[first : first + piece], rows[of_part], occurred[of_part]))
+            part: Any = data[first : first + piece]
+            written.append(self._write(part, rows[of_part], occurred[of_part]))
         index = torch.cat(written)
         if not lanes:
             data.set("index", expand_as_right(index.to(data.device or index.device), data))

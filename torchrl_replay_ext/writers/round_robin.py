@@ -40,11 +40,11 @@ def _counter(name: str) -> Any:
     return property(get, set_)
 
 
-def _copy(value: int | Tensor | None) -> int | Tensor | None:
-    """A number; a copy of a tensor that cannot be read without waiting."""
+def _copy(value: int | Tensor | None) -> int | Tensor:
+    """A number, -1 for None; a copy of a tensor that cannot be read without waiting."""
     if not isinstance(value, Tensor):
-        return value
-    return value.item() if values_can_be_read(value) else value.clone()
+        return -1 if value is None else value
+    return int(value) if values_can_be_read(value) else value.clone()
 
 
 def bind_samplers(storage: Any) -> None:
@@ -147,8 +147,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             known, now = shape_and_device(storage), last_step(storage)
             # a write of the whole ring ends where the one before it has ended
             steps = storage.max_size if known is None else known[0][0]
-            last = -1 if last is None else int(last)
-            if (-1 if now is None else now) == last and int(self._write_count_value - write_count) < steps:
+            if (-1 if now is None else now) == int(last) and int(self._write_count_value - write_count) < steps:
                 self._cursor, self._write_count = int(cursor), int(write_count)
             raise
 
@@ -190,20 +189,19 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         """:meth:`extend` after the checks. On accelerators it does not read the cursor."""
         storage: Any = self._storage
         steps, count = rows_of_ring(storage, data), len(data)
-        first = scalar(self._cursor_value)
-        fits = not isinstance(first, Tensor) and first + count <= steps
-        if isinstance(first, Tensor):
-            index = (first + torch.arange(count, device=first.device)) % steps
-        else:
-            index = torch.arange(first, first + count, device=getattr(data, "device", None) or "cpu")
-            index = index if fits else index % steps
+        first: Any = scalar(self._cursor_value)
+        is_known = values_can_be_read(self._cursor_value)
+        fits = is_known and first + count <= steps
+        device = (getattr(data, "device", None) or "cpu") if is_known else first.device
+        index = first + torch.arange(count, device=device)
+        index = index if fits else index % steps
         if not is_tensorclass(data):
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         # before the data, so that other processes do not write to the same slots
-        if isinstance(first, Tensor):
-            self._cursor_value.add_(count).remainder_(steps)
-        else:
+        if is_known:
             self._cursor_value.fill_((first + count) % steps)
+        else:
+            self._cursor_value.add_(count).remainder_(steps)
         self._write_count_value.add_(count)
         if fits:
             set_consecutive(storage, index, first, data)
