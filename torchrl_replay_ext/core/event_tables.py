@@ -99,11 +99,6 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             if self._depth == 1:
                 self._listeners.notify("on_settled")
 
-    @property
-    def is_changing(self) -> bool:
-        """True within a transaction."""
-        return self._depth > 0
-
     def abandon_write(self) -> None:
         """Mark the tables as valid in a transaction that ends with an error and whose effects were undone."""
         self._listeners.notify("on_settled")

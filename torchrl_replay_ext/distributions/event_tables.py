@@ -15,7 +15,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, rows_where, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.rank_order import RankOrder
+from torchrl_replay_ext.core.rank_order import RankOrder, masses
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
@@ -29,8 +29,6 @@ from torchrl_replay_ext.functional.allocation import Allocation, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 
 Kind = Literal["proportional", "rank", "reaper"]
-# Mass of the first rank. The tree's own unit is too coarse for the last of a million ranks.
-_RANK_UNIT = 2**36
 
 
 class EventTableMixture(Distribution):
@@ -104,7 +102,6 @@ class EventTableMixture(Distribution):
         self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
-        # without priorities a new entry often has the mass of the one that it replaces
         self._entries = TableMasses(self._tree, may_be_equal=kind is None)
         # True if stored transitions may lack their masses: then insert() sets masses in all tables
         self._is_incomplete = True
@@ -136,7 +133,7 @@ class EventTableMixture(Distribution):
         if priority is None:
             priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
-            return self._of_rank(self._order.rank(priority, self._table_of(positions)))
+            return masses(self._order.rank(priority, self._table_of(positions)), self._alpha.value)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
 
     def _set(
@@ -177,7 +174,7 @@ class EventTableMixture(Distribution):
         self._entries.flush(partial(self._masses, priority=None))
 
     def on_relayout(self) -> None:
-        """Called by the tables: the positions of all entries may have changed."""
+        """Called by the tables: all positions may have changed."""
         self._log.mark_dirty()
 
     def sync(self, next_slot: Callable[[], int | None]) -> None:
@@ -198,11 +195,10 @@ class EventTableMixture(Distribution):
         self._weights.insert(slots, rows)
         self._count_changes(len(slots))
         # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
-        positions, repeated = slots, slots
-        if self._is_incomplete or not self._tables.is_changing:
-            positions, repeated = self._everywhere(slots)
-        elif not self.slots_in_ring_order:
+        everywhere = self._is_incomplete or not self._tables.is_changing
+        if not everywhere and not self.slots_in_ring_order:
             return
+        positions, repeated = self._everywhere(slots) if everywhere else (slots, slots)
         self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
 
     def remove(self, slots: Tensor) -> None:
@@ -253,10 +249,6 @@ class EventTableMixture(Distribution):
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
 
-    def _of_rank(self, rank: Tensor) -> Tensor:
-        alpha = self._alpha.value
-        return ((rank + 1).to(torch.float64) ** -alpha * _RANK_UNIT).ceil().to(torch.int64)
-
     def _sort_if_due(self) -> None:
         if self._kind == "rank" and self._order.is_due(self._tables.counts.sum()):
             self.sort()
@@ -284,7 +276,7 @@ class EventTableMixture(Distribution):
         rank = torch.arange(len(order), device=self._device) - begins[table]
         leaves = self._tree.leaves
         leaves.zero_()
-        leaves[positions] = self._of_rank(rank) * (table < count)
+        leaves[positions] = masses(rank, self._alpha.value) * (table < count)
         self._tree.rebuild_()
 
     # --- draws
@@ -359,10 +351,9 @@ class EventTableMixture(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         in_graph = is_traced()
-        reads_values = self._on_cpu and not in_graph
         if not in_graph:
             self._batch_size = batch_size
-        if reads_values and self._plain:
+        if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:
                 slots, table, probability, share = plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -162,19 +161,18 @@ class EventTableWriter(CompilableWriter):
         if self._resets != self._tables.num_resets:
             # another process has reset the tables
             self._forget()
-        steps, *lanes = data.shape
-        width = math.prod(lanes)
-        rows, occurred = self._read(data.reshape(-1) if lanes else data, width)
+        steps, is_flat = data.shape[0], data.ndim == 1
+        width = data.numel() // steps
+        rows, occurred = self._read(data if is_flat else data.reshape(-1), width)
         piece = self._tables.capacity_of(0) if self._pinned else rows_of_ring(storage, data)
         if piece >= steps:
             return self._write(data, rows, occurred)
         written = []
         for first in range(0, steps, piece):
             of_part = slice(first * width, (first + piece) * width)
-            part: Any = data[first : first + piece]
-            written.append(self._write(part, rows[of_part], occurred[of_part]))
+            written.append(self._write(data[first : first + piece], rows[of_part], occurred[of_part]))
         index = torch.cat(written)
-        if not lanes:
+        if is_flat:
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         return index
 
@@ -262,7 +260,7 @@ class EventTableWriter(CompilableWriter):
 
     # --- writing
 
-    def _write(self, data: TensorDictBase, rows: Rows, occurred: np.ndarray) -> Tensor:
+    def _write(self, data: Any, rows: Rows, occurred: np.ndarray) -> Tensor:
         """Write at most as many rows as fit into the default table."""
         tables = self._tables
         with tables.transaction():
@@ -354,11 +352,11 @@ class EventTableWriter(CompilableWriter):
     ) -> tuple[np.ndarray, Tensor]:
         """Like :meth:`_write_ring`, to free slots."""
         tables, storage = self._tables, self._storage
-        slots_of: dict[int, np.ndarray] = {}
-        if timeline is not None:
-            slots_of = {
-                table: timeline.slot[places[-tables.capacity_of(table) :]] for table, (places, _) in entering.items()
-            }
+        slots_of = {
+            table: timeline.slot[places[-tables.capacity_of(table) :]]
+            for table, (places, _) in entering.items()
+            if timeline is not None
+        }
         slots = tables.take(data.shape[0], slots_of)
         device = tables.device
         to_write = torch.from_numpy(slots).to(device, non_blocking=True)
