@@ -140,11 +140,8 @@ class EventTableWriter(CompilableWriter):
 
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n], or [t, e] in a storage of two dimensions, and fill the tables."""
-        refuse_in_graph(
-            lambda: RuntimeError(
-                "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
-            )
-        )
+        message = "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
+        refuse_in_graph(lambda: RuntimeError(message))
         if not is_tensor_collection(data):
             raise TypeError(f"EventTableWriter: the data must be a TensorDict, not {type(data).__name__}.")
         storage: Any = self._storage
