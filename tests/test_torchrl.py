@@ -31,6 +31,7 @@ READ = {
         "_attached_entities",
         "_attached_entities_list",
         "_compilable",
+        "_last_cursor",
         "_last_cursor_index",
         "_last_cursor_index_value",
         "_max_size_along_dim0",
@@ -72,6 +73,7 @@ INHERITED = {
         "_total_shape",
     },
     "TensorDictRoundRobinWriter": {
+        "_bump_generation",
         "_cursor",
         "_cursor_value",
         "_empty",

@@ -15,7 +15,14 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import ImmutableDatasetWriter, RoundRobinWriter, Sampler, Sequence, Storage
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    Sampler,
+    Sequence,
+    Storage,
+    TensorStorage,
+)
 
 
 def length(storage: Storage) -> int:
@@ -74,6 +81,16 @@ def is_compilable(storage: Storage) -> bool:
 def rows_of_ring(storage: Any, data: Any) -> int:
     """The number of steps of the ring; ``data``, a batch of steps, is only used before the first write."""
     return storage._max_size_along_dim0(batched_data=data)
+
+
+def set_consecutive(storage: Any, index: Tensor, first: int, data: Any) -> None:
+    """Write ``data`` [n] to the steps ``index`` [n] of the ring, which are ``first`` and the n - 1 steps after it."""
+    if not isinstance(storage, TensorStorage):
+        storage.set(index, data)
+        return
+    # a slice takes half the time, but hindsight relabelling and checkpoints of TorchRL need the index
+    storage.set(slice(first, first + len(index)), data)
+    storage._last_cursor = index  # pyright: ignore[reportAttributeAccessIssue]: declared as None
 
 
 def attached_buffers(storage: Any) -> list[Any]:

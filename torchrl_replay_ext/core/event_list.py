@@ -61,7 +61,11 @@ class EventList:
 
     def _positions(self, first: int, last: int) -> np.ndarray:
         """The positions of entries ``first`` to ``last - 1``."""
-        return self.begin + np.arange(first, last) % (self.end - self.begin)
+        length = self.end - self.begin
+        first, last = first % length, first % length + last - first
+        if last <= length:
+            return np.arange(self.begin + first, self.begin + last)
+        return self.begin + np.arange(first, last) % length
 
     def _entries(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Positions and slots of entries ``first`` to ``last - 1``, and the indices of those that are not gaps."""
@@ -77,23 +81,25 @@ class EventList:
 
     def evict(self, count: int) -> np.ndarray:
         """Remove the ``count`` oldest entries and return their slots, int64 [count]."""
-        if count <= 0:
-            return _NO_SLOTS
         ends = self._ends
         head, tail, size = ends.tolist()
-        positions, slots, listed = self._entries(tail, head - size + count)
-        listed = listed[:count]
-        positions, slots = positions[listed], slots[listed]
+        if head - tail == size:
+            positions = self._positions(tail, tail + count)
+            slots, passed = self.state.listed_slots.numpy()[positions].astype(np.int64), count
+        else:
+            positions, slots, listed = self._entries(tail, head - size + count)
+            listed = listed[:count]
+            positions, slots, passed = positions[listed], slots[listed], int(listed[-1]) + 1
         self._place[slots] = self.state.nowhere
-        ends[1] = tail + listed[-1] + 1
-        ends[2] -= count
+        ends[1:] = tail + passed, size - count
         self.state.removed(self._row, positions, slots)
         return slots
 
     def make_room(self, count: int) -> np.ndarray:
         """Remove the oldest entries to make room for ``count`` more; returns the slots of the removed entries."""
         capacity = self._capacity
-        return self.evict(len(self) + min(count, capacity) - capacity)
+        surplus = len(self) + min(count, capacity) - capacity
+        return self.evict(surplus) if surplus > 0 else _NO_SLOTS
 
     def insert(self, slots: np.ndarray, numbers: np.ndarray) -> None:
         """Add entries that are not in the list. If there is no room, remove the oldest entries.
@@ -103,9 +109,11 @@ class EventList:
             numbers: transition numbers, int64 [n].
         """
         capacity = self._capacity
-        slots, numbers = slots[-capacity:], numbers[-capacity:]
+        if len(slots) > capacity:
+            slots, numbers = slots[-capacity:], numbers[-capacity:]
         count = len(slots)
-        self.make_room(count)
+        if len(self) + count > capacity:
+            self.make_room(count)
         number, ends = self.number, self._ends
         newest, ordered = self.state.newest.numpy(), self.state.ordered.numpy()
         head, tail, size = ends.tolist()
@@ -115,8 +123,7 @@ class EventList:
             self._compact()
             head = size
         positions = self._place_at(head, slots)
-        ends[0] += count
-        ends[2] += count
+        ends[0], ends[2] = head + count, size + count
         ordered[number] &= self._follow(numbers)
         newest[number] = max(newest[number], numbers.max())
         self.state.inserted(self._row, positions, slots)

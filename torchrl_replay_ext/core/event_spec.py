@@ -134,7 +134,7 @@ class EventSpec:
             )
 
     def occurs(self, data: TensorDictBase) -> Tensor:
-        """True where the event occurs in ``data`` [T], bool [T].
+        """True where the event occurs in ``data`` [T]; T bools, in the shape of the entry or the condition's result.
 
         Raises:
             KeyError: if the entry of the condition is missing.
@@ -165,7 +165,7 @@ class EventSpec:
             result = _OPERATORS[condition.op](result, condition.value)
         elif result.dtype != torch.bool:
             raise TypeError(f"EventSpec({self.name!r}): {what} must be bool, got {result.dtype}.")
-        return result.reshape(-1)
+        return result
 
     def __copy__(self) -> EventSpec:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,19 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         self._first = 0 if self._pinned else 1
         self.num_slots = 0
         self._listeners = Listeners()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Mark the tables as dirty while the block modifies them; then notify the listeners that they are settled."""
+        with super().transaction():
+            yield
+            if self._depth == 1:
+                self._listeners.notify("on_settled")
+
+    def abandon_write(self) -> None:
+        """Mark the tables as valid in a transaction that ends with an error and whose effects were undone."""
+        self._listeners.notify("on_settled")
+        self.mark_clean()
 
     # --- tables by name
 
@@ -374,6 +388,11 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         if not self._pinned and self.size(0) < self.num_slots:
             self._set_default_size(max(self.size(0), int(slots.max()) + 1))
 
+    def ring(self, first: int, count: int) -> np.ndarray:
+        """``count`` slots of the ring, from ``first`` on; int64 [count]."""
+        slots = np.arange(first, first + count)
+        return slots if first + count <= self.num_slots else slots % self.num_slots
+
     def skip_to(self, slot: int) -> bool:
         """Ring: let the next write begin at ``slot``, and remove the entries of skipped slots.
 
@@ -386,7 +405,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         first = self.num_written
         count = (slot - first) % self.num_slots if first else 0
         if count:
-            self.overwrite((first + np.arange(count)) % self.num_slots)
+            self.overwrite(self.ring(first % self.num_slots, count))
             self._written.add_(count)
         return count > 0
 
@@ -398,11 +417,12 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             in_turn: True (default) if these transitions were the oldest ones of the storage.
         """
         places = self._state.places.numpy()
-        positions = places[:, slots].astype(np.int64)
+        positions = places[:, slots]
         held = positions != self.nowhere
         if not held.any():
             return
         with self.transaction():
+            positions = positions.astype(np.int64)
             removed = held.sum(1)
             places[:, slots] = self.nowhere
             ends = self._state.ends.numpy()[:, self._first :]
@@ -421,20 +441,23 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             entering: for each table the slots of the transitions that will enter it, int64; -1 for new transitions.
         """
         assert self._free is not None
-        evicted = [self.list_of(0).make_room(count)]
-        evicted += [self.list_of(number).make_room(len(slots)) for number, slots in entering.items()]
-        self._release(np.concatenate(evicted), entering.values())
+        evicted = self.list_of(0).make_room(count)
+        if entering:
+            others = [self.list_of(number).make_room(len(slots)) for number, slots in entering.items()]
+            evicted = np.unique(np.concatenate([evicted, *others]))
+        self._release(evicted, entering.values())
         return self._free.take(count)
 
     def give_back(self, slots: np.ndarray) -> None:
-        """Pinned: free those of ``slots`` [n] that no table holds, after the write for which they were taken failed."""
-        self._release(slots)
+        """Pinned: free those of ``slots`` [n] that no table holds, after the write that took them failed."""
+        self._release(np.unique(slots))
 
     def _release(self, slots: np.ndarray, needed: Iterable[np.ndarray] = ()) -> None:
-        """Pinned: free each of ``slots`` [n] that no table holds and that is not in ``needed``."""
+        """Pinned: free each of ``slots`` [n], distinct, that no table holds and that is not in ``needed``."""
         if self._free is None or not len(slots):
             return
-        slots = np.unique(slots)
+        # sorted, so that new rows often get consecutive slots, which take less time to write
+        slots = np.sort(slots)
         slots = slots[~self._is_listed(slots)]
         for others in needed:
             slots = slots[~np.isin(slots, others)]

@@ -45,16 +45,16 @@ class FreeList:
 
     def take(self, count: int) -> np.ndarray:
         """Like :meth:`pop` for ``count`` ids, for a queue on the CPU; int64 [count]."""
-        head = self.head.numpy()
-        ids = self.queue.numpy()[(head + np.arange(count)) % self.size].astype(np.int64)
-        head += count
+        first = self.head.item() % self.size
+        ids = self.queue.numpy()[np.arange(first, first + count) % self.size].astype(np.int64)
+        self.head.add_(count)
         return ids
 
     def give_back(self, ids: np.ndarray) -> None:
         """Like :meth:`push` for all ``ids`` [n], for a queue on the CPU."""
-        tail = self.tail.numpy()
-        self.queue.numpy()[(tail + np.arange(len(ids))) % self.size] = ids
-        tail += len(ids)
+        first = self.tail.item() % self.size
+        self.queue.numpy()[np.arange(first, first + len(ids)) % self.size] = ids
+        self.tail.add_(len(ids))
 
     def clear_(self) -> None:
         """Make all ids free."""

@@ -17,6 +17,15 @@ _DROPPED_BITS = 16
 _NONE = torch.iinfo(torch.int64).max
 
 
+# Mass of the first rank. The unit of a sum tree is too coarse for the last of a million ranks.
+_UNIT = 2**36
+
+
+def masses(rank: Tensor, alpha: Tensor) -> Tensor:
+    """Masses proportional to (rank + 1)^−alpha, rounded up; int64 [n]. ``rank``: [n], from 0; ``alpha``: []."""
+    return ((rank + 1).to(torch.float64) ** -alpha * _UNIT).ceil().to(torch.int64)
+
+
 class RankOrder:
     """The priorities of entries at the last sort, ordered by table and in descending order within a table.
 

@@ -24,6 +24,10 @@ class Listener(Protocol):
         """``slots`` [n] were removed from ``positions`` [n]; ``distinct`` [k]: the same slots without duplicates."""
         ...
 
+    def on_settled(self) -> None:
+        """The change that the last notifications belong to is complete."""
+        ...
+
     def on_relayout(self) -> None:
         """The positions of all entries may have changed."""
         ...
@@ -43,7 +47,7 @@ class Listeners:
         if all(other is not listener for other in self):
             self._references.append(weakref.ref(listener))
 
-    def notify(self, event: Literal["on_insert", "on_remove", "on_relayout"], *arguments: Tensor) -> None:
+    def notify(self, event: Literal["on_insert", "on_remove", "on_settled", "on_relayout"], *arguments: Tensor) -> None:
         """Call the method ``event`` of each listener."""
         for listener in self:
             getattr(listener, event)(*arguments)
@@ -134,7 +138,8 @@ class TableState:
 
     def on_device(self, values: np.ndarray) -> Tensor:
         """A tensor with ``values`` on the device of the storage."""
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        return tensor.to(self.device, non_blocking=True) if self._has_copy else tensor
 
     def send(self) -> None:
         """Send the content of all lists to the device."""

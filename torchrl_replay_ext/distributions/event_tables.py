@@ -12,31 +12,23 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import (
-    gather_in_bounds,
-    is_traced,
-    raise_if,
-    refuse_in_graph,
-    rows_where,
-    uniform,
-)
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, rows_where, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.rank_order import RankOrder
+from torchrl_replay_ext.core.rank_order import RankOrder, masses
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 from torchrl_replay_ext.distributions.rejection import Rejection, Rows
 from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
 from torchrl_replay_ext.functional.priorities import FEW
 
 Kind = Literal["proportional", "rank", "reaper"]
-# Mass of the first rank. The tree's own unit is too coarse for the last of a million ranks.
-_RANK_UNIT = 2**36
 
 
 class EventTableMixture(Distribution):
@@ -110,6 +102,9 @@ class EventTableMixture(Distribution):
         self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
+        self._entries = TableMasses(self._tree, may_be_equal=kind is None)
+        # True if stored transitions may lack their masses: then insert() sets masses in all tables
+        self._is_incomplete = True
         # size of the last batch outside graphs: the default minimum size of a table for density()
         self._batch_size = 1
         if layout.known and layout.num_slots == size:
@@ -124,7 +119,7 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
         """Masses of ``slots`` [n] at ``positions`` [n].
 
         ``priority`` [n]: d, negative if never updated; None: that of the slots.
@@ -134,11 +129,11 @@ class EventTableMixture(Distribution):
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
         if self._kind is None:
-            return SumTree.UNIT
+            return torch.full_like(slots, SumTree.UNIT)
         if priority is None:
             priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
-            return self._of_rank(self._order.rank(priority, self._table_of(positions)))
+            return masses(self._order.rank(priority, self._table_of(positions)), self._alpha.value)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
 
     def _set(
@@ -146,7 +141,7 @@ class EventTableMixture(Distribution):
     ) -> None:
         """Update the masses of ``slots`` [n] at ``positions`` [n]."""
         mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
-        self._tree.write(positions, mass, mask=mask)
+        self._entries.write(positions, mass, mask)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """All positions of ``slots`` [n], and the slot of each position."""
@@ -159,22 +154,27 @@ class EventTableMixture(Distribution):
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
         self._count_changes(len(slots))
         if self._correction == "priority":
-            self._set(slots, slots)
-            return
-        self._set(positions, slots)
-        self._weights.move(slots)
+            self._entries.add(slots, slots)
+        else:
+            self._entries.add(positions, slots)
+            self._weights.move(slots)
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
         self._count_changes(len(slots))
         if self._correction == "priority":
-            self._set(distinct, distinct)
-            return
-        self._tree.write(positions, torch.zeros_like(positions))
-        self._weights.move(distinct)
+            self._entries.add(distinct, distinct)
+        else:
+            self._entries.add(positions, None)
+            self._weights.move(distinct)
+
+    def on_settled(self) -> None:
+        """Called by the tables: their change is complete."""
+        self._is_incomplete = False
+        self._entries.flush(partial(self._masses, priority=None))
 
     def on_relayout(self) -> None:
-        """Called by the tables: the positions of all entries may have changed."""
+        """Called by the tables: all positions may have changed."""
         self._log.mark_dirty()
 
     def sync(self, next_slot: Callable[[], int | None]) -> None:
@@ -193,12 +193,18 @@ class EventTableMixture(Distribution):
         if self._reliability is not None:
             self._reliability.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
-        positions, repeated = self._everywhere(slots)
-        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
         self._count_changes(len(slots))
+        # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
+        everywhere = self._is_incomplete or not self._tables.is_changing
+        if not everywhere and not self.slots_in_ring_order:
+            return
+        positions, repeated = self._everywhere(slots) if everywhere else (slots, slots)
+        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots.cpu().numpy())
+        # before the masses of the slots themselves
+        self.on_settled()
         self._holes.fill_(True)
         if self._reliability is not None:
             self._reliability.remove(slots)
@@ -243,10 +249,6 @@ class EventTableMixture(Distribution):
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
 
-    def _of_rank(self, rank: Tensor) -> Tensor:
-        alpha = self._alpha.value
-        return ((rank + 1).to(torch.float64) ** -alpha * _RANK_UNIT).ceil().to(torch.int64)
-
     def _sort_if_due(self) -> None:
         if self._kind == "rank" and self._order.is_due(self._tables.counts.sum()):
             self.sort()
@@ -274,7 +276,7 @@ class EventTableMixture(Distribution):
         rank = torch.arange(len(order), device=self._device) - begins[table]
         leaves = self._tree.leaves
         leaves.zero_()
-        leaves[positions] = self._of_rank(rank) * (table < count)
+        leaves[positions] = masses(rank, self._alpha.value) * (table < count)
         self._tree.rebuild_()
 
     # --- draws
@@ -349,10 +351,9 @@ class EventTableMixture(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         in_graph = is_traced()
-        reads_values = self._on_cpu and not in_graph
         if not in_graph:
             self._batch_size = batch_size
-        if reads_values and self._plain:
+        if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:
                 slots, table, probability, share = plain
@@ -433,6 +434,8 @@ class EventTableMixture(Distribution):
     # --- state
 
     def clear(self) -> None:
+        self._entries.clear()
+        self._is_incomplete = True
         self._holes.fill_(True)
         self._tree.clear_()
         self._order.clear()

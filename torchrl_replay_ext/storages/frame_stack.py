@@ -192,7 +192,7 @@ class FrameStackStorage(CompilableTensorStorage):
         """Distinct slots [n] and their data [n]; if a slot occurs several times, the last row wins."""
         slots = cursor
         if not isinstance(slots, Tensor):
-            slots = torch.arange(self.max_size)[slots] if isinstance(slots, slice) else torch.as_tensor(slots)
+            slots = torch.arange(*slots.indices(self.max_size)) if isinstance(slots, slice) else torch.as_tensor(slots)
         if slots.dtype == torch.bool:
             slots = slots.nonzero().squeeze(1)
         if slots.ndim == 0:

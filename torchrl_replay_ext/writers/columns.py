@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def column_of(data: TensorDictBase, key: NestedKey, *, required: bool) -> Tensor | None:
-    """The entry ``key`` of ``data`` [n], one value per row, [n]; None if it is missing and not ``required``."""
+    """The entry ``key`` of ``data`` [n], one value per row; None if it is missing and not ``required``."""
     column = data.get(key, None)
     if column is None:
         if required:
@@ -23,7 +23,7 @@ def column_of(data: TensorDictBase, key: NestedKey, *, required: bool) -> Tensor
             f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {data.shape[0]} transitions; "
             "one value per transition is needed."
         )
-    return column.detach().reshape(-1)
+    return column.detach()
 
 
 def holds_integers(column: Tensor) -> bool:
@@ -32,9 +32,9 @@ def holds_integers(column: Tensor) -> bool:
 
 
 def on_cpu(columns: dict[str | int, Tensor]) -> dict[str | int, np.ndarray]:
-    """Copy ``columns``, bools or integers [n], to the CPU. A copy from an accelerator waits, so there is only one."""
-    remote = {key: column for key, column in columns.items() if column.device.type != "cpu"}
-    result = {key: column.numpy() for key, column in columns.items() if key not in remote}
+    """Copy ``columns``, n bools or integers each, to the CPU, [n]. A copy from an accelerator waits: make only one."""
+    remote = {key: column.reshape(-1) for key, column in columns.items() if column.device.type != "cpu"}
+    result = {key: column.numpy().reshape(-1) for key, column in columns.items() if key not in remote}
     if remote:
         device = next(iter(remote.values())).device
         packed = torch.stack([column.to(device, torch.int64) for column in remote.values()]).cpu().numpy()

@@ -13,7 +13,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext._torchrl import length, rows_of_ring, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import length, rows_of_ring, set_consecutive, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import refuse_in_graph
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -140,11 +140,8 @@ class EventTableWriter(CompilableWriter):
 
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n], or [t, e] in a storage of two dimensions, and fill the tables."""
-        refuse_in_graph(
-            lambda: RuntimeError(
-                "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
-            )
-        )
+        message = "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
+        refuse_in_graph(lambda: RuntimeError(message))
         if not is_tensor_collection(data):
             raise TypeError(f"EventTableWriter: the data must be a TensorDict, not {type(data).__name__}.")
         storage: Any = self._storage
@@ -161,20 +158,18 @@ class EventTableWriter(CompilableWriter):
         if self._resets != self._tables.num_resets:
             # another process has reset the tables
             self._forget()
-        flat = data.reshape(-1) if data.ndim > 1 else data
-        steps, width = data.shape[0], data.shape[1:].numel()
-        rows, occurred = self._read(flat, width)
+        steps, is_flat = data.shape[0], data.ndim == 1
+        width = data.numel() // steps
+        rows, occurred = self._read(data if is_flat else data.reshape(-1), width)
         piece = self._tables.capacity_of(0) if self._pinned else rows_of_ring(storage, data)
+        if piece >= steps:
+            return self._write(data, rows, occurred)
         written = []
         for first in range(0, steps, piece):
-            part = data if piece >= steps else data[first : first + piece]
             of_part = slice(first * width, (first + piece) * width)
-            with self._tables.transaction():
-                written.append(self._write(part, rows[of_part], occurred[of_part]))
-        if len(written) == 1:
-            return written[0]
+            written.append(self._write(data[first : first + piece], rows[of_part], occurred[of_part]))
         index = torch.cat(written)
-        if data.ndim == 1:
+        if is_flat:
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         return index
 
@@ -186,8 +181,9 @@ class EventTableWriter(CompilableWriter):
             )
         result = super().write_at(index, data)
         if self._tables.num_slots:
-            is_index = isinstance(result, Tensor) and result.ndim > 1
-            slots = self._flat(result if is_index else torch.as_tensor(result).reshape(-1))
+            slots = torch.as_tensor(result)
+            known = shape_and_device(self._storage) if slots.ndim > 1 else None
+            slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
             self._tables.overwrite(np.unique(slots.cpu().numpy()), in_turn=False)
         return result
 
@@ -213,15 +209,15 @@ class EventTableWriter(CompilableWriter):
         if trajectory is not None:
             columns["trajectory"] = trajectory
         columns |= {number: spec.occurs(data).detach() for number, spec in enumerate(specs) if not spec.context}
-        values, unknown = on_cpu(columns), np.full(count, -1)
-        trajectory = values.get("trajectory", unknown).astype(np.int64, copy=False)
-        has_columns = self._storage.ndim > 1
-        rows = Rows(
-            stream=np.arange(count) % width if has_columns else trajectory,
-            trajectory=trajectory if has_columns else unknown,
-            ends=values["ends"],
-            begins=values["begins"] if "begins" in values else np.zeros(count, bool),
-        )
+        values = on_cpu(columns)
+        stream, known = values.get("trajectory"), None
+        if stream is not None:
+            stream = stream.astype(np.int64, copy=False)
+        if self._storage.ndim > 1:
+            stream, known = np.arange(count) % width, stream
+        elif stream is None:
+            stream = np.full(count, -1)
+        rows = Rows(stream, known, values["ends"], values.get("begins"))
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
@@ -245,7 +241,7 @@ class EventTableWriter(CompilableWriter):
                     keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
                     device = next(iter(segment.values(True, True))).device
                     segment = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
-                result = spec.occurs(segment).detach().cpu().numpy()
+                result = spec.occurs(segment).detach().cpu().numpy().reshape(-1)
                 occurred[timeline.row[episode[new]], number] = result[len(result) - new.sum() :]
 
     def _stored(self, timeline: Timeline, places: np.ndarray) -> TensorDictBase | None:
@@ -261,31 +257,40 @@ class EventTableWriter(CompilableWriter):
 
     # --- writing
 
-    def _write(self, data: TensorDictBase, rows: Rows, occurred: np.ndarray) -> Tensor:
+    def _write(self, data: Any, rows: Rows, occurred: np.ndarray) -> Tensor:
         """Write at most as many rows as fit into the default table."""
         tables = self._tables
-        if self._pinned:
-            if not tables.num_slots:
-                tables.allocate(self._storage.max_size, self._device(data))
-            timeline = self._tails.timeline(rows)
-            entering = self._tails.plan(timeline, occurred)
-            slots, index = self._write_pinned(data, timeline, entering)
-            tables.list_of(0).insert(slots, tables.num_written + np.arange(len(slots)))
-        else:
-            # the first write determines the size of the ring
-            slots, index = self._write_ring(data)
-            timeline = self._tails.timeline(rows)
-            entering = self._tails.plan(timeline, occurred)
-        timeline.set_slots(slots)
-        if self._pinned:
-            for table, (places, _) in entering.items():
-                self._insert(table, timeline, places)
-        else:
-            self._fill_ring(slots, timeline, entering)
-        # last: if filling the lists is interrupted, recovery then removes these slots from the tables
-        tables.written(slots)
-        self._tails.update(rows, timeline)
+        with tables.transaction():
+            if self._pinned:
+                if not tables.num_slots:
+                    tables.allocate(self._storage.max_size, self._device(data))
+                timeline, entering = self._plan(rows, occurred)
+                slots, index = self._write_pinned(data, timeline, entering)
+                tables.list_of(0).insert(slots, np.arange(len(slots)) + tables.num_written)
+                if timeline is not None:
+                    timeline.set_slots(slots)
+                    for table, (places, _) in entering.items():
+                        self._insert(table, timeline, places)
+            else:
+                # the first write determines the size of the ring
+                slots, index = self._write_ring(data)
+                timeline, entering = self._plan(rows, occurred)
+                if timeline is None:
+                    tables.overwrite(slots)
+                else:
+                    timeline.set_slots(slots)
+                    self._fill_ring(slots, timeline, entering)
+            # last: if filling the lists is interrupted, recovery then removes these slots from the tables
+            tables.written(slots)
+            self._tails.update(rows, slots, timeline)
         return index
+
+    def _plan(self, rows: Rows, occurred: np.ndarray) -> tuple[Timeline | None, Entering]:
+        """The streams with events, None if there are none, and the transitions that enter each table."""
+        if not occurred.any():
+            return None, {}
+        timeline = self._tails.timeline(rows, occurred)
+        return timeline, self._tails.plan(timeline, occurred)
 
     def _insert(self, table: int, timeline: Timeline, places: np.ndarray) -> None:
         self._tables.list_of(table).insert(timeline.slot[places], timeline.number[places])
@@ -293,9 +298,6 @@ class EventTableWriter(CompilableWriter):
     def _fill_ring(self, slots: np.ndarray, timeline: Timeline, entering: Entering) -> None:
         """Remove overwritten entries and insert new ones. The result is the same as for one write per row."""
         tables = self._tables
-        if not entering:
-            tables.overwrite(slots)
-            return
         alive = timeline.number >= tables.oldest + len(slots)
         dying = tables.holding(slots)
         row_by_row = False
@@ -322,44 +324,54 @@ class EventTableWriter(CompilableWriter):
     def _write_ring(self, data: TensorDictBase) -> tuple[np.ndarray, Tensor]:
         """Write to the storage; returns the slots, int64 [n], and TorchRL's index of them."""
         tables, write_count = self._tables, self._write_count
-        first, width = self._cursor * data.shape[1:].numel(), data.numel()
+        count = data.numel()
+        first = self._cursor * (count // len(data))
         if not tables.num_written and length(self._storage):
             self._allocate()
             tables.adopt(length(self._storage), first - 1)
         if tables.skip_to(first):
             self._tails.clear()
         try:
-            # not the method of CompilableWriter, which moves the cursor to the device of the storage, for graphs
-            index = self._undone_if_refused(super(CompilableWriter, self).extend, data)
+            # not extend(), which moves the cursor to the device of the storage, for graphs
+            index = self._undone_if_refused(self._extend, data)
         except BaseException:
             # if the cursor has moved, the sampler rejected the rows, but they may be in the storage already
             if tables.num_slots and self._write_count != write_count:
-                tables.overwrite((first + np.arange(width)) % tables.num_slots)
+                tables.overwrite(tables.ring(first, count))
                 self._tails.clear()
-            tables.mark_clean()
+            tables.abandon_write()
             raise
         self._allocate()
-        return (first + np.arange(width)) % tables.num_slots, index
+        return tables.ring(first, count), index
 
-    def _write_pinned(self, data: TensorDictBase, timeline: Timeline, entering: Entering) -> tuple[np.ndarray, Tensor]:
+    def _write_pinned(
+        self, data: TensorDictBase, timeline: Timeline | None, entering: Entering
+    ) -> tuple[np.ndarray, Tensor]:
         """Like :meth:`_write_ring`, to free slots."""
         tables, storage = self._tables, self._storage
         slots_of = {
-            table: timeline.slot[places[-tables.capacity_of(table) :]] for table, (places, _) in entering.items()
+            table: timeline.slot[places[-tables.capacity_of(table) :]]
+            for table, (places, _) in entering.items()
+            if timeline is not None
         }
         slots = tables.take(data.shape[0], slots_of)
         device = tables.device
         to_write = torch.from_numpy(slots).to(device, non_blocking=True)
-        index = torch.from_numpy(slots).to(data.device or device, non_blocking=True)
+        index = (
+            to_write if data.device in (None, device) else torch.from_numpy(slots).to(data.device, non_blocking=True)
+        )
         data.set("index", expand_as_right(index, data))
         try:
-            storage.set(to_write, data)  # pyright: ignore[reportArgumentType]: the annotation names single slots only
+            if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
+                set_consecutive(storage, to_write, int(slots[0]), data)
+            else:
+                storage.set(to_write, data)  # pyright: ignore[reportArgumentType]: the annotation names one slot only
             self._mark_update_entities(to_write)
         except BaseException:
             # transitions that were about to enter a table may have left the default one
             tables.give_back(np.concatenate([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
             self._tails.clear()
-            tables.mark_clean()
+            tables.abandon_write()
             raise
         self._write_count += data.shape[0]
         return slots, index
@@ -376,11 +388,6 @@ class EventTableWriter(CompilableWriter):
         assert known is not None
         self._tables.allocate(int(np.prod(known[0])), known[1])
         self._sized_by = data
-
-    def _flat(self, index: Tensor) -> Tensor:
-        """Row-major slots for an index [n] or [n, ndim]."""
-        known = shape_and_device(self._storage) if index.ndim > 1 else None
-        return index if known is None else row_major(index, known[0])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)

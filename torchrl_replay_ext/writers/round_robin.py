@@ -17,10 +17,11 @@ from torchrl_replay_ext._torchrl import (
     last_step,
     last_step_value,
     rows_of_ring,
+    set_consecutive,
     shape_and_device,
     stored_data,
 )
-from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
+from torchrl_replay_ext.compilation import is_traced, mark_static, scalar, values_can_be_read
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
@@ -29,13 +30,21 @@ def _counter(name: str) -> Any:
     """A number that is held in the tensor ``name``."""
 
     def set_(self: Any, value: int | Tensor) -> None:
-        getattr(self, name).copy_(torch.as_tensor(value))
+        own = getattr(self, name)
+        own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
 
     def get(self: Any) -> int | Tensor:
         value = getattr(self, name)
         return value if is_traced() else value.item()
 
     return property(get, set_)
+
+
+def _copy(value: int | Tensor | None) -> int | Tensor:
+    """A number, -1 for None; a copy of a tensor that cannot be read without waiting."""
+    if not isinstance(value, Tensor):
+        return -1 if value is None else value
+    return int(value) if values_can_be_read(value) else value.clone()
 
 
 def bind_samplers(storage: Any) -> None:
@@ -130,10 +139,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
         """Call ``write(data)``; if the storage rejects the data before it writes anything, restore the cursor."""
         storage: Any = self._storage
-        # copies, which are read only after an error
-        last = last_step_value(storage)
-        last = torch.as_tensor(-1 if last is None else last).clone()
-        cursor, write_count = self._cursor_value.clone(), self._write_count_value.clone()
+        # on an accelerator these are tensors, which are read only after an error
+        last, cursor, write_count = map(_copy, (last_step_value(storage), self._cursor_value, self._write_count_value))
         try:
             return write(data)
         except BaseException:
@@ -162,18 +169,15 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         storage: Any = self._storage
         if is_tensor_collection(data) and 0 in data.shape:
             return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64)
-        can_be_traced = isinstance(storage, CompilableTensorStorage) and not self._track_generations
         if is_traced():
-            if not can_be_traced:
+            if not isinstance(storage, CompilableTensorStorage) or self._track_generations:
                 raise TypeError(
                     "CompilableWriter: compiled graphs need a CompilableTensorStorage and track_generations=False."
                 )
             return self._extend(data)
         if is_tensor_collection(data):
             self._check(data, storage.ndim)
-            if can_be_traced and not values_can_be_read(self._cursor_value):
-                return self._undone_if_refused(self._extend, data)
-        index = self._undone_if_refused(super().extend, data)
+        index = self._undone_if_refused(self._extend, data)
         device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
         if device not in (None, self._cursor_value.device):
             self._cursor_value = self._cursor_value.to(device)
@@ -182,19 +186,32 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return index
 
     def _extend(self, data: TensorDictBase) -> Tensor:
-        """:meth:`extend` without reading the cursor, for graphs and accelerators."""
+        """:meth:`extend` after the checks. On accelerators it does not read the cursor."""
         storage: Any = self._storage
-        rows, count = rows_of_ring(storage, data), len(data)
-        index = (self._cursor_value + torch.arange(count, device=self._cursor_value.device)) % rows
+        steps, count = rows_of_ring(storage, data), len(data)
+        first: Any = scalar(self._cursor_value)
+        is_known = values_can_be_read(self._cursor_value)
+        fits = is_known and first + count <= steps
+        device = (getattr(data, "device", None) or "cpu") if is_known else first.device
+        index = first + torch.arange(count, device=device)
+        index = index if fits else index % steps
         if not is_tensorclass(data):
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
-        self._cursor_value.add_(count).remainder_(rows)
+        # before the data, so that other processes do not write to the same slots
+        if is_known:
+            self._cursor_value.fill_((first + count) % steps)
+        else:
+            self._cursor_value.add_(count).remainder_(steps)
         self._write_count_value.add_(count)
-        # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph
-        kept = data[-rows:] if count > rows else data
-        storage.set(index[-rows:], kept)
-        known = shape_and_device(storage)
-        if known is not None and storage.ndim > 1:
+        if fits:
+            set_consecutive(storage, index, first, data)
+        else:
+            # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph
+            storage.set(index[-steps:], data[-steps:] if count > steps else data)
+        if not is_traced():
+            self._bump_generation(index, data)
+        known = shape_and_device(storage) if storage.ndim > 1 else None
+        if known is not None:
             # not _replicate_index of TorchRL, which reads the length of the storage
             lanes = torch.arange(math.prod(known[0][1:]), device=index.device)
             slots = (index.unsqueeze(1) * len(lanes) + lanes).reshape(-1)
