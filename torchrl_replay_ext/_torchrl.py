@@ -137,6 +137,8 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
     view = object.__new__(type(buffer))
     vars(view).update(vars(buffer))
     view._sampler, view._prefetch, view._batch_size = sampler, False, None
+    # the compiled functions of a CompilableReplayBuffer draw from its own sampler
+    view._compiles = False
     return view
 
 

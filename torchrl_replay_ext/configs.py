@@ -371,6 +371,7 @@ class CompilableReplayBufferConfig(TensorDictReplayBufferConfig):
     """Hydra configuration for :class:`~torchrl_replay_ext.CompilableReplayBuffer`."""
 
     _target_: str = "torchrl_replay_ext.CompilableReplayBuffer"
+    compile: bool = False
 
 
 _ENTRIES = {

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
+
+# Checks of the attributes of objects.
+_OF_OBJECTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "TYPE_MATCH", "TENSOR_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -60,19 +63,10 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     """
     if not isinstance(step, FunctionType):
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
-    # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
-    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
-    own.__kwdefaults__ = step.__kwdefaults__
-    options: dict[str, Any] = {
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        "size_asserts": False,
-        "alignment_asserts": False,
-        # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
-        "reorder_for_locality": False,
-    }
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if cudagraphs:
         options["triton.cudagraphs"] = True
-    compiled: Callable[Arguments, Result] = torch.compile(own, fullgraph=True, options=options)
+    compiled = _compile(step, options)
     is_compiled = False
 
     @wraps(step)
@@ -86,6 +80,33 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         return result
 
     return call
+
+
+def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """:func:`compile_step` for a step without gradients, which is compiled again if the objects that it uses change.
+
+    torch checks at each call the attributes of objects and the shapes of tensors, but not the code of classes and
+    modules, which does not change.
+    """
+
+    def of_objects(guards: Sequence[Any]) -> list[bool]:
+        return [guard.guard_type in _OF_OBJECTS and not guard.name.startswith(("dict(type(", "G[")) for guard in guards]
+
+    return _compile(cast(FunctionType, step), {"guard_filter_fn": of_objects})
+
+
+def _compile(step: FunctionType, options: dict[str, Any]) -> Callable[..., Any]:
+    """A graph of ``step``, which keeps the order of reads and writes; ``options``: further options of inductor."""
+    # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
+    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
+    own.__kwdefaults__ = step.__kwdefaults__
+    options |= {
+        "size_asserts": False,
+        "alignment_asserts": False,
+        # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
+        "reorder_for_locality": False,
+    }
+    return torch.compile(own, fullgraph=True, options=options)
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:

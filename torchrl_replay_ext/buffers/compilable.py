@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
@@ -15,8 +15,10 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, Storage
 from torchrl.envs import Compose
 
 from torchrl_replay_ext._torchrl import stored_data
+from torchrl_replay_ext.arguments import require_bool
 from torchrl_replay_ext.compilation import is_traced, refuse_in_graph
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
+from torchrl_replay_ext.steps import compile_checked
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
@@ -56,13 +58,20 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
       row. ``update_tensordict_priority`` uses the stamps to drop rows whose slot was overwritten after the draw.
     * ``sample_unit=Sequence(...)`` works outside graphs only.
 
+    With ``compile=True``, ``sample`` and ``update_tensordict_priority`` run as graphs although the loop that calls them
+    is eager. Each batch size is compiled at its first call. What is said above about graphs then applies to them, but
+    locks are taken, and changed settings, such as an exponent, lead to another compilation. ``extend`` stays eager.
+
     Args:
+        compile: run ``sample`` and ``update_tensordict_priority`` as graphs. Default: False.
         **arguments: keyword arguments of :class:`~torchrl.data.TensorDictReplayBuffer`, with its defaults except for
             two: ``storage`` is required and must be a :class:`CompilableTensorStorage`; the default of ``writer`` is
             :class:`~torchrl_replay_ext.writers.round_robin.CompilableWriter`.
 
     Raises:
         TypeError: if the storage is of another class.
+        ValueError: if ``compile`` is combined with ``prefetch``, ``generator`` or ``sample_unit``, which graphs ignore
+            or cannot contain.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -86,7 +95,15 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     _storage: CompilableTensorStorage
     _transform: Compose | None
 
-    def __init__(self, **arguments: Any):
+    def __init__(self, *, compile: bool = False, **arguments: Any):
+        require_bool("CompilableReplayBuffer", "compile", compile)
+        for name in ("prefetch", "generator", "sample_unit"):
+            if compile and arguments.get(name):
+                raise ValueError(
+                    f"CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use "
+                    "compile=False."
+                )
+        self._compiles, self._graphs = compile, {}
         if arguments.get("writer") is None:
             arguments["writer"] = CompilableWriter
         super().__init__(**arguments)
@@ -106,9 +123,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
+        size = self._batch_size if batch_size is None else batch_size
         if not is_traced():
-            return super().sample(batch_size, return_info, include_info)
-        batch_size = self._batch_size if batch_size is None else batch_size
+            if not self._compiles or size is None or not len(self):
+                return super().sample(batch_size, return_info, include_info)
+            return self._in_graph(("sample", size, return_info), lambda: self.sample(size, return_info))
+        batch_size = size
         if batch_size is None:
             raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
         if isinstance(self._sample_unit, Sequence):
@@ -127,6 +147,15 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         index, info = self._sampler.sample(storage, batch_size)
         info["index"] = index
         return self._collate_fn(storage.take(index)), info
+
+    def _in_graph(self, key: tuple, step: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Call ``step(*inputs)`` as a graph. ``key`` identifies the graph; it includes all shapes."""
+        with self._locks(), torch.no_grad():
+            if ready := getattr(self._sampler, "ready", None):
+                ready(self._storage)
+            if key not in self._graphs:
+                self._graphs[key] = compile_checked(step)
+            return self._graphs[key](*inputs)
 
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
@@ -191,8 +220,18 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         index, priority = data["index"], self._get_priority_vector(data)
         if anchored:
             index, stamp, priority = _largest_of_anchors(data["anchor_index"], stamp, priority, data["validity_mask"])
+        if self._compiles and not is_traced():
+
+            def update(index: Tensor, priority: Tensor, stamp: Tensor) -> None:
+                sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
+
+            self._in_graph(("update", len(stamp)), update, index, priority.detach(), stamp)
+            return
         with self._locks():
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_graphs": {}}
 
 
 def _largest_of_anchors(

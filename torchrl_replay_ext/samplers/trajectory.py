@@ -223,6 +223,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         """Called by the writer after it has written slots."""
         self._sampler.mark_update(index, storage=storage)
 
+    def ready(self, storage: Storage) -> None:
+        """Synchronize the state with the storage; called before a compiled draw."""
+        self._sampler.ready(storage)
+
     # --- drawing
 
     @torch.no_grad()

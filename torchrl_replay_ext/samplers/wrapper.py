@@ -47,6 +47,12 @@ class SamplerWrapper(ShowsArguments, Sampler):
     # True if writes have the same effect in a graph as outside
     writes_in_graphs = delegated("critic_sampler", "writes_in_graphs", True)
 
+    def ready(self, storage: Storage) -> None:
+        """Synchronize the state of all samplers with the storage; called before a compiled draw."""
+        for sampler in self._samplers():
+            if ready := getattr(sampler, "ready", None):
+                ready(storage)
+
     @abstractmethod
     def _samplers(self) -> list[Sampler]:
         """The samplers that are notified of writes."""
