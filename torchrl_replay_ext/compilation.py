@@ -141,13 +141,13 @@ def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor) -> Tensor:
 
 
 def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor:
-    """``source[index]`` for an index [n] within bounds.
+    """``source[index]`` for an index within bounds, of any shape.
 
     Compiled code checks the bounds at each access, which takes longer than the access. Clamping is faster.
     """
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
-    return source.index_select(0, index)
+    return source.index_select(0, index) if index.ndim == 1 else source[index]
 
 
 def scatter_in_bounds(destination: Tensor, index: Tensor, values: Tensor, *, accumulate: bool = False) -> None:
@@ -162,6 +162,15 @@ def scatter_in_bounds(destination: Tensor, index: Tensor, values: Tensor, *, acc
         destination.index_add_(0, index, values)
     else:
         destination.index_copy_(0, index, values)
+
+
+def add_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
+    """``destination[index] += values`` in place, for an index [n] within bounds; duplicates add up."""
+    if torch.compiler.is_compiling():
+        # not decomposed: the compiler's own accumulation is slower and, on CUDA, sorts the index
+        torch.ops.torchrl_replay_ext.index_add_(destination, index, values)
+    else:
+        destination.index_add_(0, index, values)
 
 
 def mark_static(*parts: Any) -> None:
@@ -205,6 +214,16 @@ class EagerFallback:
             return [result.clone() for result in results]
 
         return torch.cond(condition, computed, kept, ())
+
+
+_library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
+_library.define("index_add_(Tensor(a!) destination, Tensor index, Tensor values) -> ()")
+
+
+# without the layers of torch.library.custom_op, which take several times as long as the addition
+@torch.library.impl(_library, "index_add_", "CompositeExplicitAutograd")
+def _index_add(destination: Tensor, index: Tensor, values: Tensor) -> None:
+    destination.index_add_(0, index, values)
 
 
 _numbers = itertools.count()

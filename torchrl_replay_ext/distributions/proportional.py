@@ -43,7 +43,7 @@ class PowerTree:
 
     def insert(self, slots: Tensor, priority: Tensor) -> None:
         """Set the masses of new transitions in ``slots`` [n] from their ``priority`` [1]."""
-        self.tree.write(slots, self.mass(priority).expand(slots.shape[0]))
+        self.tree.write(slots, self.mass(priority).expand(slots.shape[0]), distinct=True)
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
