@@ -92,16 +92,15 @@ def _child(entry: Callable[[int], Tensor], children: int, rest: Tensor) -> tuple
     One addition per child replaces the cumulative sum, so that the compiler generates a single loop over the targets.
     """
     running = entry(0)
-    # int16, because the compiler does not vectorize loops with it: vectorized gathers of int64 are long and slow
-    number = torch.zeros_like(rest, dtype=torch.int16)
+    number = torch.zeros_like(rest)
     ahead = torch.zeros_like(rest)
     for k in range(1, children):
-        passed = running <= rest
+        passed = (running <= rest).to(torch.int64)
         number = number + passed
         ahead = torch.maximum(ahead, running * passed)
         if k < children - 1:
             running = running + entry(k)
-    return number.to(torch.int64), rest - ahead
+    return number, rest - ahead
 
 
 def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
