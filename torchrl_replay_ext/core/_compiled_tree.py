@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import add_in_bounds, gather_in_bounds, scatter_in_bounds, where_int64
+from torchrl_replay_ext.compilation import add_in_bounds, gather_in_bounds, scatter_in_bounds, stored, where_int64
 from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
 from torchrl_replay_ext.functional.priorities import last_occurrence
 
@@ -55,13 +55,13 @@ def write(
 
 def _add(tree: ReductionTree, place: Tensor, block: Tensor, change: Tensor) -> None:
     """Add ``change`` [n] to all ancestors of leaves."""
-    entry = tree.paths[0] + _ancestors(tree, place, block)
+    entry = tree.paths[:, 0] + _ancestors(tree, place, block)
     add_in_bounds(tree.flat, entry.reshape(-1), change.unsqueeze(1).expand_as(entry).reshape(-1))
 
 
 def _ancestors(tree: ReductionTree, place: Tensor, block: Tensor) -> Tensor:
     """The ancestors of leaves, as numbers within each level of ``flat``; int64 [n, levels]."""
-    _, shifts, in_blocks, _ = tree.paths
+    _, shifts, in_blocks, _ = tree.paths.unbind(1)
     leaf, shift = place.unsqueeze(1), tree.leaves.shift
     if tree.leaves.page_table is not None:
         leaf = leaf + in_blocks * ((block - (place >> shift)) << shift).unsqueeze(1)
@@ -77,6 +77,7 @@ def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
 def _refresh(tree: ReductionTree, place: Tensor, block: Tensor) -> None:
     layout = tree.layout()
     source = tree.leaves.flat
+    place, block = stored(place), stored(block)
     for number, (begin, _, children) in enumerate(layout[:-1]):
         first = begin + (place & -children)
         entries = gather_in_bounds(source, first.unsqueeze(1) + torch.arange(children, device=place.device))
@@ -133,18 +134,19 @@ def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
 def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
     """Sum of the masses of all leaves before each leaf of ``index`` [n]."""
     layout, leaves = sums.layout(), sums.leaves
-    block, place = leaves.address(index)
+    block, place = leaves.address(stored(index))
     children, first = layout[0][2], place & -layout[0][2]
     result = torch.zeros_like(index)
     for k in range(children - 1):
         result = result + gather_in_bounds(leaves.flat, first + k) * (first + k < place)
     nodes = _ancestors(sums, place, block)
     if len(layout) > 2:
-        begins, _, _, masks = sums.paths[:, :-1].unsqueeze(2)
-        node = nodes[:, :-1].unsqueeze(2)
-        sibling = torch.arange(max(children for *_, children in layout[1:-1]) - 1, device=index.device)
+        # the leaves are the last dimension, along which the compiler then vectorizes
+        begins, _, _, masks = sums.paths[:-1].view(-1, 4, 1, 1).unbind(1)
+        node = nodes[:, :-1].T.unsqueeze(1)
+        sibling = torch.arange(max(children for *_, children in layout[1:-1]) - 1, device=index.device).unsqueeze(1)
         entry = begins + (node & ~masks) + sibling
-        result = result + (gather_in_bounds(sums.flat, entry) * (sibling < (node & masks))).sum((1, 2))
+        result = result + (gather_in_bounds(sums.flat, entry) * (sibling < (node & masks))).sum((0, 1))
     begin, length, _ = layout[-1]
-    entry = torch.arange(length - 1, device=index.device)
-    return result + (gather_in_bounds(sums.flat, begin + entry) * (entry < nodes[:, -1:])).sum(1)
+    entry = torch.arange(length - 1, device=index.device).unsqueeze(1)
+    return result + (gather_in_bounds(sums.flat, begin + entry) * (entry < nodes[:, -1])).sum(0)

@@ -117,7 +117,9 @@ class ReductionTree:
         shifts = [*itertools.accumulate(children.bit_length() - 1 for *_, children in self._layout[:-1])]
         in_blocks = [int(number >= row_levels[0]) for number in range(1, len(sizes))]
         masks = [children - 1 for *_, children in self._layout[1:]]
-        self.paths = torch.tensor([begins[1:-1], shifts, in_blocks, masks], device=self.flat.device)
+        # one row per level, because the compiler vectorizes along contiguous dimensions
+        paths = [*zip(begins[1:-1], shifts, in_blocks, masks, strict=True)]
+        self.paths = torch.tensor(paths, dtype=torch.int64, device=self.flat.device)
         self._make_views()
 
     def _plan(self) -> tuple[list[tuple[int, int]], list[int]]:
