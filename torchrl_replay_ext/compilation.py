@@ -160,7 +160,7 @@ def gather_in_bounds(source: Tensor, index: np.ndarray) -> np.ndarray: ...
 @overload
 def gather_in_bounds(source: Tensor, index: Array) -> Array: ...
 def gather_in_bounds(source: Tensor, index: Array) -> Array:
-    """``source[index]`` for an index [n] within bounds; a NumPy array if the index is one.
+    """``source[index]`` for an index within bounds, of any shape; a NumPy array if the index is one.
 
     Compiled code checks the bounds at each access, which takes longer than the access. Clamping is faster.
     """
@@ -168,7 +168,7 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
         return source.numpy().take(index, 0)
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
-    return source.index_select(0, index)
+    return source.index_select(0, index) if index.ndim == 1 else source[index]
 
 
 def scatter_in_bounds(
@@ -197,6 +197,20 @@ def scatter_in_bounds(
         destination.index_add_(0, index, values)
     else:
         destination.index_copy_(0, index, values)
+
+
+def add_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
+    """``destination[index] += values`` in place, for an index [n] within bounds; duplicates add up."""
+    if torch.compiler.is_compiling():
+        # not decomposed: the compiler's own accumulation is slower and, on CUDA, sorts the index
+        torch.ops.torchrl_replay_ext.index_add_(destination, index, values)
+    else:
+        destination.index_add_(0, index, values)
+
+
+def stored(values: Tensor) -> Tensor:
+    """``values`` [n]. A graph stores them instead of computing them again in each operation that reads them."""
+    return values.as_strided((len(values), 1), (1, 1)).squeeze(1) if torch.compiler.is_compiling() else values
 
 
 def mark_static(*parts: Any) -> None:
@@ -240,6 +254,16 @@ class EagerFallback:
             return [result.clone() for result in results]
 
         return torch.cond(condition, computed, kept, ())
+
+
+_library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
+_library.define("index_add_(Tensor(a!) destination, Tensor index, Tensor values) -> ()")
+
+
+# without the layers of torch.library.custom_op, which take several times as long as the addition
+@torch.library.impl(_library, "index_add_", "CompositeExplicitAutograd")
+def _index_add(destination: Tensor, index: Tensor, values: Tensor) -> None:
+    destination.index_add_(0, index, values)
 
 
 _numbers = itertools.count()

@@ -12,15 +12,60 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
-from torchrl_replay_ext.core.reduction_tree import ReductionTree
-
-_PAIRWISE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+from torchrl_replay_ext.compilation import add_in_bounds, gather_in_bounds, scatter_in_bounds, stored, where_int64
+from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
+from torchrl_replay_ext.functional.priorities import last_occurrence
 
 
 def root(tree: ReductionTree) -> Tensor:
     """The last level of the tree, int64 with at most 16 entries."""
     return tree.flat[tree.layout()[-1][0] :]
+
+
+def write(
+    leaves: LeafRows,
+    trees: list[ReductionTree],
+    place: Tensor,
+    block: Tensor,
+    values: Tensor,
+    mask: UpdateMask | None,
+    distinct: bool,
+) -> None:
+    """Write ``values`` [n] to the leaves at the stored positions ``place`` [n], and update their ancestors.
+
+    See :meth:`SumTree.write`. ``block``: the blocks of the leaves, int64 [n].
+    """
+    before = gather_in_bounds(leaves.flat, place)
+    if mask is not None:
+        values = where_int64(mask.valid, values, before)
+        change = (values - before) * mask.is_last
+    elif distinct:
+        change = values - before
+    else:
+        last = last_occurrence(place)
+        values = gather_in_bounds(values, last)
+        change = (values - before) * (last == torch.arange(last.shape[0], device=last.device))
+    scatter_in_bounds(leaves.flat, place, values)
+    for tree in trees:
+        if tree.kind == "sum":
+            _add(tree, place, block, change)
+        else:
+            _refresh(tree, place, block)
+
+
+def _add(tree: ReductionTree, place: Tensor, block: Tensor, change: Tensor) -> None:
+    """Add ``change`` [n] to all ancestors of leaves."""
+    entry = tree.paths[:, 0] + _ancestors(tree, place, block)
+    add_in_bounds(tree.flat, entry.reshape(-1), change.unsqueeze(1).expand_as(entry).reshape(-1))
+
+
+def _ancestors(tree: ReductionTree, place: Tensor, block: Tensor) -> Tensor:
+    """The ancestors of leaves, as numbers within each level of ``flat``; int64 [n, levels]."""
+    _, shifts, in_blocks, _ = tree.paths.unbind(1)
+    leaf, shift = place.unsqueeze(1), tree.leaves.shift
+    if tree.leaves.page_table is not None:
+        leaf = leaf + in_blocks * ((block - (place >> shift)) << shift).unsqueeze(1)
+    return leaf >> shifts
 
 
 def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
@@ -30,17 +75,13 @@ def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
 
 
 def _refresh(tree: ReductionTree, place: Tensor, block: Tensor) -> None:
-    pair = _PAIRWISE[tree.kind]
     layout = tree.layout()
     source = tree.leaves.flat
+    place, block = stored(place), stored(block)
     for number, (begin, _, children) in enumerate(layout[:-1]):
         first = begin + (place & -children)
-        entries = [gather_in_bounds(source, first + k) for k in range(children)]
-        if number == 0:
-            entries = [tree.of_leaves(entry) for entry in entries]
-        value = entries[0]
-        for entry in entries[1:]:
-            value = pair(value, entry)
+        entries = gather_in_bounds(source, first.unsqueeze(1) + torch.arange(children, device=place.device))
+        value = tree.reduced(tree.of_leaves(entries) if number == 0 else entries)
         place = block if number == tree.row_levels[0] - 1 else place >> (children.bit_length() - 1)
         source = tree.flat
         scatter_in_bounds(source, layout[number + 1][0] + place, value)
@@ -93,15 +134,19 @@ def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
 def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
     """Sum of the masses of all leaves before each leaf of ``index`` [n]."""
     layout, leaves = sums.layout(), sums.leaves
-    block, place = leaves.address(index)
+    block, place = leaves.address(stored(index))
+    children, first = layout[0][2], place & -layout[0][2]
     result = torch.zeros_like(index)
-    for number, (begin, _, children) in enumerate(layout[:-1]):
-        level = sums.flat if number else leaves.flat
-        first = place & -children
-        for k in range(children - 1):
-            result = result + gather_in_bounds(level, begin + first + k) * (first + k < place)
-        place = block if number == sums.row_levels[0] - 1 else place >> (children.bit_length() - 1)
+    for k in range(children - 1):
+        result = result + gather_in_bounds(leaves.flat, first + k) * (first + k < place)
+    nodes = _ancestors(sums, place, block)
+    if len(layout) > 2:
+        # the leaves are the last dimension, along which the compiler then vectorizes
+        begins, _, _, masks = sums.paths[:-1].view(-1, 4, 1, 1).unbind(1)
+        node = nodes[:, :-1].T.unsqueeze(1)
+        sibling = torch.arange(max(children for *_, children in layout[1:-1]) - 1, device=index.device).unsqueeze(1)
+        entry = begins + (node & ~masks) + sibling
+        result = result + (gather_in_bounds(sums.flat, entry) * (sibling < (node & masks))).sum((0, 1))
     begin, length, _ = layout[-1]
-    for k in range(length - 1):
-        result = result + sums.flat[begin + k] * (k < place)
-    return result
+    entry = torch.arange(length - 1, device=index.device).unsqueeze(1)
+    return result + (gather_in_bounds(sums.flat, begin + entry) * (entry < nodes[:, -1])).sum(0)

@@ -18,7 +18,7 @@ def refresh(trees: list[ReductionTree], place: Array, block: Array) -> None:
     """Recompute the ancestors of some leaves.
 
     Args:
-        trees: trees with the same leaves and the same layout.
+        trees: trees with the same leaves, and with the same layout unless they are prepared.
         place: positions of the leaves among the stored leaves, int64 [n].
         block: blocks of the leaves, int64 [n].
     """
@@ -29,6 +29,10 @@ def refresh(trees: list[ReductionTree], place: Array, block: Array) -> None:
     group = block if is_block else place >> (groups.shape[1].bit_length() - 1)
     contents = gather_in_bounds(groups, group)
     for tree in trees:
+        if tree.groups[0].shape != groups.shape:
+            groups = tree.groups[0]
+            group = place >> (groups.shape[1].bit_length() - 1)
+            contents = gather_in_bounds(groups, group)
         _refresh(tree, group, tree.of_leaves(contents), block)
 
 

@@ -173,7 +173,7 @@ class EpisodeIndex:
         self._finished.index_fill_(0, begins, False)
         self._open.index_fill_(0, begins, True)
         self._start.index_copy_(0, begins, position.to(self._start.dtype))
-        self._tree.write(position, mass.expand(count))
+        self._tree.write(position, mass.expand(count), distinct=True)
         self._totals.leaves.index_add_(0, record, mass.expand(count))
         self._lane_total.index_add_(0, lane, mass.expand(count))
         self._count.index_add_(0, record, torch.ones_like(record, dtype=self._count.dtype))

@@ -14,8 +14,11 @@ from torchrl_replay_ext.functional.priorities import write_last
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Trees for compiled graphs: number of entries that are reduced to one, and largest number of entries of the last level.
-_COMPILED_FANOUT = 4
-_ROOT = 16
+# A draw reads the children of a node one by one, and a sum changes by an addition: few children are best for sums.
+# Minima and maxima are recomputed: few levels and a whole cache line per node are best for them.
+_COMPILED = {"sum": (4, 16), "min": (8, 256), "max": (8, 256)}
+# The same number for the levels above the top of an eager tree.
+_ABOVE_TOP = 4
 
 
 class UpdateMask(NamedTuple):
@@ -111,6 +114,14 @@ class ReductionTree:
         self.flat = torch.zeros(begins[-1], dtype=torch.int64, device=self.leaves.flat.device)
         if self.kind == "min":
             self.flat.fill_(_INT64_MAX)
+        # for each level of ``flat``: its first position, the bits by which the number of a leaf is shifted to find its
+        # ancestor, 1 if leaves are counted by block there, 0 if by stored position, and its reduction factor minus 1
+        shifts = [*itertools.accumulate(children.bit_length() - 1 for *_, children in self._layout[:-1])]
+        in_blocks = [int(number >= row_levels[0]) for number in range(1, len(sizes))]
+        masks = [children - 1 for *_, children in self._layout[1:]]
+        # one row per level, because the compiler vectorizes along contiguous dimensions
+        paths = [*zip(begins[1:-1], shifts, in_blocks, masks, strict=True)]
+        self.paths = torch.tensor(paths, dtype=torch.int64, device=self.flat.device)
         self._make_views()
 
     def _plan(self) -> tuple[list[tuple[int, int]], list[int]]:
@@ -120,7 +131,9 @@ class ReductionTree:
             For the leaves and each level, its length and the number of entries that are reduced to one of the next
             level; and the indices of the levels with one entry per row.
         """
-        fanout, group = self.leaves.fanout, _COMPILED_FANOUT if self.prepared else self.leaves.fanout
+        fanout = self.leaves.fanout
+        group, root = _COMPILED[self.kind] if self.prepared else (fanout, 0)
+        above = group if self.prepared else _ABOVE_TOP
         rows, nodes = self.leaves.stored, self.leaves.blocks
         sizes, row_levels = [(rows * fanout, min(fanout, group))], []
         while True:
@@ -134,9 +147,9 @@ class ReductionTree:
             rows = nodes = -(-nodes // fanout)
             sizes.append((rows * fanout, min(fanout, group)))
         while True:
-            nodes = -(-nodes // _COMPILED_FANOUT)
-            sizes.append((nodes * _COMPILED_FANOUT, _COMPILED_FANOUT))
-            if not self.prepared or sizes[-1][0] <= _ROOT:
+            nodes = -(-nodes // above)
+            sizes.append((nodes * above, above))
+            if not self.prepared or sizes[-1][0] <= root:
                 return sizes, row_levels
 
     def _make_views(self) -> None:

@@ -96,7 +96,7 @@ class SliceIndex:
         scatter_in_bounds(self._next, previous, followed.to(self._next.dtype))
 
         if self._padded:
-            self.starts.write(slots, torch.ones_like(slots))
+            self.starts.write(slots, torch.ones_like(slots), distinct=True)
         else:
             back = self.length - 1
             start = where_int64(

@@ -179,7 +179,15 @@ class SumTree:
             raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
-    def write(self, index: Array, mass: Array | int, *, lazy: bool = False, mask: UpdateMask | None = None) -> None:
+    def write(
+        self,
+        index: Array,
+        mass: Array | int,
+        *,
+        lazy: bool = False,
+        mask: UpdateMask | None = None,
+        distinct: bool = False,
+    ) -> None:
         """Set int64 masses without checking arguments.
 
         Args:
@@ -188,7 +196,13 @@ class SumTree:
             lazy: allow the tree to update the minima later. This makes frequent small writes faster in eager code.
                 Default: False.
             mask: selects the rows to apply. Default: None, all rows.
+            distinct: True if no two rows change the same leaf. This saves graphs a comparison of all pairs of rows.
+                Default: False.
         """
+        if is_traced():
+            block, place = self._leaves.address(index)
+            _compiled_tree.write(self._leaves, self._trees, place, block, mass, mask, distinct)
+            return
         if mask is None:
             index, mass = as_array(index), mass if isinstance(mass, int) else as_array(mass)
         smallest = self._smallest

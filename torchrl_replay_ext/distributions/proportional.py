@@ -54,7 +54,7 @@ class PowerTree:
 
     def insert(self, slots: Tensor, priority: Tensor) -> None:
         """Set the masses of new transitions in ``slots`` [n] from their ``priority`` [1]."""
-        self.tree.write(slots, self.mass(scalar(priority)))
+        self.tree.write(slots, self.mass(scalar(priority)), distinct=True)
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""

@@ -30,7 +30,7 @@ class Recency(Distribution):
         # a ListStorage has no cursor, so every write to a full one looks like a rewrite
         if not rows.is_rewrite() or self._log.next_step() is None:
             self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
-        self._tree.write(slots, torch.ones_like(slots))
+        self._tree.write(slots, torch.ones_like(slots), distinct=True)
 
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, torch.zeros_like(slots))
