@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# On the CPU, operations on a few numbers take several times longer in torch than in NumPy.
-Array = Tensor | np.ndarray
+# A tensor or a NumPy array, used through what both have in common. On the CPU, operations on a few numbers take several
+# times longer in torch than in NumPy.
+Array: TypeAlias = Any
 
 _EXACT_BITS = 53
 # Modules with classes that hold state tensors, for mark_static.
@@ -156,8 +157,6 @@ def where_int64(condition: Any, yes: Any, no: Any) -> Any:
 @overload
 def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor: ...
 @overload
-def gather_in_bounds(source: Tensor, index: np.ndarray) -> np.ndarray: ...
-@overload
 def gather_in_bounds(source: Tensor, index: Array) -> Array: ...
 def gather_in_bounds(source: Tensor, index: Array) -> Array:
     """``source[index]`` for an index within bounds, of any shape; a NumPy array if the index is one.
@@ -171,9 +170,7 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
     return source.index_select(0, index) if index.ndim == 1 else source[index]
 
 
-def scatter_in_bounds(
-    destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False
-) -> None:
+def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False) -> None:
     """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
 
     See :func:`gather_in_bounds`. The values are [n], [1] or one number, in any dtype. With a NumPy array as index, the

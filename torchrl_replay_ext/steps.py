@@ -16,7 +16,15 @@ from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
 
 # Checks of the attributes of objects.
-_OF_OBJECTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "TYPE_MATCH", "TENSOR_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
+_OF_OBJECTS = (
+    "CONSTANT_MATCH",
+    "EQUALS_MATCH",
+    "ID_MATCH",
+    "TYPE_MATCH",
+    "TENSOR_MATCH",
+    "SEQUENCE_LENGTH",
+    "DICT_KEYS_MATCH",
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""The tree algorithms for compiled graphs, which process 4 entries at a time, on one flat tensor per tree.
+"""The tree algorithms for compiled graphs, which process 4 or 8 entries at a time, on one flat tensor per tree.
 
 The functions are the same as in ``_eager_tree``; they require a prepared tree. Loops over levels and children are
 unrolled. Writes are in place. A tensor that a graph writes to is never read through a view, because the compiler would
@@ -18,7 +18,7 @@ from torchrl_replay_ext.functional.priorities import last_occurrence
 
 
 def root(tree: ReductionTree) -> Tensor:
-    """The last level of the tree, int64 with at most 16 entries."""
+    """The last level of the tree, int64 with at most 16 entries for sums, and 256 for minima and maxima."""
     return tree.flat[tree.layout()[-1][0] :]
 
 

@@ -135,8 +135,8 @@ class EpisodeIndex:
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        ``mass``, int64 [] or a number, is the mass of each new transition. ``finished``, bool [n]: where ``ended`` is True,
-        whether reliability treats the episode as finished. For the other arguments see
+        ``mass``, int64 [] or a number, is the mass of each new transition. ``finished``, bool [n]: where ``ended`` is
+        True, whether reliability treats the episode as finished. For the other arguments see
         :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
 
         Raises:
@@ -199,7 +199,7 @@ class EpisodeIndex:
         initial: Tensor | None,
     ) -> None:
         """:meth:`write` with a single lane, where values can be read: by episodes instead of rows."""
-        going_on, lane_total = self._lane_episode.item(), self._lane_total.numpy()
+        going_on, lane_total = int(self._lane_episode), self._lane_total.numpy()
         begins = self.streams.follow_alone(
             going_on != self._none, clock, ended=ended, trajectory=trajectory, initial=initial
         )

@@ -45,14 +45,14 @@ class FreeList:
 
     def take(self, count: int) -> np.ndarray:
         """Like :meth:`pop` for ``count`` ids, for a queue on the CPU; int64 [count]."""
-        first = self.head.item() % self.size
+        first = int(self.head) % self.size
         ids = self.queue.numpy()[np.arange(first, first + count) % self.size].astype(np.int64)
         self.head.add_(count)
         return ids
 
     def give_back(self, ids: np.ndarray) -> None:
         """Like :meth:`push` for all ``ids`` [n], for a queue on the CPU."""
-        first = self.tail.item() % self.size
+        first = int(self.tail) % self.size
         self.queue.numpy()[np.arange(first, first + len(ids)) % self.size] = ids
         self.tail.add_(len(ids))
 

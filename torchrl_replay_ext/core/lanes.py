@@ -166,7 +166,9 @@ class Lanes:
         Args:
             is_open: the lane has an unfinished episode.
             clock: number of this write.
-            ended, trajectory, initial: see :meth:`follow`.
+            ended: see :meth:`follow`.
+            trajectory: see :meth:`follow`.
+            initial: see :meth:`follow`.
 
         Returns:
             The rows where episodes begin, in order.

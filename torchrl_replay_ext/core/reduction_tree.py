@@ -67,8 +67,10 @@ class LeafRows:
         """Reorder one entry per stored row to one entry per block."""
         return of_rows if self.page_table is None else of_rows[self.page_table]
 
-    def write(self, place: Array, values: Array | int, mask: UpdateMask | None) -> None:
-        """Write ``values`` [n], [1] or one number to positions ``place`` [n] of ``flat``; without ``mask``, the last duplicate wins.
+    def write(self, place: Array, values: Array, mask: UpdateMask | None) -> None:
+        """Write ``values`` [n], [1] or one number to positions ``place`` [n] of ``flat``.
+
+        Without ``mask``, the last one of duplicates wins.
         """
         if mask is None:
             write_last(self.flat, place, values)

@@ -128,9 +128,9 @@ class SumTree:
     def to_mass(cls, priority: Tensor) -> Tensor: ...
     @overload
     @classmethod
-    def to_mass(cls, priority: float | Array) -> int | Array: ...
+    def to_mass(cls, priority: Array) -> Array: ...
     @classmethod
-    def to_mass(cls, priority: float | Array) -> int | Array:
+    def to_mass(cls, priority: Array) -> Array:
         """Convert floating-point priorities >= 0 to int64 masses, rounded up to units of 2^-23; only 0 has mass 0."""
         if isinstance(priority, float):
             return math.ceil(priority * cls.UNIT)
@@ -141,7 +141,7 @@ class SumTree:
     @overload
     def get(self, index: Tensor) -> Tensor: ...
     @overload
-    def get(self, index: np.ndarray) -> np.ndarray: ...
+    def get(self, index: Array) -> Array: ...
     def get(self, index: Array) -> Array:
         """Masses of the leaves ``index`` [n], int64 [n]."""
         place = index if self.page_table is None else self._leaves.address(index)[1]
@@ -182,7 +182,7 @@ class SumTree:
     def write(
         self,
         index: Array,
-        mass: Array | int,
+        mass: Array,
         *,
         lazy: bool = False,
         mask: UpdateMask | None = None,
@@ -316,10 +316,10 @@ class MaxTree:
         """The tensors of a prepared tree that compiled graphs read and change."""
         return [self.leaves, self._maxima.flat]
 
-    def refresh(self, index: Tensor) -> None:
+    def refresh(self, index: Array) -> None:
         """Recompute the maxima above the leaves ``index`` [n]."""
-        index = as_array(index)
-        _backend().refresh([self._maxima], index, index >> self._shift)
+        places = as_array(index)
+        _backend().refresh([self._maxima], places, places >> self._shift)
 
     def max(self) -> Tensor:
         """The largest value, int64 []."""

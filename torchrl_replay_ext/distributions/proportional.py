@@ -42,8 +42,8 @@ class PowerTree:
     @overload
     def mass(self, priority: Tensor) -> Tensor: ...
     @overload
-    def mass(self, priority: float | Array) -> int | Array: ...
-    def mass(self, priority: float | Array) -> int | Array:
+    def mass(self, priority: Array) -> Array: ...
+    def mass(self, priority: Array) -> Array:
         """d^α in fixed point, int64."""
         # float64, because above 1 the rounding of a float32 exceeds a unit of mass
         if isinstance(priority, Tensor):

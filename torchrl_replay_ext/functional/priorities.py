@@ -160,7 +160,7 @@ def all_different(index: Tensor) -> bool:
     return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count
 
 
-def write_last(destination: Tensor, index: Array, values: Array | float) -> None:
+def write_last(destination: Tensor, index: Array, values: Array) -> None:
     """``destination[index] = values`` in place; of duplicates in ``index`` the last one wins.
 
     On the CPU, ``scatter_`` writes in the order of a 1-D index. On other devices and in compiled code its order is
