@@ -140,6 +140,7 @@ def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
     for k in range(children - 1):
         result = result + gather_in_bounds(leaves.flat, first + k) * (first + k < place)
     nodes = _ancestors(sums, place, block)
+    begin, length, _ = layout[-1]
     if len(layout) > 2:
         # the leaves are the last dimension, along which the compiler then vectorizes
         begins, _, _, masks = sums.paths[:-1].view(-1, 4, 1, 1).unbind(1)
@@ -147,6 +148,5 @@ def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
         sibling = torch.arange(max(children for *_, children in layout[1:-1]) - 1, device=index.device).unsqueeze(1)
         entry = begins + (node & ~masks) + sibling
         result = result + (gather_in_bounds(sums.flat, entry) * (sibling < (node & masks))).sum((0, 1))
-    begin, length, _ = layout[-1]
     entry = torch.arange(length - 1, device=index.device).unsqueeze(1)
     return result + (gather_in_bounds(sums.flat, begin + entry) * (entry < nodes[:, -1])).sum(0)
