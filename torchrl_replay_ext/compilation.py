@@ -173,7 +173,7 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
 def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False) -> None:
     """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
 
-    See :func:`gather_in_bounds`. The values are [n], [1] or one number, in any dtype. With a NumPy array as index, the
+    See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With a NumPy array as index, the
     last one of duplicates wins.
     """
     if isinstance(index, np.ndarray):
@@ -186,7 +186,7 @@ def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, 
     if not isinstance(values, Tensor):
         destination.index_fill_(0, index, values)
         return
-    values = values.to(destination.dtype).expand(index.shape[0])
+    values = values.to(destination.dtype).expand(len(index), *destination.shape[1:])
     if torch.compiler.is_compiling():
         index = index.clamp(0, destination.shape[0] - 1)
         destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values, accumulate))

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
@@ -114,24 +114,27 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write ``data`` at ``cursor``. In a graph, ``data`` must have the entries of the first write."""
-        if not is_traced():
+        if is_traced():
+            self._require_columns()
+        else:
             self.num_sets.add_(1)
+        stored = stored_data(self)
+        rows = dict(data.items(True, True)) if isinstance(data, TensorDict) else {}
+        columns = dict(stored.items(True, True)) if isinstance(stored, TensorDict) else {}
+        if not rows or rows.keys() != columns.keys():
+            if is_traced():
+                raise KeyError(
+                    f"CompilableTensorStorage: the data has the entries {sorted(map(str, rows))}, the storage "
+                    f"{sorted(map(str, columns))}; in a graph both must be the same."
+                )
             super().set(cursor, data, set_cursor=set_cursor)
             return
-        self._require_columns()
-        stored = stored_data(self)
-        keys = set(stored.keys(True, True))
-        if set(data.keys(True, True)) != keys:
-            raise KeyError(
-                f"CompilableTensorStorage: the data has the entries {sorted(map(str, data.keys(True, True)))}, the "
-                f"storage {sorted(map(str, keys))}; in a graph both must be the same."
-            )
         if set_cursor:
             self._set_last_cursor(cursor)
             self._get_new_len(data, cursor)
-        for key in stored.keys(True, True):
-            column = stored.get(key)
-            column[cursor] = data.get(key).to(column.device)
+        # faster than the assignment to a TensorDict
+        for key, column in columns.items():
+            column[cursor] = rows[key].to(column.device)
         self._bump_mutation_revision()
 
     def _require_columns(self) -> None:
