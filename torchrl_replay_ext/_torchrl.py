@@ -138,7 +138,7 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
     vars(view).update(vars(buffer))
     view._sampler, view._prefetch, view._batch_size = sampler, False, None
     # the compiled functions of a CompilableReplayBuffer draw from its own sampler
-    view._compiles = False
+    view.compiles = False
     return view
 
 

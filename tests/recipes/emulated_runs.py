@@ -44,8 +44,8 @@ def train(recipe: str, overrides: list[str], run_dir: Path) -> dict[str, object]
         replays.append(agent.replay)
         return training.run(agent, *arguments)
 
-    with patch.object(module, "run", run), patch.object(training, "find_device", lambda _: torch.device(NAME)):
-        code = module.train(composed(recipe, *overrides), run_dir)
+    with patch.object(training, "find_device", lambda _: torch.device(NAME)):
+        code = module.train(composed(recipe, *overrides), run_dir, run)
     last = rows(run_dir)[-1]
     losses = [float(value) for key, value in last.items() if key.startswith("loss")]
     return {

@@ -103,7 +103,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                     f"CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use "
                     "compile=False."
                 )
-        self._compiles, self._graphs = compile, {}
+        self.compiles, self._graphs = compile, {}
         if arguments.get("writer") is None:
             arguments["writer"] = CompilableWriter
         super().__init__(**arguments)
@@ -125,7 +125,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
         size = self._batch_size if batch_size is None else batch_size
         if not is_traced():
-            if not self._compiles or size is None or not len(self):
+            if not self.compiles or size is None or not len(self):
                 return super().sample(batch_size, return_info, include_info)
             return self._in_graph(("sample", size, return_info), lambda: self.sample(size, return_info))
         batch_size = size
@@ -220,7 +220,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         index, priority = data["index"], self._get_priority_vector(data)
         if anchored:
             index, stamp, priority = _largest_of_anchors(data["anchor_index"], stamp, priority, data["validity_mask"])
-        if self._compiles and not is_traced():
+        if self.compiles and not is_traced():
 
             def update(index: Tensor, priority: Tensor, stamp: Tensor) -> None:
                 sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
