@@ -14,7 +14,8 @@ draws; TorchRL's uniform buffer and its PER; and the peers that are installed: c
 stable-baselines3. "compiled" contenders run as one graph (compile_step), the others are eager.
 
 All contenders of a measurement take turns, so that other load on the host affects them equally. Everything runs on one
-CPU thread. The buffers are full and have wrapped around. Numbers are medians.
+CPU thread. Our buffers are full and have wrapped around, except for compile. Times are medians, those of compile of one
+call.
 
 extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add of one row. Compared with TorchRL's
             uniform buffer.

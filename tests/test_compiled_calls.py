@@ -88,6 +88,46 @@ def test_rows_of_an_interrupted_write_are_not_drawn(monkeypatch):
 
 
 @slow_to_compile
+def test_a_replaced_sampler_is_updated():
+    rb = make_buffer(ProportionalSampler(CAPACITY))
+    rb.extend(rows(0, 10))
+    for sampler in (rb.sampler, ProportionalSampler(CAPACITY)):
+        rb.set_sampler(sampler)
+        batch = rb.sample()
+        batch["td_error"] = torch.full((BATCH,), 4.0)
+        rb.update_tensordict_priority(batch)
+        assert float(sampler.stats()["never_updated"]) < 1
+
+
+@slow_to_compile
+def test_transforms_and_subclasses_are_applied_once_and_may_change():
+    class Doubling(CompilableReplayBuffer):
+        def sample(self, *arguments, **keywords):
+            batch = super().sample(*arguments, **keywords)
+            batch["step"] *= 2
+            return batch
+
+    rb = Doubling(storage=CompilableTensorStorage(CAPACITY), sampler=RandomSampler(), batch_size=BATCH, compile=True)
+    rb.extend(rows(1, 1))
+    assert rb.sample()["step"].tolist() == BATCH * [2]
+    offset = 10
+    rb.append_transform(lambda batch: batch.set("step", batch["step"] + offset))
+    assert rb.sample()["step"].tolist() == BATCH * [22]
+    offset = 20
+    assert rb.sample()["step"].tolist() == BATCH * [42]
+
+
+def test_without_a_compiler_the_calls_are_eager():
+    rb = make_buffer(ProportionalSampler(CAPACITY))
+    rb.extend(rows(0, 10))
+    with torch.compiler.set_stance("force_eager"):
+        batch = rb.sample()
+        batch["td_error"] = torch.rand(BATCH)
+        rb.update_tensordict_priority(batch)
+    rb.sampler.check_valid()
+
+
+@slow_to_compile
 def test_a_copy_has_its_own_graphs():
     rb = make_buffer(RandomSampler())
     rb.extend(rows(0, 10))
@@ -124,3 +164,8 @@ def test_errors_are_those_of_eager_code():
 def test_what_graphs_ignore_is_refused(arguments):
     with pytest.raises(ValueError, match=f"a graph cannot use {next(iter(arguments))}="):
         make_buffer(ProportionalSampler(CAPACITY), **arguments)
+
+
+def test_a_generator_is_refused():
+    with pytest.raises(ValueError, match="a graph cannot use generator="):
+        make_buffer(ProportionalSampler(CAPACITY)).set_rng(torch.Generator())

@@ -85,8 +85,9 @@ def rows_of_ring(storage: Any, data: Any) -> int:
 
 def set_consecutive(storage: Any, index: Tensor, first: int, data: Any) -> None:
     """Write ``data`` [n] to the steps ``index`` [n] of the ring, which are ``first`` and the n - 1 steps after it."""
-    if not isinstance(storage, TensorStorage):
-        storage.set(index, data)
+    keeps_index = is_compilable(storage) and num_sets(storage) is None
+    if not isinstance(storage, TensorStorage) or keeps_index:
+        storage.set(index, data)  # pyright: ignore[reportArgumentType]: TorchRL's annotation names no tensors
         return
     # a slice takes half the time, but hindsight relabelling and checkpoints of TorchRL need the index
     storage.set(slice(first, first + len(index)), data)

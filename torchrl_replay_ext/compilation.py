@@ -173,8 +173,8 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
 def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False) -> None:
     """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
 
-    See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With a NumPy array as index, the
-    last one of duplicates wins.
+    See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With a NumPy array as index,
+    the last one of duplicates wins.
     """
     if isinstance(index, np.ndarray):
         array = destination.numpy()

@@ -131,7 +131,7 @@ def cycles(
     batch_sizes: Sequence[int],
 ) -> list[Case]:
     """The cycles of one buffer: one for each number of rows to write and each batch size."""
-    capacity, sampler, stream = buffer.storage.max_size, buffer.sampler, Stream(device)
+    capacity, stream = buffer.storage.max_size, Stream(device)
     cases = []
     for written in writes:
         for size in batch_sizes:
@@ -147,10 +147,17 @@ def cycles(
                 # on a device the arguments are the same at each call: CUDA graphs read them where they are
                 inputs if device.type == "cpu" else lambda arguments=arguments: arguments,
             )
-            if isinstance(sampler, RankBasedSampler):
-                case.upkeep, case.upkeep_interval = sampler.sort, max(1.0, STALE_SHARE * capacity / (written + size))
+            add_sorts(case, buffer)
             cases.append(case)
     return cases
+
+
+def add_sorts(case: Case, buffer: TensorDictReplayBuffer) -> None:
+    """Let a case with rank-based PER include its share of the sorts. The rows of a case are written and updated."""
+    sampler, row = buffer.sampler, case.row
+    if isinstance(sampler, RankBasedSampler):
+        changed = row.written + (row.batch_size if row.measurement == MEASUREMENT else 0)
+        case.upkeep, case.upkeep_interval = sampler.sort, max(1.0, STALE_SHARE * row.capacity / changed)
 
 
 def peer_cycles(name: str, data: Any, batch_sizes: Sequence[int]) -> list[Case]:

@@ -6,6 +6,7 @@ from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from recipes.benchmarks.buffers import CPU, SAMPLERS, Stream, fill, make_buffer, transitions
+from recipes.benchmarks.cycle import add_sorts
 from recipes.benchmarks.results import LeftOutError, Row
 from recipes.benchmarks.timing import Case, measure
 
@@ -46,7 +47,7 @@ def writes(name: str, buffer: TensorDictReplayBuffer, capacity: int) -> list[Cas
     """The kinds of writes to one buffer. Together they write one stream of steps."""
     stream = Stream()
     cases = [Case(Row(MEASUREMENT, "add", name, capacity, written=1), buffer.add, inputs=lambda: (stream.take(1)[0],))]
-    return cases + [
+    cases += [
         Case(
             Row(MEASUREMENT, "extend", name, capacity, written=count),
             buffer.extend,
@@ -54,3 +55,6 @@ def writes(name: str, buffer: TensorDictReplayBuffer, capacity: int) -> list[Cas
         )
         for count in ROWS
     ]
+    for case in cases:
+        add_sorts(case, buffer)
+    return cases

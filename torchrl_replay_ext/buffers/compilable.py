@@ -27,6 +27,7 @@ _NO_SEQUENCES = (
     "and update_tensordict_priority() outside the compiled function and pass the sample to the function, or use "
     "TrajectoryRetraceSampler, which draws sequences in a graph."
 )
+_NO_GRAPH = "CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use compile=False."
 
 
 class _TakesStamps(Protocol):
@@ -56,11 +57,13 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
       in ``sampler.stats()`` as ``rejected_updates``. Draws from an empty buffer return slot 0 with weight 0.
     * Samples of this package's prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each
       row. ``update_tensordict_priority`` uses the stamps to drop rows whose slot was overwritten after the draw.
+    * ``mark_update`` in a graph needs distinct rows.
     * ``sample_unit=Sequence(...)`` works outside graphs only.
 
     With ``compile=True``, ``sample`` and ``update_tensordict_priority`` run as graphs although the loop that calls them
     is eager. Each batch size is compiled at its first call. What is said above about graphs then applies to them, but
-    locks are taken, and changed settings, such as an exponent, lead to another compilation. ``extend`` stays eager.
+    locks are taken, and if the sampler or the storage is replaced, the graphs are compiled again. ``extend`` stays
+    eager, and so does ``sample`` if the buffer has transforms.
 
     Args:
         compile: run ``sample`` and ``update_tensordict_priority`` as graphs. Default: False.
@@ -99,10 +102,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         require_bool("CompilableReplayBuffer", "compile", compile)
         for name in ("prefetch", "generator", "sample_unit"):
             if compile and arguments.get(name):
-                raise ValueError(
-                    f"CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use "
-                    "compile=False."
-                )
+                raise ValueError(_NO_GRAPH.format(name=name))
         self.compiles, self._graphs = compile, {}
         if arguments.get("writer") is None:
             arguments["writer"] = CompilableWriter
@@ -124,11 +124,19 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
         size = self._batch_size if batch_size is None else batch_size
-        if not is_traced():
-            if not self.compiles or size is None or not len(self):
-                return super().sample(batch_size, return_info, include_info)
-            return self._in_graph(("sample", size, return_info), lambda: self.sample(size, return_info))
-        batch_size = size
+        if is_traced():
+            return self._draw(size, return_info)
+        if not self.compiles or size is None or not len(self) or self._has_transforms:
+            return super().sample(batch_size, return_info, include_info)
+        key = ("sample", size, return_info, self._collate_fn)
+        return self._in_graph(key, lambda: self._draw(size, return_info))
+
+    @property
+    def _has_transforms(self) -> bool:
+        return self._transform is not None and len(self._transform) > 0
+
+    def _draw(self, batch_size: int | None, return_info: bool) -> Any:
+        """:meth:`sample` in a graph."""
         if batch_size is None:
             raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
         if isinstance(self._sample_unit, Sequence):
@@ -142,7 +150,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def _sample_in_graph(self, batch_size: int) -> tuple[Any, dict]:
         storage = self._storage
         simple = storage.ndim == 1 and is_tensor_collection(stored_data(storage)) and self._sample_unit is None
-        if not simple or (self._transform is not None and len(self._transform)):
+        if not simple or self._has_transforms:
             return self._sample(batch_size)
         index, info = self._sampler.sample(storage, batch_size)
         info["index"] = index
@@ -156,6 +164,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             if key not in self._graphs:
                 self._graphs[key] = compile_checked(step)
             return self._graphs[key](*inputs)
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Set the generator of draws. ValueError with ``compile=True``: a graph ignores it."""
+        if self.compiles and generator is not None:
+            raise ValueError(_NO_GRAPH.format(name="generator"))
+        super().set_rng(generator)
 
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
@@ -223,7 +237,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         if self.compiles and not is_traced():
 
             def update(index: Tensor, priority: Tensor, stamp: Tensor) -> None:
-                sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
+                # not the local variable: the sampler may be replaced
+                self._sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
 
             self._in_graph(("update", len(stamp)), update, index, priority.detach(), stamp)
             return

@@ -180,7 +180,7 @@ class Lanes:
             ids, last = trajectory.tolist(), self._trajectory.item()
             changes = [row for row, (new, old) in enumerate(zip(ids, [last, *ids], strict=False)) if new != old]
             if changes:
-                self._require_one_stream(trajectory, ended, initial, torch.tensor([is_open]))
+                self._require_one_stream(trajectory, ended, initial, torch.tensor([is_open], device="cpu"))
                 begins.update(changes)
                 self._trajectory.fill_(ids[-1])
         if initial is not None:

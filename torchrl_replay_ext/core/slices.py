@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
 from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import SumTree
+from torchrl_replay_ext.functional.priorities import FEW
 
 
 class SliceIndex:
@@ -73,7 +74,8 @@ class SliceIndex:
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        if self.streams.lanes == 1 and not self.streams.assigned and values_can_be_read(slots):
+        is_alone = self.streams.lanes == 1 and not self.streams.assigned
+        if is_alone and slots.shape[0] <= FEW and values_can_be_read(slots):
             self._write_alone(slots.tolist(), int(clock), ended, trajectory, initial)
             return
         count, oldest = slots.shape[0], slots[:1]
@@ -118,7 +120,7 @@ class SliceIndex:
     def _write_alone(
         self, slots: list[int], clock: int, ended: Tensor, trajectory: Tensor | None, initial: Tensor | None
     ) -> None:
-        """:meth:`write` with a single lane, where values can be read."""
+        """:meth:`write` of a few rows with a single lane, where values can be read."""
         run, length, none = self._run.item(), self.length, self._none
         begins = self.streams.follow_alone(run > 0, clock, ended=ended, trajectory=trajectory, initial=initial)
         # the slots before the write, and those of the write
@@ -137,7 +139,7 @@ class SliceIndex:
             self.starts.write(np.array(slots), 1)
         else:
             self.starts.write(np.array(slots + starts), np.repeat([0, 1], [len(slots), len(starts)]))
-        self._recent.copy_(torch.tensor([history[-length:]]))
+        self._recent.copy_(torch.tensor([history[-length:]], device="cpu"))
         self._run.fill_(0 if ended[-1] else min(run, length))
 
     def drop(self, slots: Tensor) -> None:

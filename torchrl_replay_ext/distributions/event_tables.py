@@ -232,10 +232,10 @@ class EventTableMixture(Distribution):
             self.sort()
         elif slots is not None:
             in_use = gather_in_bounds(self._log.generation, slots) > 0
-            in_use = in_use & (torch.arange(len(slots), device=self._device) < self._size)
+            is_last = torch.arange(len(slots), device=self._device) < self._size
             positions, repeated = self._everywhere(slots)
             count = positions.shape[0] // slots.shape[0]
-            self._set(positions, repeated, UpdateMask(in_use.repeat(count), in_use.repeat(count)))
+            self._set(positions, repeated, UpdateMask(in_use.repeat(count), is_last.repeat(count)))
         elif self._tables.num_slots:
             self._set(*self._everywhere(self.stored_slots()))
 

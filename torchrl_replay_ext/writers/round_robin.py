@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
 from tensordict.utils import expand_as_right
 from torch import Tensor
-from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import TensorDictRoundRobinWriter, TensorStorage
 
 from torchrl_replay_ext._torchrl import (
     attached_buffers,
@@ -205,9 +205,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         self._write_count_value.add_(count)
         if fits:
             set_consecutive(storage, index, first, data)
-        else:
+        elif count > steps and isinstance(storage, TensorStorage):
             # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph
-            storage.set(index[-steps:], data[-steps:] if count > steps else data)
+            storage.set(index[-steps:], data[-steps:])
+        else:
+            storage.set(index, data)
         if not is_traced():
             self._bump_generation(index, data)
         known = shape_and_device(storage) if storage.ndim > 1 else None

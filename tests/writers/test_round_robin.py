@@ -1,0 +1,83 @@
+"""Writes by the writer of compilable buffers."""
+
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+
+from tests.emulated_device import NAME, EmulatedDevice
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
+
+CAPACITY = 10
+
+
+def rows(first: int, count: int, trajectory: int = 0) -> TensorDict:
+    step = torch.arange(first, first + count, device="cpu")
+    ends = torch.zeros(count, 1, dtype=torch.bool, device="cpu")
+    data = {"step": step, "logits": torch.zeros(count, 2, device="cpu"), "next": {"done": ends}}
+    return TensorDict(data | {"collector": {"traj_ids": torch.full_like(step, trajectory)}}, [count])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: CompilableTensorStorage(CAPACITY), lambda: LazyTensorStorage(CAPACITY, compilable=True)]
+)
+def test_later_writes_do_not_change_a_returned_index(make):
+    rb = TensorDictReplayBuffer(storage=make(), writer=CompilableWriter(), batch_size=4)
+    rb.extend(rows(0, 8))
+    index = rb.extend(rows(8, 4))
+    rb.extend(rows(12, 3))
+    assert index.tolist() == [8, 9, 0, 1]
+
+
+def test_a_list_takes_more_rows_than_it_has_room_for():
+    rb = TensorDictReplayBuffer(storage=ListStorage(CAPACITY), writer=CompilableWriter(), batch_size=4)
+    rb.extend(rows(0, 23))
+    assert sorted(int(row["step"]) for row in rb.storage.get(range(CAPACITY))) == list(range(13, 23))
+
+
+@pytest.mark.parametrize("make", [ReaPERSampler, lambda size: TrajectoryRetraceSampler(size, slice_len=2)])
+def test_data_on_the_cpu_beside_a_default_device(make):
+    with EmulatedDevice(), torch.device(NAME), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the trajectory does not end
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY, device="cpu"), sampler=make(CAPACITY))
+        rb.extend(rows(0, 4))
+        rb.extend(rows(4, 4, trajectory=1))
+        rb.sampler.check_valid()
+
+
+def test_annealed_alpha_in_a_small_ring_of_a_graph():
+    tables = EventTables([EventSpec("end", ("next", "done"), 2)], {"end": 4})
+    sampler = EventTableSampler(
+        tables,
+        eta={"default": 0.5, "end": 0.5},
+        min_size=1,
+        priority={"kind": "proportional", "alpha": Anneal(1.0, 0.2, num_updates=5)},
+    )
+    storage, writer = CompilableTensorStorage(CAPACITY), EventTableWriter(tables)
+    rb = CompilableReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=4)
+    data = rows(0, CAPACITY)
+    data["next", "done"][4] = True
+    rb.extend(data)
+
+    @torch.compile(fullgraph=True)
+    def step(error: torch.Tensor) -> None:
+        batch = rb.sample()
+        batch["td_error"] = error
+        rb.update_tensordict_priority(batch)
+
+    for _ in range(3):
+        step(1 + torch.rand(4))
+        sampler.check_valid()
