@@ -240,8 +240,6 @@ def print_summary(rows: list[Row]) -> None:
         name, mode = row.contender.removesuffix(CYCLE_ONLY), ""
         if name.startswith("compiled "):
             name, mode = name.removeprefix("compiled "), ", compiled"
-        if name == "uniform":
-            name = REFERENCES["extend"]
         if row.measurement == "extend" and row.written == 8:
             column, value = f"write {row.written} rows", row.microseconds
         elif row.measurement == "cycle" and not row.written:
