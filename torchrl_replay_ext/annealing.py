@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import as_number
-from torchrl_replay_ext.compilation import scalar
+from torchrl_replay_ext.compilation import values_can_be_read
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Hyperparameter:
 
     def current(self) -> float | Tensor:
         """The value as a number; in a compiled graph as a tensor."""
-        return scalar(self.value)
+        # on the CPU a list is read faster than an element
+        return self._state.tolist()[0] if values_can_be_read(self._state) else self.value
 
     def step(self) -> None:
         """Count one update and set the value that the schedule has after it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import as_array, gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.functional.priorities import write_last
 
@@ -69,7 +69,7 @@ class Priorities:
         if self._updated is not None:
             self._updated.prepare()
 
-    def insert(self, slots: Tensor) -> None:
+    def insert(self, slots: Array) -> None:
         """Set the priorities of new transitions in ``slots`` [n]."""
         scatter_in_bounds(self.of_slot, as_array(slots), -as_array(self.largest))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import as_array, gather_in_bounds, read, scalar, values_can_be_read
+from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, read, scalar, values_can_be_read
 from torchrl_replay_ext.core.recoverable import Recoverable
 
 # Special values of last_seen_step.
@@ -133,13 +133,13 @@ class WriteLog(Recoverable):
         """Slots that are not empty, int64 [n]."""
         return (self.generation > 0).nonzero().squeeze(1)
 
-    def record(self, slots: Tensor) -> None:
+    def record(self, slots: Array) -> None:
         """Register one write of ``slots`` [n]."""
-        places = as_array(slots)
-        if isinstance(places, np.ndarray):
+        slots = as_array(slots)
+        if isinstance(slots, np.ndarray):
             number = self.num_writes.numpy()
             number += 1
-            self.generation.numpy()[places] = number
+            self.generation.numpy()[slots] = number
             return
         self.num_writes.add_(1)
         number = scalar(self.num_writes)
@@ -226,10 +226,10 @@ class WriteLog(Recoverable):
         newest, lanes = -1 if newest is None else newest, self.layout.slots_per_step
         if values_can_be_read(slots):
             numbers = slots.tolist()
-            ends = numbers[0], numbers[-1], min(numbers), max(numbers)
+            first, last, *others = numbers[0], numbers[-1], min(numbers), max(numbers)
+            others += read(newest, self.last_seen_step)
         else:
-            ends = slots[0], slots[-1], *torch.aminmax(slots)
-        first, last, *others = read(*ends, newest, self.last_seen_step)
+            first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
         return RingWrite(first // lanes, last // lanes, *others)
 
     def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor | None]:

@@ -12,10 +12,7 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import (
-    gather_in_bounds,
-    to_device,
-)
+from torchrl_replay_ext.compilation import as_array, gather_in_bounds, to_device
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, Layout, RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
@@ -298,8 +295,9 @@ class SlotState:
             if largest is not None:
                 self.priorities.undo_overwrite(slots, largest)
             raise
-        self.log.record(slots)
-        self.priorities.insert(slots)
+        places = as_array(slots)
+        self.log.record(places)
+        self.priorities.insert(places)
 
     def remove(self, slots: Tensor) -> None:
         """Mark ``slots`` [n], without duplicates, as empty."""
