@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
+from torchrl_replay_ext.functional.priorities import FEW
 
 
 def root(tree: ReductionTree) -> Tensor:
@@ -26,6 +28,9 @@ def refresh(trees: list[ReductionTree], place: Array, block: Array) -> None:
     groups = first.groups[0]
     # here ``block`` equals the shifted ``place``, which saves an operation
     is_block = not first.prepared and first.leaves.page_table is None
+    if is_block and isinstance(block, np.ndarray) and len(block) > FEW:
+        # large writes fill whole blocks
+        block = np.unique(block)
     group = block if is_block else place >> (groups.shape[1].bit_length() - 1)
     contents = gather_in_bounds(groups, group)
     for tree in trees:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, read, scalar, values_can_be_read
 from torchrl_replay_ext.core.recoverable import Recoverable
+from torchrl_replay_ext.functional.priorities import FEW
 
 # Special values of last_seen_step.
 UNKNOWN = -1
@@ -224,7 +225,7 @@ class WriteLog(Recoverable):
     def locate(self, slots: Tensor, newest: int | Tensor | None) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring. ``newest``: see :class:`RingWrite`; None: unknown."""
         newest, lanes = -1 if newest is None else newest, self.layout.slots_per_step
-        if values_can_be_read(slots):
+        if slots.shape[0] <= FEW and values_can_be_read(slots):
             numbers = slots.tolist()
             first, last, *others = numbers[0], numbers[-1], min(numbers), max(numbers)
             others += read(newest, self.last_seen_step)
@@ -265,7 +266,7 @@ class WriteLog(Recoverable):
             ValueError: if the rows are new and not consecutive in the ring.
         """
         size = self.layout.num_slots
-        if values_can_be_read(slots):
+        if slots.shape[0] <= FEW and values_can_be_read(slots):
             numbers = slots.tolist()
             were_stored = 0 not in gather_in_bounds(self.generation, slots.numpy()).tolist()
             consecutive = numbers == [slot % size for slot in range(numbers[0], numbers[0] + len(numbers))]
