@@ -67,7 +67,7 @@ class Tail:
         self._end = end
 
     def _move(self, count: int) -> None:
-        """Move to arrays that have room for ``count`` more transitions, and for as many as there are then."""
+        """Move to arrays with twice the room that the transitions and ``count`` more need."""
         number, slot, sent = self.number, self.slot, self.sent
         size = len(number)
         self._number, self._slot = np.empty((2, 2 * (size + count)), np.int64)
