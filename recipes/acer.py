@@ -16,7 +16,7 @@ The ablation of the paper: acer.returns=importance_sampling removes Retrace, ace
 acer.trust_region=false the trust region, and acer.c=inf truncation with bias correction.
 
 env=atari/<game> accepts any game of ale-py. Atari agents train on single lives with clipped rewards and are evaluated
-on whole games; see recipes.atari.
+on whole games; see recipes.envs.atari.
 
 progress.csv has one row per evaluation, with the columns
 
@@ -39,7 +39,7 @@ Columns from loss_... to tr_active are means over the updates since the previous
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("acer")
 
@@ -60,15 +60,15 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
-from recipes.collect import VectorCollector
-from recipes.environment import make_env
-from recipes.networks import make_network
-from recipes.optimizers import make_optimizer
-from recipes.replay import make_replay, require_frames, require_memory
-from recipes.run import ConfigError, parse_config
-from recipes.schemas.acer import ACERConfig, Config
-from recipes.training import Agent, prepare, run
-from recipes.update import CompiledUpdate, eager_update
+from recipes.common.cli import ConfigError, parse_config
+from recipes.common.collector import VectorCollector
+from recipes.common.environment import make_env
+from recipes.common.networks import make_network
+from recipes.common.optimizers import make_optimizer
+from recipes.common.replay import make_replay, require_frames, require_memory
+from recipes.common.run import Agent, prepare, run
+from recipes.common.schemas.acer import ACERConfig, Config
+from recipes.common.update import CompiledUpdate, eager_update
 from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
@@ -309,7 +309,7 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
+        run: what to do with the agent. Default: recipes.common.run.run.
 
     Returns:
         The exit code.

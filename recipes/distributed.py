@@ -13,7 +13,7 @@ progress.csv has the columns of recipes.dqn, except q_sum and q_error.
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("distributed")
 
@@ -30,14 +30,14 @@ from torch import nn
 from torchrl.data import Categorical
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 
+from recipes.common.cli import ConfigError, parse_config
+from recipes.common.environment import make_discrete_env
+from recipes.common.remote import RemoteCollector, RemoteReplay, runtime
+from recipes.common.replay import require_memory, stored_keys
+from recipes.common.run import Agent, prepare, run
+from recipes.common.schemas.distributed import Config
+from recipes.common.update import Learner
 from recipes.dqn import make_loss
-from recipes.environment import make_discrete_env
-from recipes.remote import RemoteCollector, RemoteReplay, runtime
-from recipes.replay import require_memory, stored_keys
-from recipes.run import ConfigError, parse_config
-from recipes.schemas.distributed import Config
-from recipes.training import Agent, prepare, run
-from recipes.update import Learner
 
 
 def train(config: DictConfig, run_dir: Path) -> int:

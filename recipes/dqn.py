@@ -9,7 +9,7 @@
 
 The settings are from the ReaPER paper (appendix D) or, for the grid worlds, from the event-table paper (table 1); see
 conf/dqn/<env>.yaml. env=atari/<game> accepts any game of ale-py and uses conf/dqn/atari.yaml. Atari agents train on
-single lives with clipped rewards and are evaluated on whole games; see recipes.atari.
+single lives with clipped rewards and are evaluated on whole games; see recipes.envs.atari.
 
 progress.csv has one row per evaluation, with the columns
 
@@ -28,7 +28,7 @@ progress.csv has one row per evaluation, with the columns
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("dqn")
 
@@ -46,17 +46,17 @@ from torch import Tensor
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 
-from recipes.cagrad import cagrad_gradients, losses_by_table
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.environment import make_discrete_env
+from recipes.common.cagrad import cagrad_gradients, losses_by_table
+from recipes.common.cli import parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.environment import make_discrete_env
+from recipes.common.networks import make_network
+from recipes.common.optimizers import make_optimizer
+from recipes.common.replay import make_replay, require_frames, require_memory
+from recipes.common.run import Agent, prepare, run
+from recipes.common.schemas.dqn import Config, DQNConfig
+from recipes.common.update import Learner, target_pairs
 from recipes.envs.rooms import Rooms
-from recipes.networks import make_network
-from recipes.optimizers import make_optimizer
-from recipes.replay import make_replay, require_frames, require_memory
-from recipes.run import parse_config
-from recipes.schemas.dqn import Config, DQNConfig
-from recipes.training import Agent, prepare, run
-from recipes.update import Learner, target_pairs
 
 
 def table_losses(loss_module: DQNLoss, num_tables: int, sample: TensorDictBase) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
+        run: what to do with the agent. Default: recipes.common.run.run.
 
     Returns:
         The exit code.

@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from scipy.stats import norm, trim_mean
 
-from recipes.progress import PROGRESS, read_progress, steps_to_reach
-from recipes.run import BAD_CONFIG, CONFIG, ConfigError
+from recipes.common.cli import BAD_CONFIG, CONFIG, ConfigError
+from recipes.common.progress import PROGRESS, read_progress, steps_to_reach
 
 RESAMPLES = 1000
 FEW = 5
@@ -263,7 +263,7 @@ def main() -> None:
     first, *others = map(str, arguments.runs)
     try:
         if first.startswith("study=") and not others:
-            from recipes.report import report, study_directory
+            from recipes.common.report import report, study_directory
 
             print(report(study_directory(first.removeprefix("study="))))
             return

@@ -24,7 +24,7 @@ Losses, alpha and entropy are means over the updates since the previous row.
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("sac")
 
@@ -42,13 +42,13 @@ from torch import nn
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.environment import make_continuous_env
-from recipes.replay import actor_batches, make_replay, require_memory
-from recipes.run import parse_config
-from recipes.schemas.sac import Config, SACConfig
-from recipes.training import Agent, prepare, run
-from recipes.update import Learner
+from recipes.common.cli import parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.environment import make_continuous_env
+from recipes.common.replay import actor_batches, make_replay, require_memory
+from recipes.common.run import Agent, prepare, run
+from recipes.common.schemas.sac import Config, SACConfig
+from recipes.common.update import Learner
 
 
 def make_actor(policy: nn.Module) -> ProbabilisticActor:
@@ -120,7 +120,7 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
+        run: what to do with the agent. Default: recipes.common.run.run.
 
     Returns:
         The exit code.

@@ -24,7 +24,7 @@ runs.csv has one row per run, with the columns
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("study", "run_study")
 
@@ -48,9 +48,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipes.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
-from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config
-from recipes.schemas.study import Config, StudyConfig
+from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config
+from recipes.common.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
+from recipes.common.schemas.study import Config, StudyConfig
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
 # columns of runs.csv and curves.csv that identify a run

@@ -23,7 +23,7 @@ progress.csv has one row per evaluation, with the columns
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("td3")
 
@@ -41,13 +41,13 @@ from torch import nn
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.environment import make_continuous_env
-from recipes.replay import actor_batches, make_replay, require_memory
-from recipes.run import parse_config
-from recipes.schemas.td3 import THETA, Config, TD3Config
-from recipes.training import Agent, prepare, run
-from recipes.update import Delayed, Learner
+from recipes.common.cli import parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.environment import make_continuous_env
+from recipes.common.replay import actor_batches, make_replay, require_memory
+from recipes.common.run import Agent, prepare, run
+from recipes.common.schemas.td3 import THETA, Config, TD3Config
+from recipes.common.update import Delayed, Learner
 
 
 class ExplorationNoise:
@@ -129,7 +129,7 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
+        run: what to do with the agent. Default: recipes.common.run.run.
 
     Returns:
         The exit code.

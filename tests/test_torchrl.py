@@ -113,7 +113,7 @@ INHERITED = {
 # Private names of other libraries, which have no public counterpart: of OmegaConf's nodes and a Gymnasium environment.
 OTHER_LIBRARIES = {
     ("torchrl_replay_ext/configs.py", "_get_parent"),
-    ("recipes/environment.py", "_destroy"),
+    ("recipes/common/environment.py", "_destroy"),
 }
 
 

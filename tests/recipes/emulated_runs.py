@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from recipes import training
+from recipes.common import run as training
 from tests.emulated_device import NAME, EmulatedDevice
 from tests.recipes.runs import composed, rows, tiny
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from recipes import training
-from recipes.run import DONE, ConfigError, parse_config, resumed_config
+from recipes.common import run as training
+from recipes.common.cli import DONE, ConfigError, parse_config, resumed_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from recipes import acer, dqn, training
-from recipes.config import EnvConfig
-from recipes.environment import make_env
-from recipes.run import DONE, ConfigError
+from recipes import acer, dqn
+from recipes.common import run as training
+from recipes.common.cli import DONE, ConfigError
+from recipes.common.config import EnvConfig
+from recipes.common.environment import make_env
 from tests.recipes.runs import Composer, needs, rows, tiny
 
 TINY = [

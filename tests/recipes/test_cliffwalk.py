@@ -3,7 +3,7 @@ import csv
 import pytest
 import torch
 
-from recipes import cliffwalk
+from recipes.experiments import cliffwalk
 
 
 def walk(num_states, seed=0):

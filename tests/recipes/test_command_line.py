@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.run import BAD_CONFIG, INTERRUPTED, is_out_of_memory, run_recipe
+from recipes.common.cli import BAD_CONFIG, INTERRUPTED, is_out_of_memory, run_recipe
 from tests.recipes.runs import ROOT, command, tiny
 
 

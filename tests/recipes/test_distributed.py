@@ -11,10 +11,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipes import distributed, remote, training
-from recipes.remote import ReplayActor, from_arrays, stored_rows
-from recipes.replay import STORED_KEYS, make_sampler
-from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes import distributed
+from recipes.common import remote
+from recipes.common import run as training
+from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.remote import ReplayActor, from_arrays, stored_rows
+from recipes.common.replay import STORED_KEYS, make_sampler
 from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
 from torchrl_replay_ext import CompilableTensorStorage
 

@@ -12,8 +12,9 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
-from recipes import dper_analysis, sac, td3
-from recipes.run import DONE, ConfigError
+from recipes import sac, td3
+from recipes.common.cli import DONE, ConfigError
+from recipes.experiments import dper_analysis
 from tests.recipes.runs import ROOT, assert_config_error, composed, tiny
 from torchrl_replay_ext import DecoupledSampler
 
@@ -159,7 +160,9 @@ def test_command_line(tmp_path, run_dir):
         f"run={run_dir} draws=2 hydra.run.dir={tmp_path / 'out'}": (0, ""),
     }
     processes = [
-        subprocess.Popen([sys.executable, "-m", "recipes.dper_analysis", *line.split()], cwd=ROOT, stderr=-1, text=True)
+        subprocess.Popen(
+            [sys.executable, "-m", "recipes.experiments.dper_analysis", *line.split()], cwd=ROOT, stderr=-1, text=True
+        )
         for line in words
     ]
     for process, (code, message) in zip(processes, words.values(), strict=True):

@@ -13,12 +13,13 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from recipes import dqn, training
-from recipes.collect import VectorCollector
-from recipes.replay import end_last_episodes
-from recipes.replayable_env import ReplayableEnv
-from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError
-from recipes.update import Learner
+from recipes import dqn
+from recipes.common import run as training
+from recipes.common.cli import CONFIG, DONE, INTERRUPTED, ConfigError
+from recipes.common.collector import VectorCollector
+from recipes.common.replay import end_last_episodes
+from recipes.common.replayable_env import ReplayableEnv
+from recipes.common.update import Learner
 from tests.params import slow_but
 from tests.recipes.runs import (
     Composer,

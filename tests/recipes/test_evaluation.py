@@ -1,7 +1,7 @@
 import gymnasium
 import numpy as np
 
-from recipes.evaluation import evaluate
+from recipes.common.evaluation import evaluate
 
 
 class Countdown(gymnasium.Env):

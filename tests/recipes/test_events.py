@@ -11,13 +11,13 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from recipes import dqn, sac
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import EnvConfig, EventConfig
-from recipes.environment import make_discrete_env
-from recipes.events import land_between_flags, land_near_middle, make_tables
-from recipes.remote import FlagReader
-from recipes.replay import end_last_episodes, make_replay
-from recipes.run import DONE, ConfigError, parse_config
+from recipes.common.cli import DONE, ConfigError, parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.config import EnvConfig, EventConfig
+from recipes.common.environment import make_discrete_env
+from recipes.common.events import land_between_flags, land_near_middle, make_tables
+from recipes.common.remote import FlagReader
+from recipes.common.replay import end_last_episodes, make_replay
 from tests.params import slow_but
 from tests.recipes.runs import Composer, assert_config_error, composed, eager_and_compiled, needs, rows, tiny
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter

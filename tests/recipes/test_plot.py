@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from scipy.stats import bootstrap
 
 from recipes import plot
-from recipes.run import ConfigError
+from recipes.common.cli import ConfigError
 
 
 def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold=None, every=10):

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
 from recipes import sac
-from recipes.run import DONE
+from recipes.common.cli import DONE
 from tests.recipes.runs import (
     Composer,
     assert_commands,

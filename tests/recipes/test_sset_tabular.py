@@ -3,7 +3,7 @@ import csv
 import numpy as np
 import pytest
 
-from recipes import sset_tabular
+from recipes.experiments import sset_tabular
 
 
 @pytest.fixture

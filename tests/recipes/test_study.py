@@ -13,8 +13,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from recipes import plot, report, study
-from recipes.run import DONE, INTERRUPTED, ConfigError
+from recipes import plot, study
+from recipes.common import report
+from recipes.common.cli import DONE, INTERRUPTED, ConfigError
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 

@@ -3,7 +3,7 @@ import csv
 import pytest
 import torch
 
-from recipes import stylized
+from recipes.experiments import stylized
 
 LENGTHS = list(range(10, 101, 10))
 

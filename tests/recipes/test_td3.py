@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
-from recipes.run import DONE, ConfigError
-from recipes.update import Delayed, eager_update
+from recipes.common.cli import DONE, ConfigError
+from recipes.common.update import Delayed, eager_update
 from tests.data import learnable
 from tests.recipes.runs import (
     Composer,

@@ -6,7 +6,7 @@ from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
-from recipes.update import CompiledUpdate, eager_update, target_pairs
+from recipes.common.update import CompiledUpdate, eager_update, target_pairs
 from tests.data import buffer_of, learnable
 from torchrl_replay_ext import ProportionalSampler
 
