@@ -7,21 +7,22 @@ network sizes, batch size, capacity and updates per step, and one environment; A
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from threading import Semaphore, Thread
+from unittest.mock import patch
 
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipes.benchmark.results import LeftOutError, Row
 from recipes.benchmark.training_peers import SETTINGS, stable_baselines3_loop, torchrl_loop
 from recipes.benchmark.updates import CONF
-from recipes.common.config import LearningConfig, RunConfig
-from recipes.common.progress import Means
-from recipes.common.replay import stored_keys
-from recipes.common.run import Agent
+from recipes.common import run
 
 MEASUREMENT = "training"
 CHUNKS = 4
@@ -57,7 +58,9 @@ def recipe_loop(algorithm: str, directory: Path, *, sampler: str, compiled: bool
         "logger=none",
         f"{algorithm}.total_steps=1000000",
         f"{algorithm}.learning_starts=0",
+        f"{algorithm}.num_evaluations=1",
         f"{algorithm}.evaluation_episodes=1",
+        "checkpoint_interval=1000000",
     ]
     if (settings := SETTINGS.get(algorithm)) is not None:
         overrides += [
@@ -67,39 +70,76 @@ def recipe_loop(algorithm: str, directory: Path, *, sampler: str, compiled: bool
         ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         config = compose(algorithm, overrides=overrides)
-    loops: list[TrainingLoop] = []
-
-    def keep(agent: Agent, _envs: Any, checked: RunConfig, *_: Any) -> int:
-        loops.append(loop_of(agent, checked))
-        return 0
-
-    import_module(f"recipes.{algorithm}").train(config, directory, run=keep)
-    return loops[0]
+    run_dir = directory / f"{algorithm}-{sampler}-{compiled}"
+    run_dir.mkdir()
+    return PausedTraining(algorithm, config, run_dir)
 
 
-def loop_of(agent: Agent, config: RunConfig) -> TrainingLoop:
-    """The collecting and learning part of recipes.common.run.run."""
-    learning: LearningConfig = config.learning
-    stored = (*stored_keys(config.env), *(agent.stores or ()))
-    batches, losses = iter(agent.collector), Means()
-    steps = 0
+class PausedTraining:
+    """The training of a recipe, in a thread that waits after each chunk of steps.
 
-    def loop(num_env_steps: int) -> int:
-        nonlocal steps
-        start = steps
-        while steps < start + num_env_steps:
-            agent.explore(steps)
-            data = next(batches).select(*stored)
-            steps += data.numel()
-            if steps > learning.learning_starts:
-                for result in agent.learn(data, steps):
-                    losses.add(result)
-            else:
-                agent.replay.extend(data)
-        losses.take(agent.losses)
-        return steps - start
+    Args:
+        algorithm: the recipe.
+        config: its configuration.
+        run_dir: directory of the run.
+    """
 
-    return loop
+    def __init__(self, algorithm: str, config: DictConfig, run_dir: Path):
+        module = import_module(f"recipes.{algorithm}")
+        self._steps = self._until = 0
+        self._closed = False
+        self._turn, self._waiting = Semaphore(0), Semaphore(0)
+        self._error: BaseException | None = None
+        training = self
+
+        class PausedRun(run.Run):
+            def continues(self) -> bool:
+                training._pause(self.env_steps)
+                return True
+
+        # no progress bar, and no signal handlers, which only the main thread can set
+        with (
+            patch.object(module, "Run", PausedRun),
+            patch.object(run, "tqdm", partial(tqdm, disable=True)),
+            patch.object(run, "interruption", lambda: nullcontext(lambda: False)),
+        ):
+            self._thread = Thread(target=self._train, args=(module.train, config, run_dir), daemon=True)
+            self._thread.start()
+            self._wait()
+
+    def __call__(self, num_env_steps: int) -> int:
+        """Make at least so many env steps and return how many."""
+        before = self._steps
+        self._until = before + num_env_steps
+        self._turn.release()
+        self._wait()
+        return self._steps - before
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._turn.release()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        self._waiting.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _train(self, train: Callable[[DictConfig, Path], int], config: DictConfig, run_dir: Path) -> None:
+        try:
+            train(config, run_dir)
+        except BaseException as error:
+            self._error = error
+            self._waiting.release()
+
+    def _pause(self, steps: int) -> None:
+        self._steps = steps
+        if steps >= self._until:
+            self._waiting.release()
+            self._turn.acquire()
+        if self._closed:
+            raise RuntimeError("closed")  # leaves the training loop
 
 
 # Name -> function of the algorithm, the number of steps per chunk and a directory that builds the loop.
@@ -132,23 +172,27 @@ def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], l
     notes: dict[str, None] = {}
     for algorithm in OVERRIDES:
         chunk = MORE_STEPS[algorithm] * env_steps // CHUNKS
-        loops: dict[str, TrainingLoop] = {}
-        for name in (name for name in NAMES if name in names):
-            if algorithm not in SETTINGS and "recipe" not in name:
-                continue
-            with TemporaryDirectory() as directory:
+        seconds: dict[str, list[float]] = {}
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(TemporaryDirectory()))
+            loops: dict[str, TrainingLoop] = {}
+            for name in (name for name in NAMES if name in names):
+                if algorithm not in SETTINGS and "recipe" not in name:
+                    continue
                 try:
-                    loops[name] = LOOPS[name](algorithm, chunk, Path(directory))
+                    loops[name] = loop = LOOPS[name](algorithm, chunk, directory)
                 except LeftOutError as error:
                     notes[f"{name} is skipped: {error}."] = None
-        seconds: dict[str, list[float]] = {name: [] for name in loops}
-        for number in tqdm(range(-1, CHUNKS), desc=f"{MEASUREMENT}, {algorithm}", leave=False):
-            for name, loop in loops.items():
-                start = time.process_time()
-                steps = loop(chunk)
-                stop = time.process_time()
-                if number >= 0:
-                    seconds[name].append((stop - start) / steps)
+                    continue
+                if isinstance(loop, PausedTraining):
+                    stack.callback(loop.close)
+            for number in tqdm(range(-1, CHUNKS), desc=f"{MEASUREMENT}, {algorithm}", leave=False):
+                for name, loop in loops.items():
+                    start = time.process_time()
+                    steps = loop(chunk)
+                    stop = time.process_time()
+                    if number >= 0:
+                        seconds.setdefault(name, []).append((stop - start) / steps)
         settings = SETTINGS.get(algorithm)
         sizes = (settings.capacity, settings.batch_size) if settings is not None else ACER_SIZES
         rows += [

@@ -8,14 +8,12 @@ same transitions; their difference is TorchRL's margin.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
-from torch import Tensor
 from torchrl.modules import QValueActor
 from torchrl.objectives import SoftUpdate
 from tqdm import tqdm
@@ -31,7 +29,7 @@ from recipes.common.optimizers import make_optimizer
 from recipes.common.schemas.dqn import Config as DQNRun
 from recipes.common.schemas.sac import Config as SACRun
 from recipes.common.schemas.td3 import Config as TD3Run
-from recipes.common.update import CompiledUpdate, Delayed, eager_update, target_pairs
+from recipes.common.update import Update, compiled
 
 MEASUREMENT = "updates"
 CONF = Path(__file__).parents[1] / "conf"
@@ -54,7 +52,8 @@ NAMES = (
 
 COMPARED_ON_CPU = tuple(name for name in NAMES if name.endswith(CYCLE_ONLY) or name.startswith("compiled"))
 
-Update = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
+# Builds an update function for a buffer and a number of updates per call; and that number.
+Builder = tuple[Callable[[Any, int], Update], int]
 
 
 def settings(recipe: str, env: str, schema: type) -> Any:
@@ -84,74 +83,39 @@ def experience(recipe: str, count: int) -> TensorDict:
     )
 
 
-def dqn_update(device: torch.device) -> Update:
-    """Arguments of the update of recipes.dqn on CartPole, except the buffer, and its targets."""
+def dqn_update(device: torch.device) -> Builder:
+    """The update of recipes.dqn on CartPole, without copies of the target network."""
     config = settings("dqn", "cartpole", DQNRun)
     network = make_network((OBSERVED["dqn"],), ACTIONS["dqn"], config.hidden_sizes, device=device)
-    actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
-    loss_module, _, target_step = dqn.make_loss(config, actor)
-    arguments = {
-        "loss_function": loss_module,
-        "optimizers": [make_optimizer(config.optimizer, loss_module.parameters(), config.learning_rate)],
-        "max_grad_norm": config.max_grad_norm,
-        "target_step": target_step,
-    }
-    return arguments, target_pairs(loss_module)
+    loss_module, target = dqn.make_loss(
+        config, QValueActor(network, in_keys=["observation"], action_space="categorical")
+    )
+    optimizer = make_optimizer(config.optimizer, loss_module.parameters(), config.learning_rate)
+    return lambda replay, n: dqn.make_update(config, replay, loss_module, target, optimizer, num_updates=n), 1
 
 
-def adam(parameters: Any, rate: float) -> torch.optim.Adam:
-    """The optimizer of recipes.td3 and recipes.sac."""
-    return torch.optim.Adam(parameters.flatten_keys().values(), lr=rate, fused=True)
-
-
-def td3_update(device: torch.device) -> Update:
-    """Arguments of the update of recipes.td3 on HalfCheetah, except the buffer; the update copies no targets."""
+def td3_update(device: torch.device) -> Builder:
+    """The update of recipes.td3 on HalfCheetah."""
     config = settings("td3", "halfcheetah", TD3Run)
     _, loss_module = td3.make_loss(config, OBSERVED["td3"], ACTIONS["td3"], device)
-    delayed = Delayed(
-        interval=config.policy_delay,
-        loss_function=partial(td3.actor_loss, loss_module),
-        optimizers=[adam(loss_module.actor_network_params, config.actor_learning_rate)],
-        target_step=SoftUpdate(loss_module, tau=config.tau).step,
+    target = SoftUpdate(loss_module, tau=config.tau)
+    optimizers = td3.make_optimizers(config, loss_module)
+    return (
+        lambda replay, n: td3.make_update(config, replay, loss_module, target, *optimizers, num_updates=n),
+        config.policy_delay,
     )
-    arguments = {
-        "loss_function": partial(td3.critic_loss, loss_module),
-        "optimizers": [adam(loss_module.qvalue_network_params, config.critic_learning_rate)],
-        "delayed": delayed,
-    }
-    return arguments, []
 
 
-def sac_update(device: torch.device) -> Update:
-    """Arguments of the update of recipes.sac on HalfCheetah, except the buffer; the update copies no targets."""
+def sac_update(device: torch.device) -> Builder:
+    """The update of recipes.sac on HalfCheetah."""
     config = settings("sac", "halfcheetah", SACRun)
     _, loss_module = sac.make_loss(config, OBSERVED["sac"], ACTIONS["sac"], device)
-    alpha = torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=config.alpha_learning_rate, fused=True)
-    arguments = {
-        "loss_function": partial(sac.losses, loss_module),
-        "optimizers": [
-            adam(loss_module.actor_network_params, config.actor_learning_rate),
-            adam(loss_module.qvalue_network_params, config.critic_learning_rate),
-            alpha,
-        ],
-        "target_step": SoftUpdate(loss_module, tau=config.tau).step,
-    }
-    return arguments, []
+    target = SoftUpdate(loss_module, tau=config.tau)
+    optimizers = sac.make_optimizers(config, loss_module)
+    return lambda replay, n: sac.make_update(replay, loss_module, target, optimizers, num_updates=n), 1
 
 
-RECIPES: dict[str, Callable[[torch.device], Update]] = {"dqn": dqn_update, "td3": td3_update, "sac": sac_update}
-
-
-def step_in_mode(
-    mode: str, replay: Any, arguments: dict[str, Any], targets: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[Callable[[], object], int]:
-    """A function that makes updates in this mode, and the number of updates per call."""
-    num_updates = arguments["delayed"].interval if "delayed" in arguments else 1
-    if mode == EAGER:
-        update = eager_update(replay, **arguments)
-        return lambda: [update(number + 1) for number in range(num_updates)], num_updates
-    compiled = CompiledUpdate(replay, **arguments, targets=targets, num_updates=num_updates, cudagraphs=mode == GRAPH)
-    return compiled, num_updates
+RECIPES: dict[str, Callable[[torch.device], Builder]] = {"dqn": dqn_update, "td3": td3_update, "sac": sac_update}
 
 
 def measure_updates(
@@ -203,7 +167,7 @@ def torchrl_cycle(recipe: str, name: str, data: TensorDict) -> Case:
 def whole_update(recipe: str, mode: str, name: str, data: TensorDict) -> Case:
     """The update of a recipe with a sampler."""
     device, size = data["observation"].device, BATCH_SIZES[recipe]
-    arguments, targets = RECIPES[recipe](device)
+    make_update, num_updates = RECIPES[recipe](device)
     buffer = make_buffer(
         name,
         len(data),
@@ -214,6 +178,7 @@ def whole_update(recipe: str, mode: str, name: str, data: TensorDict) -> Case:
         priority_key="td_error",
     )
     fill(buffer, data)
-    step, num_updates = step_in_mode(mode, buffer, arguments, targets)
+    update = make_update(buffer, num_updates)
+    step = update if mode == EAGER else compiled(update, cudagraphs=mode == GRAPH)
     row = Row(MEASUREMENT, recipe, contender(mode, name), len(data), size)
-    return Case(row, step, mode, units=num_updates)
+    return Case(row, lambda: step(None), mode, units=num_updates)

@@ -6,6 +6,7 @@ The SSET paper tests it in appendix A.2 (Figure 13).
 from collections.abc import Sequence
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 _RIDGE = 1e-12
@@ -81,6 +82,22 @@ def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: i
     member = (tables == torch.arange(num_tables, device=tables.device)[:, None]).to(rows.dtype)
     total = member @ weights.to(rows.dtype)
     return (member @ rows) / torch.where(total > 0, total, 1.0), total.detach()
+
+
+def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a batch from event tables, and the loss of each table's rows.
+
+    Args:
+        rows: loss of each row times its weight, [B]: the result of a loss with reduction="none".
+        batch: the batch, [B].
+        num_tables: K, number of tables including the default table.
+
+    Returns:
+        The loss of the batch, []; the mean loss of each table's rows [K]; the weight of each table in the loss of the
+        batch [K].
+    """
+    weights = batch["priority_weight"]
+    return rows.sum() / weights.sum(), *losses_by_table(rows, weights, batch["table"], num_tables)
 
 
 def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:

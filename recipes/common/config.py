@@ -80,6 +80,8 @@ class EnvConfig:
         id: Gymnasium id; "module:id" imports the module first.
         reward_threshold: mean return at which the environment counts as solved; None: never.
         options: keyword arguments for gymnasium.make. Default: {}.
+        training: keyword arguments for gymnasium.make in which the training environments differ from `options`, such
+            as the shaping of rewards. Evaluations do not use them. Default: {}.
         events: events by name, see recipes.common.events. Default: {}. Their `eta` must sum to at most 1.
         atari: preprocessing of an Atari game. Default: None, not an Atari game.
         random_score: mean return of random actions, normalized to 0. Default: None, no normalization.
@@ -89,23 +91,30 @@ class EnvConfig:
             observation, "terminal" teaches the agent that an episode may end in any state.
         evaluations: further evaluations by name, with the keyword arguments for gymnasium.make in which they differ
             from `options`. Their mean returns are the columns return_<name> of progress.csv. Default: {}.
+        return_by: names of entries of the environment's `info` after a reset, with their possible values. For each
+            value, the column return_<value> of progress.csv is the mean return of the episodes that have it, NaN if
+            there are none. Default: {}.
     """
 
     name: str = MISSING
     id: str = MISSING
     reward_threshold: float | None = MISSING
     options: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
     events: dict[str, EventConfig] = field(default_factory=dict)
     atari: AtariConfig | None = None
     random_score: float | None = None
     human_score: float | None = None
     truncation: str = "bootstrap"
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    return_by: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.evaluations:
-            if not name.isidentifier() or name == "mean":
-                raise ValueError(f"env.evaluations.{name}: the name must be an identifier other than mean")
+        values = [value for choices in self.return_by.values() for value in choices]
+        for key, names in (("evaluations", list(self.evaluations)), ("return_by", values)):
+            for name in names:
+                if not name.isidentifier() or name == "mean" or [*self.evaluations, *values].count(name) > 1:
+                    raise ValueError(f"env.{key}: {name} must be an identifier other than mean, and used once")
         if self.truncation not in ("bootstrap", "terminal"):
             raise ValueError(f"env.truncation={self.truncation}: choose bootstrap, terminal")
         if (self.random_score is None) != (self.human_score is None) or (

@@ -19,7 +19,8 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
 
     Args:
         config: the environment.
-        training: for Atari games, see make_atari. Default: False.
+        training: make a training environment, with the options in `config.training` and, for Atari games, as make_atari
+            says. Default: False.
 
     Raises:
         ConfigError: if the environment cannot be made with this id and these options, if its spaces do not match, or
@@ -36,15 +37,19 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
     return TransformAction(env, partial(add, first), Discrete(env.action_space.n)) if first else env
 
 
-def make_continuous_env(config: EnvConfig) -> gymnasium.Env:
+def make_continuous_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     """Make an environment with vector observations and action vectors in [-1, 1].
 
     Other action ranges are rescaled to [-1, 1], so that the entropy of policies is comparable between environments.
 
+    Args:
+        config: the environment.
+        training: see make_discrete_env. Default: False.
+
     Raises:
         ConfigError: see make_discrete_env.
     """
-    env = _make(config)
+    env = _make(config, training=training)
     actions = env.action_space
     if not (isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded() and _observes_vectors(env)):
         raise ConfigError(
@@ -60,13 +65,15 @@ def make_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
 
     Args:
         config: the environment.
-        training: for Atari games, see make_atari. Default: False.
+        training: see make_discrete_env. Default: False.
 
     Raises:
         ConfigError: see make_discrete_env.
     """
     discrete = isinstance(_make(config).action_space, Discrete)
-    return make_discrete_env(config, training=training) if discrete else ClipAction(make_continuous_env(config))
+    make = make_discrete_env if discrete else make_continuous_env
+    env = make(config, training=training)
+    return env if discrete else ClipAction(env)
 
 
 class FreshWorld(gymnasium.Wrapper):
@@ -93,11 +100,12 @@ class TerminalTruncation(gymnasium.Wrapper):
 
 
 def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
+    options = config.options | config.training if training else config.options
     try:
         if config.atari is not None:
-            env = make_atari(config.id, config.atari, config.options, training=training)
+            env = make_atari(config.id, config.atari, options, training=training)
         else:
-            env = gymnasium.make(config.id, **config.options)
+            env = gymnasium.make(config.id, **options)
             if type(env.unwrapped).__name__ == "BipedalWalker":
                 env = FreshWorld(env)
     except ConfigError:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from recipes.common.cli import ConfigError
+from torchrl_replay_ext import AdamStep
 
 
 class RMSProp(torch.optim.Optimizer):
@@ -79,6 +80,11 @@ class RMSPropStep:
                 # rounding can make the difference negative
                 variance = (square - mean * mean).clamp_min(0)
             parameter.sub_(self._group["lr"] * gradient / (variance + self._group["eps"]).sqrt())
+
+
+def make_step(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSPropStep:
+    """The step of an optimizer as a function of the gradients, which a graph can contain."""
+    return RMSPropStep(optimizer) if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
 
 
 def make_optimizer(

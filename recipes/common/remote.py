@@ -212,9 +212,6 @@ class RemoteReplay:
         with noticing_lost_actors(self.actor):
             return call.result()
 
-    def extend(self, data: TensorDictBase) -> None:
-        """Does nothing: the collectors write to the buffer."""
-
     def sample(self) -> TensorDictBase:
         """Return the next batch."""
         while len(self._batches) <= self._prefetch:

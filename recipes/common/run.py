@@ -1,15 +1,15 @@
-"""The training loop of every recipe: collect, learn, evaluate, log, save."""
+"""The frame of a training loop: checkpoints, evaluations, logs, the progress bar and Ctrl-C."""
 
 import random
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import gymnasium
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -34,12 +34,11 @@ from recipes.common.cli import (
     reason,
 )
 from recipes.common.collector import VectorCollector
-from recipes.common.config import EnvConfig, RunConfig
-from recipes.common.environment import make_env
-from recipes.common.evaluation import evaluate
+from recipes.common.config import RunConfig
+from recipes.common.evaluation import Evaluation
 from recipes.common.files import atomic_write
 from recipes.common.progress import Means, Progress, warn
-from recipes.common.replay import PRIORITIZED, end_last_episodes, stored_keys
+from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
 from recipes.common.video import Camera
 from recipes.plot import plot_runs
 
@@ -48,40 +47,6 @@ if TYPE_CHECKING:
     from recipes.common.remote import RemoteCollector, RemoteReplay
 
 CURVE = "learning_curve.png"
-NORMALIZED = "human_normalized"
-
-
-@dataclass(kw_only=True)
-class Agent:
-    """The parts of a recipe that the training loop uses.
-
-    Args:
-        collector: yields batches of transitions.
-        replay: the buffer.
-        explore: called before each batch with the number of env steps so far.
-        learn: called with a batch and the number of env steps including it. Writes the batch to the buffer, makes the
-            updates and returns the numbers to log, as dicts of tensors [updates].
-        policy: the policy to evaluate; maps observations [n, ...] to actions [n, ...].
-        losses: names of the numbers that `learn` returns.
-        shown: names of the numbers that the progress bar shows.
-        state: networks, optimizers and other objects with state, for the checkpoint.
-        stores: entries of a batch to store in addition to recipes.common.replay.stored_keys; None: the collector writes
-            to the buffer itself. Default: ().
-        evaluation_epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
-        columns: maps the number of env steps to further numbers to log. Default: none.
-    """
-
-    collector: "VectorCollector | RemoteCollector"
-    replay: "TensorDictReplayBuffer | RemoteReplay"
-    explore: Callable[[int], None]
-    learn: Callable[[TensorDictBase, int], list[dict[str, Tensor]]]
-    policy: Callable[[np.ndarray], np.ndarray]
-    losses: tuple[str, ...]
-    shown: tuple[str, ...]
-    state: dict[str, Any]
-    stores: tuple[str, ...] | None = ()
-    evaluation_epsilon: float = 0.0
-    columns: Callable[[int], dict[str, float]] = lambda _steps: {}
 
 
 def prepare(cfg: RunConfig, run_dir: Path) -> torch.device:
@@ -115,210 +80,282 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def further_evaluation_envs(env: EnvConfig, episodes: int) -> dict[str, list[gymnasium.Env]]:
-    """The environments of env.evaluations by name, one per episode."""
-    configs = {name: replace(env, options=env.options | options) for name, options in env.evaluations.items()}
-    return {name: [make_env(config) for _ in range(episodes)] for name, config in configs.items()}
-
-
-def run(
-    agent: Agent,
-    evaluation_envs: list[gymnasium.Env],
-    cfg: RunConfig,
-    config: DictConfig,
-    run_dir: Path,
-    device: torch.device,
-) -> int:
-    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
+@dataclass(kw_only=True)
+class Log:
+    """What a run evaluates and logs.
 
     Args:
-        agent: the recipe's parts.
-        evaluation_envs: one environment per evaluation episode.
+        evaluation: the environments.
+        policy: the policy to evaluate; maps observations [n, ...] to actions [n, ...].
+        epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
+        value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
+        losses: names of the numbers that the updates return.
+        columns: returns further numbers to log. Default: none.
+        shown: names of the numbers that the progress bar shows.
+    """
+
+    evaluation: Evaluation
+    policy: Callable[[np.ndarray], np.ndarray]
+    epsilon: float = 0.0
+    value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    losses: tuple[str, ...]
+    columns: Callable[[], dict[str, float]] = dict
+    shown: tuple[str, ...]
+
+
+class Run:
+    """A training run: everything around the loop that the recipe writes.
+
+        run = Run(cfg, config, run_dir, device, collector=collector, replay=replay, log=Log(...), state={...})
+        with run:
+            while run.continues():
+                data = run.collect()
+                ...                      # write data to the buffer, make updates
+                run.log_losses(losses)
+                run.end_round()
+        return run.exit_code
+
+    The directory of the run receives config.yaml, progress.csv, learning_curve.png and checkpoint.zip. The checkpoint
+    holds the complete state: a resumed run continues as if it had never stopped. It is loaded by the constructor, so
+    graphs must be compiled, and the steps of optimizers made, after it.
+
+    Ctrl-C ends the loop after the current round. An error of a lost process (LostProcess) inside the ``with`` block
+    ends it, too; other errors are passed on.
+
+    Args:
         cfg: the checked configuration.
         config: the configuration as read, to be saved in config.yaml.
         run_dir: directory of the run.
         device: device of the networks.
-
-    Returns:
-        The exit code.
+        collector: yields batches of transitions.
+        replay: the buffer.
+        log: what to evaluate and log.
+        state: networks, optimizers and other objects with state, for the checkpoint.
+        stores: entries of a batch to store in addition to recipes.common.replay.stored_keys; None: the collector writes
+            to the buffer itself. Default: ().
     """
-    learning, collector, replay = cfg.learning, agent.collector, agent.replay
-    stored = None if agent.stores is None else (*stored_keys(cfg.env), *agent.stores)
-    further_envs = further_evaluation_envs(cfg.env, learning.evaluation_episodes)
 
-    # The checkpoint holds the complete state, so a resumed run continues as if it had never stopped.
-    counters: dict[str, Any] = {
-        "env_steps": 0,
-        "updates": 0,
-        "evaluations": 0,
-        "last_return": None,
-        "best_return": None,
-        "reached_at": None,
-        "wall_time": 0.0,
-    }
-    losses = Means()
-    state = agent.state | {
-        "replay": replay,
-        "collector": collector,
-        "losses": losses,
-        "counters": counters,
-        "global_rng": GlobalRNGState(),
-    }
-
-    def finished() -> bool:
-        solved = counters["reached_at"] is not None and cfg.stop_at_threshold
-        return solved or counters["env_steps"] >= learning.total_steps
-
-    if cfg.resume is not None:
-        load_checkpoint(run_dir, device, **state)
-        lost = collector.resume()
-        if lost and isinstance(replay, TensorDictReplayBuffer) and not finished():
-            end_last_episodes(replay, cfg.num_envs, lost)
-            warn(f"the state of {len(lost)} of {cfg.num_envs} environments cannot be restored; they start new episodes")
-    camera = Camera(cfg.env, run_dir) if cfg.video else None
-    try:
-        progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=counters["env_steps"])
-        with atomic_write(run_dir / CONFIG) as path:
-            OmegaConf.save(OmegaConf.merge(config, {"resume": None}), path)
-    except OSError as error:
-        raise ConfigError(f"{run_dir}: {reason(error)}") from error
-
-    def save() -> bool:
-        counters["wall_time"] = time.time() - started
+    def __init__(
+        self,
+        cfg: RunConfig,
+        config: DictConfig,
+        run_dir: Path,
+        device: torch.device,
+        *,
+        collector: "VectorCollector | RemoteCollector",
+        replay: "TensorDictReplayBuffer | RemoteReplay",
+        log: Log,
+        state: Mapping[str, Any],
+        stores: tuple[str, ...] | None = (),
+    ):
+        self._cfg, self._run_dir, self._log = cfg, run_dir, log
+        self._collector, self._replay = collector, replay
+        self._batches = iter(collector)
+        self._stored = None if stores is None else (*stored_keys(cfg.env), *stores)
+        self._counters: dict[str, Any] = {
+            "env_steps": 0,
+            "updates": 0,
+            "evaluations": 0,
+            "last_return": None,
+            "best_return": None,
+            "reached_at": None,
+            "wall_time": 0.0,
+        }
+        self._losses = Means()
+        self._state = {
+            **state,
+            "replay": replay,
+            "collector": collector,
+            "losses": self._losses,
+            "counters": self._counters,
+            "global_rng": GlobalRNGState(),
+        }
+        self.exit_code = FAILED
+        if cfg.resume is not None:
+            self._resume(device)
+        self._previous_steps = self._counters["env_steps"]
+        self._camera = Camera(cfg.env, run_dir) if cfg.video else None
         try:
-            progress.flush()
-            save_checkpoint(run_dir, **state)
+            self._progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=self.env_steps)
+            with atomic_write(run_dir / CONFIG) as path:
+                OmegaConf.save(OmegaConf.merge(config, {"resume": None}), path)
+        except OSError as error:
+            raise ConfigError(f"{run_dir}: {reason(error)}") from error
+
+    @property
+    def env_steps(self) -> int:
+        """Number of environment steps so far."""
+        return self._counters["env_steps"]
+
+    def _resume(self, device: torch.device) -> None:
+        load_checkpoint(self._run_dir, device, **self._state)
+        lost = self._collector.resume()
+        if lost and isinstance(self._replay, TensorDictReplayBuffer) and not self._finished():
+            num_envs = self._cfg.num_envs
+            end_last_episodes(self._replay, num_envs, lost)
+            warn(f"the state of {len(lost)} of {num_envs} environments cannot be restored; they start new episodes")
+
+    def __enter__(self) -> "Run":
+        cfg = self._cfg
+        self._started = time.time() - self._counters["wall_time"]
+        self._open = ExitStack()
+        self._interrupted = self._open.enter_context(interruption())
+        self._bar = self._open.enter_context(
+            tqdm(
+                total=cfg.learning.total_steps,
+                initial=min(self.env_steps, cfg.learning.total_steps),
+                desc=f"{cfg.env.name} {cfg.sampler['name']} seed {cfg.seed}",
+                unit="step",
+                mininterval=0.5,
+            )
+        )
+        return self
+
+    def _solved(self) -> bool:
+        return self._counters["reached_at"] is not None and self._cfg.stop_at_threshold
+
+    def _finished(self) -> bool:
+        return self._solved() or self.env_steps >= self._cfg.learning.total_steps
+
+    def continues(self) -> bool:
+        """Whether another round follows: the run is neither finished nor interrupted."""
+        return not self._finished() and not self._interrupted()
+
+    def collect(self) -> TensorDictBase:
+        """Collect a batch of ``train_interval`` transitions, count its steps and return the entries to store."""
+        batch = next(self._batches)
+        self._previous_steps = self.env_steps
+        self._counters["env_steps"] += batch.numel()
+        return batch if self._stored is None else batch.select(*self._stored)
+
+    def log_losses(self, losses: Mapping[str, Tensor]) -> None:
+        """Count and log updates; `losses` are tensors [updates] by name, as an update returns them."""
+        self._losses.add(losses)
+        self._counters["updates"] += max(map(len, losses.values()))
+
+    def end_round(self) -> None:
+        """Evaluate and save a checkpoint, if they are due, and move the progress bar."""
+        learning, interval, steps = self._cfg.learning, self._cfg.checkpoint_interval, self.env_steps
+        if learning.evaluations_due(steps) > self._counters["evaluations"]:
+            self._evaluate()
+        self._bar.update(min(steps, learning.total_steps) - self._bar.n)
+        if interval is not None and steps // interval > self._previous_steps // interval:
+            self._save()
+
+    def _evaluate(self) -> None:
+        cfg, log, counters = self._cfg, self._log, self._counters
+        counters["evaluations"] = cfg.learning.evaluations_due(self.env_steps)
+        seed = [cfg.seed, counters["evaluations"]]
+        row = {
+            "env_steps": self.env_steps,
+            "updates": counters["updates"],
+            **log.evaluation.columns(log.policy, epsilon=log.epsilon, seed=seed, value=log.value),
+            **log.columns(),
+            **self._losses.take(log.losses),
+            "wall_time": time.time() - self._started,
+        }
+        histograms: dict[str, Tensor] = {}
+        if isinstance(self._replay, TensorDictReplayBuffer):
+            require_frames(self._replay)
+            if isinstance(self._replay.sampler, PRIORITIZED):
+                row |= {f"sampler/{key}": value.item() for key, value in self._replay.sampler.stats().items()}
+                if cfg.logger.backend is not None:
+                    share = self._replay.sampler.probabilities(self._replay.storage)
+                    # relative to uniform sampling
+                    histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
+        self._progress.write(row, histograms)
+        self._record_video(seed)
+        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in log.shown}, refresh=False)
+        score, best, threshold = row["return_mean"], counters["best_return"], cfg.env.reward_threshold
+        counters["last_return"] = score
+        counters["best_return"] = score if best is None else max(best, score)
+        if counters["reached_at"] is None and threshold is not None and score >= threshold:
+            counters["reached_at"] = self.env_steps
+
+    def _record_video(self, seed: list[int]) -> None:
+        if self._camera is None:
+            return
+        try:
+            frames = self._camera.record(self._log.policy, epsilon=self._log.epsilon, seed=seed, step=self.env_steps)
+        except OSError as error:
+            warn(f"no video of step {self.env_steps} in {self._run_dir}: {reason(error)}")
+            return
+        self._progress.show(frames, self.env_steps)
+
+    def _save(self) -> bool:
+        self._counters["wall_time"] = time.time() - self._started
+        try:
+            self._progress.flush()
+            save_checkpoint(self._run_dir, **self._state)
         except (OSError, LostProcess) as error:
-            warn(f"step {counters['env_steps']} could not be saved in {run_dir}: {reason(error)}")
+            warn(f"step {self.env_steps} could not be saved in {self._run_dir}: {reason(error)}")
             return False
         return True
 
-    def record_video() -> None:
-        if camera is None:
-            return
-        step, seed = counters["env_steps"], [cfg.seed, counters["evaluations"]]
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # Ctrl-C in a terminal also ends the compiler's processes.
+        aborted = isinstance(error, (TorchDynamoException, CppCompileError)) and self._interrupted()
+        known = error is None or aborted or isinstance(error, LostProcess)
+        with self._open:
+            # After an aborted update, the last batch was collected but its updates were not made: nothing is saved.
+            saved = known and (aborted or self._save())
+            if known and not self._bar.disable:
+                self._bar.set_description(f"{self._bar.desc.removesuffix(': ')}, {self._outcome(error)}")
+        self._collector.shutdown()
+        self._log.evaluation.close()
+        if self._camera is not None:
+            self._camera.close()
+        if known:
+            self.exit_code = self._conclude(error, saved=saved, aborted=aborted)
+        return known
+
+    def _outcome(self, error: BaseException | None) -> str:
+        """Why the progress bar stops."""
+        if isinstance(error, LostProcess):
+            return "failed"
+        return "solved" if self._solved() else "done" if self._finished() else "interrupted"
+
+    def _conclude(self, error: BaseException | None, *, saved: bool, aborted: bool) -> int:
+        """Draw the learning curve, print the last lines of the run and return the exit code."""
+        run_dir, steps = self._run_dir, self.env_steps
+        resumable = (run_dir / CHECKPOINT).is_file()
+        drawn = self._draw_curve()
+        if isinstance(error, LostProcess):
+            sys.stderr.write(f"stopped at step {steps}: {error}\n")
+        if not saved:
+            before = f"resume={run_dir} continues from the previous one" if resumable else "there is no previous one"
+            sys.stderr.write(f"the final checkpoint could not be saved; {before}\n")
+            return FAILED
+        if isinstance(error, LostProcess):
+            sys.stderr.write(f"continue with resume={run_dir}\n")
+            return FAILED
+        if aborted:
+            before = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
+            print(f"interrupted at step {steps} while the update was being compiled; {before}")
+            return INTERRUPTED
+        if not self._finished():
+            print(f"interrupted at step {steps}; continue with resume={run_dir}")
+            return INTERRUPTED
+        if not drawn:
+            return FAILED
+        print(summary(self._counters, self._cfg.env.reward_threshold, run_dir))
+        return DONE
+
+    def _draw_curve(self) -> bool:
+        """Draw the learning curve from progress.csv, if there is one; return whether that did not fail."""
+        if not self._cfg.logger.csv or self._counters["last_return"] is None:
+            return True
         try:
-            frames = camera.record(agent.policy, epsilon=agent.evaluation_epsilon, seed=seed, step=step)
-        except OSError as error:
-            warn(f"no video of step {step} in {run_dir}: {reason(error)}")
-            return
-        progress.show(frames, step)
-
-    def play(envs: list[gymnasium.Env]) -> list[float]:
-        seed = [cfg.seed, counters["evaluations"]]
-        return evaluate(agent.policy, envs, epsilon=agent.evaluation_epsilon, seed=seed)
-
-    def evaluate_and_log() -> None:
-        counters["evaluations"] = learning.evaluations_due(counters["env_steps"])
-        returns = play(evaluation_envs)
-        mean_return = sum(returns) / len(returns)
-        row = {
-            "env_steps": counters["env_steps"],
-            "updates": counters["updates"],
-            "return_mean": mean_return,
-            **{f"return_{i}": value for i, value in enumerate(returns)},
-            **{f"return_{name}": sum(play(envs)) / len(envs) for name, envs in further_envs.items()},
-            **({} if (normalized := cfg.env.human_normalized(mean_return)) is None else {NORMALIZED: normalized}),
-            **agent.columns(counters["env_steps"]),
-            **losses.take(agent.losses),
-            "wall_time": time.time() - started,
-        }
-        histograms: dict[str, Tensor] = {}
-        if isinstance(replay, TensorDictReplayBuffer) and isinstance(replay.sampler, PRIORITIZED):
-            row |= {f"sampler/{key}": value.item() for key, value in replay.sampler.stats().items()}
-            if cfg.logger.backend is not None:
-                share = replay.sampler.probabilities(replay.storage)
-                # relative to uniform sampling
-                histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
-        progress.write(row, histograms)
-        record_video()
-        bar.set_postfix({key: f"{row[key]:.3g}" for key in agent.shown}, refresh=False)
-        counters["last_return"] = mean_return
-        best = counters["best_return"]
-        counters["best_return"] = mean_return if best is None else max(best, mean_return)
-        threshold = cfg.env.reward_threshold
-        if counters["reached_at"] is None and threshold is not None and mean_return >= threshold:
-            counters["reached_at"] = counters["env_steps"]
-
-    started = time.time() - counters["wall_time"]
-    bar = tqdm(
-        total=learning.total_steps,
-        initial=counters["env_steps"],
-        desc=f"{cfg.env.name} {cfg.sampler['name']} seed {cfg.seed}",
-        unit="step",
-        mininterval=0.5,
-    )
-    lost_process: LostProcess | None = None
-    aborted = False
-    with interruption() as interrupted, bar:
-        try:
-            batches = iter(collector)
-            while not finished() and not interrupted():
-                # Collect.
-                agent.explore(counters["env_steps"])
-                batch = next(batches)
-                previous_steps = counters["env_steps"]
-                counters["env_steps"] += batch.numel()
-                data = batch if stored is None else batch.select(*stored)
-
-                # Learn.
-                if counters["env_steps"] > learning.learning_starts:
-                    for result in agent.learn(data, counters["env_steps"]):
-                        losses.add(result)
-                        counters["updates"] += max(map(len, result.values()))
-                else:
-                    replay.extend(data)
-
-                # Evaluate.
-                if learning.evaluations_due(counters["env_steps"]) > counters["evaluations"]:
-                    evaluate_and_log()
-                bar.update(counters["env_steps"] - previous_steps)
-
-                if counters["env_steps"] // cfg.checkpoint_interval > previous_steps // cfg.checkpoint_interval:
-                    save()
-        except LostProcess as error:
-            lost_process = error
-        except (TorchDynamoException, CppCompileError):
-            # Ctrl-C in a terminal also ends the compiler's processes.
-            if not interrupted():
-                raise
-            aborted = True
-        # The last batch was collected but its updates were not made: do not save this state.
-        saved = aborted or save()
-
-    collector.shutdown()
-    if lost_process is not None:
-        sys.stderr.write(f"stopped at step {counters['env_steps']}: {lost_process}\n")
-    for environment in chain(evaluation_envs, *further_envs.values(), [camera] if camera else []):
-        environment.close()
-    if not saved:
-        before = (
-            f"resume={run_dir} continues from the previous one"
-            if (run_dir / CHECKPOINT).is_file()
-            else "there is no previous one"
-        )
-        sys.stderr.write(f"the final checkpoint could not be saved; {before}\n")
-        return FAILED
-    if lost_process is not None:
-        sys.stderr.write(f"continue with resume={run_dir}\n")
-        return FAILED
-    if aborted:
-        before = f"continue with resume={run_dir}" if (run_dir / CHECKPOINT).is_file() else "there is no checkpoint yet"
-        print(f"interrupted at step {counters['env_steps']} while the update was being compiled; {before}")
-        return INTERRUPTED
-    if not finished():
-        print(f"interrupted at step {counters['env_steps']}; continue with resume={run_dir}")
-        return INTERRUPTED
-    if cfg.logger.csv:
-        try:
-            plot_runs([run_dir], run_dir / CURVE)
+            plot_runs([self._run_dir], self._run_dir / CURVE)
         except OSError as error:
             sys.stderr.write(
-                f"{run_dir / CURVE}: {reason(error)}; free disk space, then run: python -m recipes.plot {run_dir}\n"
+                f"{self._run_dir / CURVE}: {reason(error)}; free disk space, then run: "
+                f"python -m recipes.plot {self._run_dir}\n"
             )
-            return FAILED
-    print(summary(counters, cfg.env.reward_threshold, run_dir))
-    return DONE
+            return False
+        return True
 
 
 def summary(counters: dict[str, Any], threshold: float | None, run_dir: Path) -> str:

@@ -27,6 +27,8 @@ class DQNConfig(FixedRoundsConfig):
         final_epsilon: epsilon after the schedule, in [0, initial_epsilon].
         evaluation_epsilon: probability of a random action in evaluations, in [0, 1].
         max_grad_norm: gradients of a larger norm are scaled down to this norm; None: no clipping.
+        log_q_mean: whether evaluations also log the mean value of their steps, as the target network gives it. Default:
+            False.
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
@@ -42,6 +44,7 @@ class DQNConfig(FixedRoundsConfig):
     final_epsilon: float = MISSING
     evaluation_epsilon: float = MISSING
     max_grad_norm: float | None = MISSING
+    log_q_mean: bool = False
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
