@@ -105,7 +105,9 @@ def _step_with(optimizer: torch.optim.Adam, parameters: Sequence[Tensor], gradie
     for parameter in own:
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+        # fused optimizers read the memory of a gradient in the order of the parameter's, whatever its strides
+        same = gradient.stride() == parameter.stride()
+        parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
     optimizer.step()
     for parameter, gradient in zip(own, before, strict=True):
         parameter.grad = gradient

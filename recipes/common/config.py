@@ -110,11 +110,14 @@ class EnvConfig:
     return_by: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        values = [value for choices in self.return_by.values() for value in choices]
-        for key, names in (("evaluations", list(self.evaluations)), ("return_by", values)):
-            for name in names:
-                if not name.isidentifier() or name == "mean" or [*self.evaluations, *values].count(name) > 1:
-                    raise ValueError(f"env.{key}: {name} must be an identifier other than mean, and used once")
+        columns = [f"env.evaluations.{name}" for name in self.evaluations]
+        columns += [f"env.return_by.{entry}.{value}" for entry, values in self.return_by.items() for value in values]
+        names = [column.rpartition(".")[2] for column in columns]
+        for name, column in zip(names, columns, strict=True):
+            if not name.isidentifier() or name == "mean":
+                raise ValueError(f"{column}: the name must be an identifier other than mean")
+            if names.count(name) > 1:
+                raise ValueError(f"{column}: the column return_{name} would exist twice; choose another name")
         if self.truncation not in ("bootstrap", "terminal"):
             raise ValueError(f"env.truncation={self.truncation}: choose bootstrap, terminal")
         if (self.random_score is None) != (self.human_score is None) or (

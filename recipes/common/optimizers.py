@@ -51,7 +51,6 @@ class RMSProp(torch.optim.Optimizer):
         (group,) = self.param_groups
         return list(group["params"])
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Make one step with the gradients of the parameters."""
         RMSPropStep(self)([parameter.grad for parameter in self.parameters])  # pyright: ignore[reportArgumentType]: each has one
@@ -67,6 +66,7 @@ class RMSPropStep:
         self._squares = [state["square"] for state in states]
         self._means = [state.get("mean") for state in states]
 
+    @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Make one step with these gradients of the parameters."""
         decay = self._group["decay"]

@@ -40,12 +40,13 @@ def train(recipe: str, overrides: list[str], run_dir: Path) -> dict[str, object]
     module = import_module(f"recipes.{recipe}")
     replays = []
 
-    def run(agent, *arguments):
-        replays.append(agent.replay)
-        return training.run(agent, *arguments)
+    class Run(training.Run):
+        def __init__(self, *arguments, **keywords):
+            replays.append(keywords["replay"])
+            super().__init__(*arguments, **keywords)
 
-    with patch.object(training, "find_device", lambda _: torch.device(NAME)):
-        code = module.train(composed(recipe, *overrides), run_dir, run)
+    with patch.object(training, "find_device", lambda _: torch.device(NAME)), patch.object(module, "Run", Run):
+        code = module.train(composed(recipe, *overrides), run_dir)
     last = rows(run_dir)[-1]
     losses = [float(value) for key, value in last.items() if key.startswith("loss")]
     return {

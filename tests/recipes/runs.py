@@ -73,6 +73,19 @@ def tiny(group, **more):
     ]
 
 
+class Replay:
+    """Returns these batches one after the other and keeps the batches of the updates."""
+
+    def __init__(self, *batches):
+        self.batches, self.returned = list(batches), []
+
+    def sample(self):
+        return self.batches.pop(0).clone()
+
+    def update_tensordict_priority(self, sample):
+        self.returned.append(sample)
+
+
 def stop_after(monkeypatch, batches):
     """Runs are interrupted after so many batches, as if by Ctrl-C."""
     answers = iter([False] * batches)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes import acer, dqn
-from recipes.common import run as training
+from recipes.common import evaluation
 from recipes.common.cli import DONE, ConfigError
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
@@ -139,15 +139,15 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     """The newest steps once, then Poisson(replay_ratio) replayed batches."""
     calls, names = [], ["loss_actor", "loss_qvalue", "loss_entropy", "entropy", "kl", "rho", "bc_weight", "tr_active"]
 
-    def fake(batches, *_):
+    def fake(name):
         def update():
-            calls.append("newest" if isinstance(batches, acer.NewestSlices) else "replayed")
+            calls.append(name)
             return dict.fromkeys(names, torch.zeros(1))
 
         return update
 
-    monkeypatch.setattr(acer, "eager_update", fake)
-    monkeypatch.setattr(training, "evaluate", lambda *_, **__: [0.0])
+    monkeypatch.setattr(acer, "make_updates", lambda *_, **__: (fake("newest"), fake("replayed")))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: [evaluation.Episode({})])
     words = ["acer.total_steps=16000", "acer.replay_ratio=3", f"acer.on_policy={on_policy}", "acer.num_evaluations=1"]
     assert acer.train(recipe.configuration(*words), tmp_path) == DONE
     counts, rounds = np.unique(calls, return_counts=True), 1000

@@ -11,7 +11,7 @@ import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import acer, dqn
-from recipes.common import run as training
+from recipes.common import evaluation
 from recipes.common.atari_presets import AtariConfig, preset
 from recipes.common.atari_scores import ATARI_10, OTHER_GAMES, SCORES
 from recipes.common.cli import DONE, INTERRUPTED, ConfigError, parse_config
@@ -204,15 +204,15 @@ class TestGame:
 
     @pytest.mark.parametrize("name", ["dqn", "acer"])
     def test_trains_resumes_and_leaves_its_files(self, tmp_path, monkeypatch, capsys, name):
-        recipe, evaluate = recipes[name], training.evaluate
+        recipe, evaluate = recipes[name], evaluation.evaluate
 
         def interrupt(*arguments, **options):
             os.kill(os.getpid(), signal.SIGINT)
             return evaluate(*arguments, **options)
 
-        monkeypatch.setattr(training, "evaluate", interrupt)
+        monkeypatch.setattr(evaluation, "evaluate", interrupt)
         assert train[name](recipe.configuration(), tmp_path) == INTERRUPTED
-        monkeypatch.setattr(training, "evaluate", evaluate)
+        monkeypatch.setattr(evaluation, "evaluate", evaluate)
         assert train[name](recipe.resumed(tmp_path), tmp_path) == DONE
         table = rows(tmp_path)
         assert len(table) == 3

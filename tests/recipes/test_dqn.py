@@ -14,12 +14,12 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn
+from recipes.common import evaluation
 from recipes.common import run as training
 from recipes.common.cli import CONFIG, DONE, INTERRUPTED, ConfigError
 from recipes.common.collector import VectorCollector
 from recipes.common.replay import end_last_episodes
 from recipes.common.replayable_env import ReplayableEnv
-from recipes.common.update import Learner
 from tests.params import slow_but
 from tests.recipes.runs import (
     Composer,
@@ -110,7 +110,7 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
 
 def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     """Ctrl-C at the first evaluation; how other runs resume is in test_resume.py."""
-    evaluate = training.evaluate
+    evaluate = evaluation.evaluate
 
     def interrupt(*arguments, **options):
         os.kill(os.getpid(), signal.SIGINT)
@@ -118,10 +118,10 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
 
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     run_dir.mkdir(), whole.mkdir()
-    monkeypatch.setattr(training, "evaluate", interrupt)
+    monkeypatch.setattr(evaluation, "evaluate", interrupt)
     assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
     assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
-    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     first = rows(run_dir)
     assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
     table = rows(run_dir)
@@ -167,7 +167,7 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
 @pytest.mark.parametrize("truncation", ["bootstrap", "terminal"])
 def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     stored = []
-    monkeypatch.setattr(Learner, "__call__", lambda learner, data, **_: stored.append(data.clone()) or [])
+    monkeypatch.setattr(dqn, "make_round", lambda *_: lambda data: stored.append(data.clone()) or [])
     words = ["+env.options={max_episode_steps: 5}", f"+env.truncation={truncation}"]
     assert dqn.train(composer.configuration(*words), tmp_path) == DONE
     following = torch.cat(stored)["next"]

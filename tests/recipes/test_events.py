@@ -16,6 +16,7 @@ from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig, EventConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.events import land_between_flags, land_near_middle, make_tables
+from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
 from recipes.common.replay import end_last_episodes, make_replay
 from tests.params import slow_but
@@ -185,7 +186,7 @@ def test_priorities_by_reliability_know_the_environments():
             "env.events: the info of recipes.envs:TwoRooms-v0 has no flag at_lava; its flags are at_gap, done",
         ),
         ("+env.options.size=9", "env.id=recipes.envs:TwoRooms-v0: "),
-        ("env.options.shaping=none", "must be one of None, 'gap'"),
+        ("env.training.shaping=none", "must be one of None, 'gap'"),
         ("env.id=recipes.worlds:TwoRooms-v0", "env.id=recipes.worlds:TwoRooms-v0: "),
         ("sampler.retention=forever", "retention must be 'ring' or 'pinned'"),
         ("sampler.allocation=fair", "sampler=sset: "),
@@ -237,12 +238,12 @@ class TestCAGrad:
 
 def test_q_columns_are_those_of_the_target_network():
     torch.manual_seed(0)
-    env = make_discrete_env(EnvConfig("threerooms", "recipes.envs:ThreeRooms-v0", None))
+    config = EnvConfig("threerooms", "recipes.envs:ThreeRooms-v0", None)
     actor = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], action_space="categorical")
     loss_module = DQNLoss(actor, delay_value=True, action_space="categorical")
     SoftUpdate(loss_module, tau=0.5)
-    columns = dqn.q_columns(env, loss_module, 0.9, torch.device("cpu"))
-    world = env.unwrapped
+    columns = room_columns(config, TargetValues(loss_module, torch.device("cpu")), 0.9)
+    world = make_discrete_env(config).unwrapped
     q = actor(observation=torch.from_numpy(world.observations[:-4]))[1].detach().numpy()
     for parameter in loss_module.parameters():
         parameter.data.zero_()  # the network itself has nothing to do with it
@@ -250,7 +251,7 @@ def test_q_columns_are_those_of_the_target_network():
     assert values["q_sum"] == pytest.approx(q.sum(), rel=1e-5)
     error = q - world.optimal_q(0.9)[:-4]
     assert values["q_error"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
-    assert dqn.q_columns(gymnasium.make("CartPole-v1"), loss_module, 0.9, torch.device("cpu"))() == {}
+    assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 
 
 SHARES = {  # table 1

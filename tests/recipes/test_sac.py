@@ -10,6 +10,7 @@ from recipes import sac
 from recipes.common.cli import DONE
 from tests.recipes.runs import (
     Composer,
+    Replay,
     assert_commands,
     assert_config_error,
     assert_trained,
@@ -76,7 +77,8 @@ def test_weights_are_for_the_critics_and_td_errors_are_absolute():
     settings = sac.parse_config(composer.configuration(), sac.Config).sac
     torch.manual_seed(0)
     _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
-    SoftUpdate(loss_module, tau=0.5)
+    target = SoftUpdate(loss_module, tau=0.5)
+    settings.actor_learning_rate = settings.critic_learning_rate = settings.alpha_learning_rate = 0.0
     done = torch.ones(5, 1, dtype=torch.bool)  # then the targets are the rewards
     reward = torch.tensor([[0.0], [3.0], [-7.0], [20.0], [5.0]])
     following = {"observation": torch.randn(5, 3), "reward": reward, "done": done, "terminated": done}
@@ -90,8 +92,10 @@ def test_weights_are_for_the_critics_and_td_errors_are_absolute():
     results = []
     for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
         torch.manual_seed(1)
-        sample = data.clone().set("priority_weight", weight)
-        results.append(sac.losses(loss_module, sample))
+        replay = Replay(data.clone().set("priority_weight", weight))
+        update = sac.make_update(replay, loss_module, target, sac.make_optimizers(settings, loss_module), num_updates=1)
+        results.append({name: value.squeeze(0) for name, value in update(None).items()})
+        (sample,) = replay.returned
         torch.testing.assert_close(sample["td_error"], delta.abs().amax(0))
     even, one = results
     torch.testing.assert_close(even["loss_qvalue"], delta.square().sum(0).mean())

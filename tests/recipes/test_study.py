@@ -298,7 +298,7 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
 
 
 def test_published_studies_can_be_drawn(tmp_path):
-    results = study.Path(report.__file__).parent / "results"
+    results = study.Path(study.__file__).parent / "results"
     for path in results.glob(f"*/{study.RUNS}"):
         found = report.read_study(path.parent)
         assert OmegaConf.structured(found.config).name == path.parent.name
@@ -308,14 +308,14 @@ def test_published_studies_can_be_drawn(tmp_path):
 @pytest.mark.parametrize("name", STUDIES)
 def test_published_studies_are_those_of_the_configurations(name):
     """Else, `python -m recipes.study` would refuse to add runs to them."""
-    published = OmegaConf.load(study.Path(report.__file__).parent / "results" / name / study.STUDY)
+    published = OmegaConf.load(study.Path(study.__file__).parent / "results" / name / study.STUDY)
     config = OmegaConf.structured(study.parse_config(configuration(name=name), study.Config).study)
     assert {**dict(published), "seeds": None} == {**dict(config), "seeds": None}
 
 
 @pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
 def test_published_ratios_are_those_of_the_tables(page):
-    results = study.Path(report.__file__).parent / "results"
+    results = study.Path(study.__file__).parent / "results"
     found = {cell for path in results.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
     # the only ratio to another variant than the baseline
     sset = report.read_study(results / "sset")

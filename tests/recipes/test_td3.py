@@ -11,10 +11,10 @@ from torchrl.objectives import SoftUpdate
 
 from recipes import td3
 from recipes.common.cli import DONE, ConfigError
-from recipes.common.update import Delayed, eager_update
 from tests.data import learnable
 from tests.recipes.runs import (
     Composer,
+    Replay,
     assert_commands,
     assert_config_error,
     assert_trained,
@@ -27,19 +27,6 @@ from tests.recipes.runs import (
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
 composer = Composer("td3", td3.Config, tiny("td3", evaluation_episodes=2, hidden_sizes="[16, 16]"))
 transitions = partial(learnable, observation=3, action=2, done=0.3)
-
-
-class Replay:
-    """Returns these batches one after the other and keeps the batches of the updates."""
-
-    def __init__(self, *batches):
-        self.batches, self.returned = list(batches), []
-
-    def sample(self):
-        return self.batches.pop(0).clone()
-
-    def update_tensordict_priority(self, sample):
-        self.returned.append(sample)
 
 
 class Plain:
@@ -113,49 +100,44 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
     plain = Plain(policy, loss_module)
-    target_update = SoftUpdate(loss_module, tau=plain.tau)
-    actor_optimizer, critic_optimizer = (
+    optimizers = [
         torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
-    )
+    ]
     batches, own = (
         [transitions(32) for _ in range(4)],
         [transitions(8) for _ in range(2)],
     )
     replay = Replay(*batches)
-    delayed = Delayed(
-        interval=2,
-        loss_function=partial(td3.actor_loss, loss_module),
-        optimizers=[actor_optimizer],
-        sample=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
-        target_step=target_update.step,
+    update = td3.make_update(
+        cfg,
+        replay,
+        loss_module,
+        SoftUpdate(loss_module, tau=plain.tau),
+        *optimizers,
+        num_updates=2,
+        actor_batch=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
     )
-    update = eager_update(replay, partial(td3.critic_loss, loss_module), [critic_optimizer], delayed=delayed)
 
-    for i, batch in enumerate(batches):
-        before = parameters_of(loss_module)
-        torch.manual_seed(i)
-        losses = update(i + 1)
-        torch.manual_seed(i)
-        loss, td_error = plain.update_critics(batch)
-        assert all(0.1 < share < 0.9 for share in plain.share_clipped)
-        torch.testing.assert_close(losses["loss_qvalue"], loss.unsqueeze(0))
-        torch.testing.assert_close(replay.returned[-1]["td_error"], td_error)
-        if i % 2:
-            loss = plain.update_actor_and_targets(own[i // 2] if own_batch else batch)
-            torch.testing.assert_close(losses["loss_actor"], loss.unsqueeze(0))
-        else:
-            assert losses.keys() == {"loss_qvalue"}
-        after = parameters_of(loss_module)
-        for mine, reference in zip(after, plain.parameters(), strict=True):
+    for cycle in range(2):
+        torch.manual_seed(cycle)
+        losses = update(None)
+        torch.manual_seed(cycle)
+        for number, batch in enumerate(batches[2 * cycle : 2 * cycle + 2]):
+            loss, td_error = plain.update_critics(batch)
+            assert all(0.1 < share < 0.9 for share in plain.share_clipped)
+            torch.testing.assert_close(losses["loss_qvalue"][number], loss)
+            torch.testing.assert_close(replay.returned[2 * cycle + number]["td_error"], td_error)
+        loss = plain.update_actor_and_targets(own[cycle] if own_batch else batch)
+        torch.testing.assert_close(losses["loss_actor"], loss.unsqueeze(0))
+        for mine, reference in zip(parameters_of(loss_module), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, reference.detach(), rtol=1e-4, atol=1e-5)
-        moved = [not torch.equal(new, old) for new, old in zip(after, before, strict=True)]
-        assert moved == [bool(i % 2)] * 4 + [True] * 4 + [bool(i % 2)] * 8
 
 
 def test_weights_are_for_the_critics_and_td_errors_are_squared():
     torch.manual_seed(0)
-    _, loss_module = td3.make_loss(composer.settings(), 3, 2, torch.device("cpu"))
-    SoftUpdate(loss_module, tau=0.5)
+    settings = composer.settings("td3.policy_delay=1")
+    _, loss_module = td3.make_loss(settings, 3, 2, torch.device("cpu"))
+    target = SoftUpdate(loss_module, tau=0.5)
     data = transitions(5, done=1.0)  # then the targets are the rewards
     values = []
     for parameters in loss_module.qvalue_network_params.data.unbind(0):
@@ -165,8 +147,12 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
 
     results = []
     for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
-        sample = data.clone().set("priority_weight", weight)
-        results.append(td3.critic_loss(loss_module, sample) | td3.actor_loss(loss_module, sample))
+        replay = Replay(data.clone().set("priority_weight", weight))
+        settings.actor_learning_rate = settings.critic_learning_rate = 0.0
+        optimizers = td3.make_optimizers(settings, loss_module)
+        losses = td3.make_update(settings, replay, loss_module, target, *optimizers, num_updates=1)(None)
+        results.append({name: value.squeeze(0) for name, value in losses.items()})
+        (sample,) = replay.returned
         assert not sample["td_error"].requires_grad
         torch.testing.assert_close(sample["td_error"], squared.amax(0))
     even, one = results
