@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator
 
 from recipes.common.cli import ConfigError
-from recipes.common.config import EVENT_TABLES, EnvConfig, RunConfig
+from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_continuous_env, make_discrete_env, make_env
 from recipes.common.hints import did_you_mean, unsupported_sampler, with_suggestion
 from recipes.common.signatures import LIBRARY, SAMPLERS, Argument, arguments, sampler_arguments
@@ -56,15 +56,17 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
     name = config.sampler["name"]
     if unsupported := unsupported_sampler(name, recipe):
         raise ConfigError(unsupported)
-    critic = config.sampler.get("critic")
-    for settings, where in ((config.sampler, "sampler"), (critic, "sampler.critic")):
-        if not isinstance(settings, dict):
-            continue
-        if settings.get("name") not in SAMPLERS:
-            raise ConfigError(
-                f"{where}.name={settings.get('name')}: choose {', '.join(SAMPLERS)}"
-                + did_you_mean(str(settings.get("name")), SAMPLERS)
-            )
+    checked = [(config.sampler, "sampler")]
+    if name in DECOUPLED:
+        critic = config.sampler.get("critic")
+        names = [choice for choice in SAMPLERS if choice not in DECOUPLED]
+        if not isinstance(critic, dict):
+            raise ConfigError(f"sampler.critic={_shown(critic)}: must be a group, as in sampler.critic={{name: per}}")
+        if critic.get("name") not in names:
+            text = f"sampler.critic.name={_shown(critic.get('name'))}: choose {', '.join(names)}"
+            raise ConfigError(with_suggestion(text))
+        checked.append((critic, "sampler.critic"))
+    for settings, where in checked:
         if settings["name"] in EVENT_TABLES and not config.env.events:
             raise ConfigError(
                 f"sampler={name}: env={config.env.name} has no events; define some, as in "
@@ -77,7 +79,7 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
 def _check_optimizer(settings: Mapping[str, Any], where: str) -> None:
     name = settings.get("name")
     if name not in OPTIMIZERS:
-        raise ConfigError(f"{where}.name={name}: choose {', '.join(OPTIMIZERS)}{did_you_mean(str(name), OPTIMIZERS)}")
+        raise ConfigError(with_suggestion(f"{where}.name={_shown(name)}: choose {', '.join(OPTIMIZERS)}"))
     known = {key: value for key, value in arguments(*OPTIMIZERS[name]).items() if key not in SET_BY_RECIPES}
     check_arguments({key: value for key, value in settings.items() if key != "name"}, known, where)
 
@@ -100,12 +102,13 @@ def check_arguments(given: Mapping[str, Any], known: Mapping[str, Argument], whe
             raise ConfigError(
                 f"{full}: {where} has no key {key}{did_you_mean(key, known) or f'; its keys are {names}'}"
             )
-        argument, shown = known[key], "null" if value is None else value
+        argument, shown = known[key], _shown(value)
         if argument.choices and value not in argument.choices:
-            names = ["null" if choice is None else choice for choice in argument.choices]
-            raise ConfigError(f"{full}={shown}: choose {', '.join(names)}{did_you_mean(str(value), names)}")
+            raise ConfigError(with_suggestion(f"{full}={shown}: choose {', '.join(map(_shown, argument.choices))}"))
         if (problem := argument.problem(value)) is not None:
             raise ConfigError(f"{full}={shown}: {problem}")
+        if argument.fields and not isinstance(value, dict | None):
+            raise ConfigError(f"{full}={shown}: must be a group, as in {full}={{{next(iter(argument.fields))}: ...}}")
         if argument.fields and isinstance(value, dict):
             check_arguments(value, argument.fields, full)
         elif isinstance(value, dict) and "Anneal" in argument.kinds:
@@ -113,6 +116,10 @@ def check_arguments(given: Mapping[str, Any], known: Mapping[str, Argument], whe
             check_arguments(value, schedule, full)
             if missing := [name for name in schedule if name not in value]:
                 raise ConfigError(f"{full}: needs {missing[0]}, as in {full}={{start: 0.4, end: 1.0}}")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _check_environment(config: EnvConfig, recipe: str) -> None:

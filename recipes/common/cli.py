@@ -65,7 +65,8 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
     started = False
     try:
         checked = check_command_line(name, schema, words)
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+    # hydra raises ValueError, too
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
         exit_bad_config(ConfigError(explain(error, name, schema, words) or one_line(error)))
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name.split(".")[-1])
@@ -94,8 +95,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 ConfigError(f"not enough memory ({reason(error)}): reduce the sizes of buffer, batches or networks")
             )
         finally:
-            if not any(output_dir.iterdir()):
-                output_dir.rmdir()  # hydra creates the directory before the configuration is checked
+            remove_empty(output_dir)
         if code != DONE:
             sys.exit(code)  # also stops a sweep (-m)
 
@@ -167,6 +167,17 @@ def check_config(name: str, schema: type, config: DictConfig) -> None:
     parsed = parse_config(config, schema)
     if hasattr(parsed, "learning"):
         import_module("recipes.common.checks").check(parsed, name)
+
+
+def remove_empty(run_dir: Path) -> None:
+    """Remove a run directory and its parents in runs/, if they are empty. Hydra creates them before a job starts."""
+    runs = Path.cwd() / "runs"
+    for directory in (run_dir, *run_dir.absolute().parents):
+        if any(directory.iterdir()):
+            return
+        directory.rmdir()
+        if directory == runs or runs not in directory.parents:
+            return
 
 
 def exit_bad_config(error: Exception) -> NoReturn:

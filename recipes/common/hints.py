@@ -20,6 +20,7 @@ from recipes.common.config import DECOUPLED
 CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
 RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "distributed": "dqn"}
+HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 # The recipes whose actor can learn from separate batches, with the samplers in DECOUPLED.
 WITH_ACTOR = ("td3", "sac")
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
@@ -35,10 +36,9 @@ def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6)
     by_lower = {name.lower(): name for name in names}
     word = word.lower()
     found = difflib.get_close_matches(word, by_lower, n=count, cutoff=least)
-    # abbreviations, such as lr for learning_rate, and parts, such as alpha for initial_alpha
+    # abbreviations, such as lr for learning_rate
     short = [name for name in by_lower if len(word) > 1 and "".join(part[:1] for part in name.split("_")) == word]
-    part = [name for name in by_lower if len(word) > 2 and word in name.split("_")]
-    return [by_lower[name] for name in [*dict.fromkeys((*found, *short, *part))][:count]]
+    return [by_lower[name] for name in [*dict.fromkeys((*found, *short))][:count]]
 
 
 def with_suggestion(text: str) -> str:
@@ -51,7 +51,7 @@ def with_suggestion(text: str) -> str:
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of an error message that suggests names similar to `word`; empty if there are none."""
     found = closest(word, names)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    return f"; did you mean {_or(found)}?" if found else ""
 
 
 def keyword_hint(error: Exception, function: Callable[..., Any]) -> str:
@@ -109,7 +109,10 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
     if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
         return no_such_option(found[1], found[2], recipe, words)
     if found := re.search(r"Could not (?:override|delete)(?: from config)?[:.]? *'([^']+)'", text):
-        return _no_such_key(found[1], recipe, schema, words)
+        inner = re.search(r"Key '(\w+)' is not in struct", str(error.__cause__))
+        return _no_such_key(found[1], recipe, schema, words) or (
+            _no_such_key(f"{found[1]}.{inner[1]}", recipe, schema, words) if inner else None
+        )
     return None
 
 
@@ -160,10 +163,12 @@ def _wrong_recipe(env: str, recipe: str) -> str:
 
 def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> str | None:
     """Explain an override of a key that does not exist."""
+    word = next((word for word in words if word.lstrip("~+").split("=")[0] == key), key)
+    if key.startswith("hydra."):
+        return f"{word}: hydra has no such option{did_you_mean(key, HYDRA_OPTIONS)}"
     config = composed(recipe, words)
     if config is None:
         return None
-    word = next((word for word in words if word.lstrip("~+").split("=")[0] == key), key)
     node, type_, parts = config, schema, key.split("@")[0].replace("/", ".").split(".")
     for depth, part in enumerate(parts):
         names = [str(name) for name in node] if isinstance(node, DictConfig) else []
@@ -182,7 +187,7 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
     names += [name for name in field_names(type_) if name not in names]
     if not path:
         names.append("hydra")
-    found = closest(part, names, 1)
+    found = [name for name in names if f"_{part}_" in f"_{name}_"] or closest(part, names, 1)
     paths = {full: full.split(".")[-1] for full in _leaves(config)}
     # the same name in other groups
     found += [full for full, last in paths.items() if last == part]
