@@ -75,11 +75,11 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         started = True
         run_dir = output_dir = Path(HydraConfig.get().runtime.output_dir)
         try:
-            if not os.access(run_dir, os.W_OK | os.X_OK):
-                raise ConfigError(f"{run_dir}: directory is not writable; choose another directory")
             if config.get("resume") is not None:
                 run_dir = Path(run_directory(config.resume, ""))
                 config = resumed_config(config, run_dir, list(HydraConfig.get().overrides.task))
+            if not os.access(run_dir, os.W_OK | os.X_OK):
+                raise ConfigError(f"{run_dir}: directory is not writable; choose another directory")
             if not checked:
                 check_config(name, schema, config)
             recipe = import_module(f"recipes.{name}")
@@ -131,14 +131,14 @@ def check_command_line(name: str, schema: type, words: list[str]) -> bool:
         HydraException: if hydra cannot read or compose it. OmegaConf's errors likewise.
     """
     parser = get_args_parser()
-    dashed = [word for action in parser._actions for word in action.option_strings if word.startswith("--")]
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
 
-    def refuse(text: str) -> NoReturn:
-        if found := re.search(r"unrecognized arguments: (-\S+)", text):
+    def refuse(message: str) -> NoReturn:
+        if found := re.search(r"unrecognized arguments: (-\S+)", message):
             plain = found[1].lstrip("-")
-            hint = did_you_mean(found[1], dashed) or f"; options have no dashes: {plain.split('=')[0]}=<value>"
+            hint = did_you_mean(found[1], flags) or f"; options have no dashes: {plain.split('=')[0]}=<value>"
             raise ConfigError(f"{found[1]}: there is no such flag{hint}")
-        raise ConfigError(text)
+        raise ConfigError(message)
 
     parser.error = refuse
     arguments = vars(parser.parse_args(words))
@@ -146,12 +146,12 @@ def check_command_line(name: str, schema: type, words: list[str]) -> bool:
     used = {key for key, value in arguments.items() if value and key != "overrides"}
     if used - {"run", "multirun"} or any(override.key_or_group.startswith("hydra/") for override in overrides):
         return False
-    jobs = [[override.input_line] for override in overrides]
+    jobs = [[str(override.input_line)] for override in overrides]
     if "multirun" in used:
         jobs = [
             [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
             if override.is_sweep_override() and override.is_discrete_sweep()
-            else [override.input_line]
+            else [str(override.input_line)]
             for override in overrides
         ]
     for job in itertools.product(*jobs):

@@ -173,7 +173,7 @@ def _group(recipe: str, group: str, default: str) -> str:
     """The choices of a group: environments in one paragraph, others with the first sentences of their files."""
     if group == "env":
         names = ", ".join(environments(recipe)) + atari_note(recipe)
-        return "  " + _wrapped(f"env={default}: {names}", 4)
+        return _wrapped(f"  env={default}: {names}", 4)
     rows = []
     for name in options(group, recipe):
         header = _source(CONF / group / f"{name}.yaml", "").header
