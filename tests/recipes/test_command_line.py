@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler
 from recipes.common import replay, signatures
 from recipes.common.cli import BAD_CONFIG, INTERRUPTED, check_command_line, is_out_of_memory, run_recipe
 from recipes.common.hints import RECIPES, composed, environments, options
+from recipes.experiments import cliffwalk, sset_tabular, stylized
 from tests.recipes.runs import ROOT, command, tiny
 from torchrl_replay_ext import (
     DecoupledSampler,
@@ -240,6 +241,14 @@ def test_directories_that_cannot_be_made_are_named(refused, tmp_path, place):
     errors = refused("dqn", f"hydra.run.dir={tmp_path / place}")
     assert str((tmp_path / place).parts[-2]) in errors
     assert (tmp_path / "file").is_file()
+
+
+@pytest.mark.parametrize("experiment", [cliffwalk, sset_tabular, stylized])
+def test_experiments_name_an_output_directory_that_cannot_be_made(capsys, experiment):
+    with pytest.raises(SystemExit) as exit:
+        experiment.main(["--out", "/dev/null/run"])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.endswith("error: --out /dev/null/run: Not a directory\n")
 
 
 def test_mistakes_are_reported_before_torch_is_imported():

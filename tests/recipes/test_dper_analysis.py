@@ -127,7 +127,7 @@ def test_ratio_of_means():
         ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
         ("granularity=[row]", "granularity must be 'batch', 'group' or 'transition'"),
         ("granularity=batch", "granularity"),
-        ("+beta=1", "Key 'beta' not in 'Config'"),
+        ("+beta=1", "the configuration has no key beta; its keys are run, "),
         ("run=null", "run=null: pass the directory of a run of recipes.td3"),
         ("run=nowhere", "run=nowhere: no config.yaml there; pass the directory of a run of recipes.td3"),
     ],
