@@ -125,7 +125,7 @@ def test_ratio_of_means():
         ("seed=-1", "seed=-1: must be >= 0"),
         ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
         ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
-        ("granularity=[row]", "granularity must be 'batch', 'group' or 'transition'"),
+        ("granularity=[row]", "granularity=row: choose batch, group, transition"),
         ("granularity=batch", "granularity"),
         ("+beta=1", "the configuration has no key beta; its keys are run, "),
         ("run=null", "run=null: pass the directory of a run of recipes.td3"),
