@@ -41,6 +41,9 @@ class AtariConfig:
         for key, least in (("num_frames", 1), ("frame_skip", 1), ("screen_size", 1), ("noop_max", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"env.atari.{key}={getattr(self, key)}: must be >= {least}")
+        if not 0 <= self.repeat_action_probability <= 1:
+            value = self.repeat_action_probability
+            raise ValueError(f"env.atari.repeat_action_probability={value}: must be in [0, 1]")
 
 
 def preset(game: str) -> dict[str, Any]:

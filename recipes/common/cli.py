@@ -3,6 +3,7 @@
 This module does not import torch, so mistakes on the command line are reported within a second or two.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from recipes.common.help import help_text
-from recipes.common.hints import CONF, did_you_mean, explain, field_names
+from recipes.common.hints import CONF, compose_config, did_you_mean, explain, field_names, with_suggestion
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # file names in a run directory
@@ -50,15 +53,21 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         function: name of the module's function that runs a job. It is called with the configuration and the run
             directory and returns an exit code. It may raise ConfigError before training starts. Default: "train".
     """
-    if {"--help", "-h"} & set(sys.argv):
+    words = sys.argv[1:]
+    schema = import_module(f"recipes.common.schemas.{name.split('.')[-1]}").Config
+    if {"--help", "-h"} & set(words):
         try:
-            print(help_text(name, sys.argv[1:]))
+            print(help_text(name, schema, [word for word in words if not word.startswith("-")]))
         except ValueError as error:
             exit_bad_config(error)
         sys.exit(DONE)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing pages and exiting with 1
-    schema = import_module(f"recipes.common.schemas.{name.split('.')[-1]}").Config
     started = False
+    try:
+        checked = check_command_line(name, schema, words)
+    # hydra raises ValueError, too
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        exit_bad_config(ConfigError(explain(error, name, schema, words) or one_line(error)))
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name.split(".")[-1])
     def job(config: DictConfig) -> None:
@@ -71,12 +80,8 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 config = resumed_config(config, run_dir, list(HydraConfig.get().overrides.task))
             if not os.access(run_dir, os.W_OK | os.X_OK):
                 raise ConfigError(f"{run_dir}: directory is not writable; choose another directory")
-            checked = parse_config(config, schema)
-            if hasattr(checked, "logger"):
-                try:
-                    checked.logger.require_package()
-                except ValueError as error:
-                    raise ConfigError(str(error)) from error
+            if not checked:
+                check_config(name, schema, config)
             recipe = import_module(f"recipes.{name}")
             logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
             code = getattr(recipe, function)(config, run_dir)
@@ -90,15 +95,14 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 ConfigError(f"not enough memory ({reason(error)}): reduce the sizes of buffer, batches or networks")
             )
         finally:
-            if not any(output_dir.iterdir()):
-                output_dir.rmdir()  # hydra creates the directory before the configuration is checked
+            remove_empty(output_dir)
         if code != DONE:
             sys.exit(code)  # also stops a sweep (-m)
 
     try:
         job()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        exit_bad_config(ConfigError(explain(error, name, schema, sys.argv[1:]) or one_line(error)))
+        exit_bad_config(ConfigError(explain(error, name, schema, words) or one_line(error)))
     except (OSError, ValueError) as error:
         if started:
             raise
@@ -109,6 +113,71 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         sys.stderr.write("interrupted\n")
         sys.exit(INTERRUPTED)
     sys.exit(DONE)
+
+
+def check_command_line(name: str, schema: type, words: list[str]) -> bool:
+    """Check the configurations of all jobs of a command line, before hydra creates a directory.
+
+    Args:
+        name: the recipe's module, see run_recipe.
+        schema: the class of its configuration.
+        words: the words of the command line.
+
+    Returns:
+        Whether they were checked. They are not if options of hydra choose what is run.
+
+    Raises:
+        ConfigError: if a configuration cannot be run.
+        HydraException: if hydra cannot read or compose it. OmegaConf's errors likewise.
+    """
+    parser = get_args_parser()
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
+
+    def refuse(message: str) -> NoReturn:
+        if found := re.search(r"unrecognized arguments: (-\S+)", message):
+            plain = found[1].lstrip("-")
+            hint = did_you_mean(found[1], flags) or f"; options have no dashes: {plain.split('=')[0]}=<value>"
+            raise ConfigError(f"{found[1]}: there is no such flag{hint}")
+        raise ConfigError(message)
+
+    parser.error = refuse
+    arguments = vars(parser.parse_args(words))
+    overrides = OverridesParser.create().parse_overrides(arguments["overrides"])
+    used = {key for key, value in arguments.items() if value and key != "overrides"}
+    if used - {"run", "multirun"} or any(override.key_or_group.startswith("hydra/") for override in overrides):
+        return False
+    jobs = [[str(override.input_line)] for override in overrides]
+    if "multirun" in used:
+        jobs = [
+            [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            if override.is_sweep_override() and override.is_discrete_sweep()
+            else [str(override.input_line)]
+            for override in overrides
+        ]
+    for job in itertools.product(*jobs):
+        config = compose_config(name, job)
+        if config.get("resume") is not None:
+            config = resumed_config(config, Path(run_directory(config.resume, "")), list(job))
+        check_config(name, schema, config)
+    return True
+
+
+def check_config(name: str, schema: type, config: DictConfig) -> None:
+    """Raise ConfigError if a configuration cannot be run, as far as this can be found out without importing torch."""
+    parsed = parse_config(config, schema)
+    if hasattr(parsed, "learning"):
+        import_module("recipes.common.checks").check(parsed, name)
+
+
+def remove_empty(run_dir: Path) -> None:
+    """Remove a run directory and its parents in runs/, if they are empty. Hydra creates them before a job starts."""
+    runs = Path.cwd() / "runs"
+    for directory in (run_dir, *run_dir.absolute().parents):
+        if any(directory.iterdir()):
+            return
+        directory.rmdir()
+        if directory == runs or runs not in directory.parents:
+            return
 
 
 def exit_bad_config(error: Exception) -> NoReturn:
@@ -189,12 +258,33 @@ def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schem
     try:
         parsed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
     except ConfigKeyError as error:
-        hint = did_you_mean(str(error.key), field_names(error.object_type))
-        raise ConfigError(one_line(error) + hint) from error
+        where, _, key = str(error.full_key).rpartition(".")
+        names = field_names(error.object_type)
+        hint = did_you_mean(key, names) or f"; its keys are {', '.join(names)}"
+        raise ConfigError(f"{error.full_key}: {where or 'the configuration'} has no key {key}{hint}") from error
+    except ValidationError as error:
+        raise ConfigError(wrong_type(error, config)) from error
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(one_line(error)) from error
+        raise ConfigError(with_suggestion(one_line(error))) from error
     assert isinstance(parsed, schema)
     return parsed
+
+
+def wrong_type(error: ValidationError, config: DictConfig | ListConfig) -> str:
+    """The message for a value of the wrong type."""
+    text, key = str(error), error.full_key
+    value = OmegaConf.select(config, key) if key else None
+    given = "null" if value is None else value
+    for pattern, requirement in (
+        ("not a valid bool", f"must be true or false{did_you_mean(str(given), ('true', 'false'))}"),
+        ("converted to Integer", "must be a whole number"),
+        ("converted to Float", "must be a number"),
+        ("not a ListConfig", f"must be a list, as in {key}=[{given}]"),
+        ("Incompatible value 'None'", "must have a value"),
+    ):
+        if pattern in text and key:
+            return f"{key}={given}: {requirement}"
+    return one_line(error)
 
 
 @contextmanager

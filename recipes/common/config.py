@@ -46,7 +46,7 @@ class EventConfig:
         history: number of transitions, up to and including the event, that enter the table; >= 1.
         eta: share of the batch drawn from the table, in [0, 1].
         above: the event occurs if the reward is larger than this value. Default: None, use `info`.
-        function: one of EVENT_FUNCTIONS, the condition of the event. Default: None, use `info`.
+        function: land_between_flags or land_near_middle, the condition of the event. Default: None, use `info`.
     """
 
     history: int = MISSING

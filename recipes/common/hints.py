@@ -6,20 +6,23 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.atari_scores import OTHER_GAMES, SCORES
+from recipes.common.config import DECOUPLED
 
 CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
 RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "distributed": "dqn"}
+HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+# The recipes whose actor can learn from separate batches, with the samplers in DECOUPLED.
+WITH_ACTOR = ("td3", "sac")
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 # Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
 OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
@@ -30,13 +33,25 @@ def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6)
 
     `least`: smallest similarity in [0, 1]; 1 is equality.
     """
-    return difflib.get_close_matches(word, list(names), n=count, cutoff=least)
+    by_lower = {name.lower(): name for name in names}
+    word = word.lower()
+    found = difflib.get_close_matches(word, by_lower, n=count, cutoff=least)
+    # abbreviations, such as lr for learning_rate
+    short = [name for name in by_lower if len(word) > 1 and "".join(part[:1] for part in name.split("_")) == word]
+    return [by_lower[name] for name in [*dict.fromkeys((*found, *short))][:count]]
+
+
+def with_suggestion(text: str) -> str:
+    """Complete a message of the form `key=value: choose a, b or c` with the choice that is similar to the value."""
+    found = re.search(r"='?([\w.:-]*)'?\)?: (?:choose|must be one of) (.+)$", text)
+    names = re.findall(r"[\w:/-]+", found[2]) if found else []
+    return text + (did_you_mean(found[1], [name for name in names if name != "or"]) if found else "")
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of an error message that suggests names similar to `word`; empty if there are none."""
     found = closest(word, names)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    return f"; did you mean {_or(found)}?" if found else ""
 
 
 def keyword_hint(error: Exception, function: Callable[..., Any]) -> str:
@@ -50,9 +65,21 @@ def field_names(schema: Any) -> list[str]:
     return [field.name for field in fields(schema)] if is_dataclass(schema) else []
 
 
-def options(group: str) -> list[str]:
-    """The choices of a configuration group: its file names in recipes/conf. Atari games are not included."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def options(group: str, recipe: str | None = None) -> list[str]:
+    """The choices of a configuration group: its file names in recipes/conf. Atari games are not included.
+
+    `recipe`: omit the samplers that this recipe does not support. Default: None, omit none.
+    """
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    supported = group != "sampler" or recipe in (None, *WITH_ACTOR)
+    return names if supported else [name for name in names if name not in DECOUPLED]
+
+
+def unsupported_sampler(name: str, recipe: str) -> str | None:
+    """Explain that the recipe does not support a sampler; None if it does."""
+    if name not in DECOUPLED or recipe in WITH_ACTOR:
+        return None
+    return f"sampler={name}: recipes.{recipe} does not support it; use {_or([f'recipes.{key}' for key in WITH_ACTOR])}"
 
 
 def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) -> str | None:
@@ -66,13 +93,26 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
     """
     text = str(error)
     if isinstance(error, OverrideParseException):
+        if "EQUAL" in text:
+            key = str(error.override).rstrip(":")
+            return f"{error.override}: write {key}=<value>, without spaces around the equals sign"
         lines = [line for line in text.splitlines()[1:] if line.strip() and not line.startswith("See ")]
         problem = lines[0] if lines else "cannot be read"
         return f"{error.override}: {problem}; write key=value, and quote values with special characters: 'key=\"a b\"'"
+    if found := re.search(r"Ambiguous value for argument '(\S+?)=(.*?)'", text):
+        key, values = found.groups()
+        return (
+            f"{key}={values}: several values; add -m for one run with each of them, or write a list: {key}=[{values}]"
+        )
+    if found := re.search(r"^(\w+) appears more than once", text):
+        return f"+{found[1]}=...: write {found[1]}=..., without the +"
     if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
         return no_such_option(found[1], found[2], recipe, words)
     if found := re.search(r"Could not (?:override|delete)(?: from config)?[:.]? *'([^']+)'", text):
-        return _no_such_key(found[1], recipe, schema, words)
+        inner = re.search(r"Key '(\w+)' is not in struct", str(error.__cause__))
+        return _no_such_key(found[1], recipe, schema, words) or (
+            _no_such_key(f"{found[1]}.{inner[1]}", recipe, schema, words) if inner else None
+        )
     return None
 
 
@@ -92,7 +132,7 @@ def no_such_option(group: str, option: str, recipe: str, words: Sequence[str] = 
         return f"env={option}: there is no such environment; choose one of {', '.join(ours)}{atari_note(recipe)}"
     if group == RECIPES.get(recipe) and not any(word.startswith(f"{group}=") for word in words):
         return _wrong_recipe(option, recipe)
-    names = options(group)
+    names = options(group, recipe)
     return f"{group}={option}: there is no such choice{did_you_mean(option, names) or f'; choose {_or(names)}'}"
 
 
@@ -123,17 +163,19 @@ def _wrong_recipe(env: str, recipe: str) -> str:
 
 def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> str | None:
     """Explain an override of a key that does not exist."""
-    config = _composed(recipe, words)
+    word = next((word for word in words if word.lstrip("~+").split("=")[0] == key), key)
+    if key.startswith("hydra."):
+        return f"{word}: hydra has no such option{did_you_mean(key, HYDRA_OPTIONS)}"
+    config = composed(recipe, words)
     if config is None:
         return None
-    word = next((word for word in words if word.lstrip("~+").split("=")[0] == key), key)
     node, type_, parts = config, schema, key.split("@")[0].replace("/", ".").split(".")
     for depth, part in enumerate(parts):
         names = [str(name) for name in node] if isinstance(node, DictConfig) else []
         path = ".".join(parts[:depth])
         if part not in names:
             break
-        node, type_ = OmegaConf.select(node, part), _type_of(type_, part)
+        node, type_ = OmegaConf.select(node, part), type_of(type_, part)
     else:
         return None
     where = path or f"recipes.{recipe}"
@@ -145,23 +187,28 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
     names += [name for name in field_names(type_) if name not in names]
     if not path:
         names.append("hydra")
-    found = closest(part, names, 1)
-    if not found:
-        # look for the name in other groups
-        paths = {full: full.split(".")[-1] for full in _leaves(config)}
-        found = [full for full, last in paths.items() if last == part]
-        if path not in OPEN:
-            found = found or [full for full, last in paths.items() if last in closest(part, paths.values(), 1)]
+    found = [name for name in names if f"_{part}_" in f"_{name}_"] or closest(part, names, 1)
+    paths = {full: full.split(".")[-1] for full in _leaves(config)}
+    # the same name in other groups
+    found += [full for full, last in paths.items() if last == part]
+    if not found and path not in OPEN:
+        found = [full for full, last in paths.items() if last in closest(part, paths.values(), 1)]
     if found:
         return f"{text}; did you mean {_or(found[:3])}?"
     added = f"; add a keyword that the file does not list with +{word.lstrip('~+')}" if path in OPEN else ""
     return f"{text}; its keys are {', '.join(names)}{added}"
 
 
-def _type_of(schema: Any, name: str) -> Any:
-    """The dataclass that is the type of a field; None if the type is not a dataclass."""
-    hint = get_type_hints(schema).get(name) if is_dataclass(schema) else None
-    return next((choice for choice in (hint, *get_args(hint)) if is_dataclass(choice)), None)
+def type_of(type_: Any, name: str) -> Any:
+    """The type of a field of a dataclass, or of an item of a dictionary; X for X | None, None if it is not known."""
+    if get_origin(type_) is dict:
+        return get_args(type_)[1]
+    hint = get_type_hints(type_).get(name) if is_dataclass(type_) else None
+    return next((choice for choice in get_args(hint) if is_dataclass(choice)), hint) if _is_optional(hint) else hint
+
+
+def _is_optional(hint: Any) -> bool:
+    return type(None) in get_args(hint)
 
 
 def _leaves(node: DictConfig, path: str = "") -> list[str]:
@@ -174,7 +221,18 @@ def _leaves(node: DictConfig, path: str = "") -> list[str]:
     return found
 
 
-def _composed(recipe: str, words: Sequence[str]) -> DictConfig | None:
+def compose_config(recipe: str, overrides: Sequence[str]) -> DictConfig:
+    """The recipe's configuration with these overrides, words such as `key=value`.
+
+    Raises:
+        HydraException: if hydra cannot read or compose it. OmegaConf's errors likewise.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose(recipe.split(".")[-1], overrides=list(overrides))
+
+
+def composed(recipe: str, words: Sequence[str]) -> DictConfig | None:
     """The recipe's configuration with the groups chosen on the command line, or else with the defaults.
 
     None if neither can be composed.
@@ -183,10 +241,7 @@ def _composed(recipe: str, words: Sequence[str]) -> DictConfig | None:
     chosen = [word for word in words if word.partition("=")[0] in groups and "," not in word]
     for overrides in (chosen, []):
         try:
-            OverridesParser.create().parse_overrides(overrides)
-            GlobalHydra.instance().clear()
-            with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-                return compose(recipe.split(".")[-1], overrides=overrides)
+            return compose_config(recipe, overrides)
         except (HydraException, OmegaConfBaseException):
             continue
     return None

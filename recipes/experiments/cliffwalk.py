@@ -198,7 +198,10 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         prog="python -m recipes.experiments.cliffwalk", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/cliffwalk"), help="directory of cliffwalk.csv and cliffwalk.png"
+        "--out",
+        type=Path,
+        default=Path("runs/cliffwalk"),
+        help="directory of cliffwalk.csv and cliffwalk.png (default: %(default)s)",
     )
     parser.add_argument("--seeds", type=int, default=10, help="runs of each strategy (default: %(default)s)")
     parser.add_argument(
@@ -209,7 +212,10 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         parser.error(f"--seeds {options.seeds}: must be at least 1")
     if min(options.states) < 1:
         parser.error(f"--states {min(options.states)}: must be at least 1")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
     rows: list[dict] = []
     with (options.out / "cliffwalk.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=["num_states", "strategy", "seed", "updates"])

@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from recipes import td3
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import CHECKPOINT, CONFIG, DONE, ConfigError, parse_config
+from recipes.common.cli import CONFIG, DONE, ConfigError, parse_config
 from recipes.common.environment import make_continuous_env
 from recipes.common.replay import make_replay
 from recipes.common.run import seed_everything
@@ -68,11 +68,8 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     """Load the buffer and the policy of a TD3 run, and the standard deviation of its exploration noise.
 
     Raises:
-        ConfigError: if the directory holds no checkpoint of recipes.td3, or the checkpoint cannot be loaded.
+        ConfigError: if the run is not one of recipes.td3, or its checkpoint cannot be loaded.
     """
-    for name in (CONFIG, CHECKPOINT):
-        if not (run_dir / name).is_file():
-            raise ConfigError(f"run={run_dir}: no {name} there; pass the directory of a run of recipes.td3")
     config = OmegaConf.load(run_dir / CONFIG)
     if "td3" not in config:
         raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
@@ -173,8 +170,7 @@ def analyse(config: DictConfig, run_dir: Path) -> int:
         The exit code.
     """
     cfg = parse_config(config, Config)
-    if cfg.run is None:
-        raise ConfigError("run=null: pass the directory of a run of recipes.td3")
+    assert cfg.run is not None
     torch.set_num_threads(cfg.num_threads)
     seed_everything(cfg.seed)
     replay, policy, noise_scale = load_run(Path(cfg.run))

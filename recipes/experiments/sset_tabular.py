@@ -199,14 +199,20 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         prog="python -m recipes.experiments.sset_tabular", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/sset_tabular"), help="directory of sset_tabular.csv and sset_tabular.png"
+        "--out",
+        type=Path,
+        default=Path("runs/sset_tabular"),
+        help="directory of sset_tabular.csv and sset_tabular.png (default: %(default)s)",
     )
     parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: must be at least 1")
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
     rows: list[dict] = []
     curves = {}
     with (options.out / "sset_tabular.csv").open("w", newline="") as file:

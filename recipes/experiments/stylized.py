@@ -208,7 +208,10 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         prog="python -m recipes.experiments.stylized", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/stylized"), help="directory of stylized.csv and stylized.png"
+        "--out",
+        type=Path,
+        default=Path("runs/stylized"),
+        help="directory of stylized.csv and stylized.png (default: %(default)s)",
     )
     parser.add_argument("--seeds", type=int, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
@@ -226,7 +229,10 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         parser.error(f"--lengths {min(options.lengths)}: must be at least 1")
     rows = run(options.lengths, options.seeds, options.seed)
     print(format_table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
     write_csv(rows, options.out / "stylized.csv")
     plot(rows, options.out / "stylized.png")
     print(f"\nwritten: {options.out / 'stylized.csv'}, {options.out / 'stylized.png'}")

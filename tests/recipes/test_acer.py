@@ -222,7 +222,7 @@ def test_actions_out_of_range_count_as_the_bound():
         ("acer.c=-1", r"acer: ACERLoss\(c=-1.0\): c must be >= 0"),
         ("acer.delta=-1", r"acer: ACERLoss\(delta=-1.0\)"),
         ("acer.statistics=odds", r"acer.statistics=odds: must be one of probs"),
-        ("acer.returns=monte_carlo", r"acer: ACERLoss\(returns='monte_carlo'\)"),
+        ("acer.returns=monte_carlo", r"acer.returns=monte_carlo: choose retrace, importance_sampling"),
         ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
         ("+sampler.alpha=1", r"sampler=uniform: "),
         ("sampler=dper", r"sampler=dper: this recipe does not support it"),

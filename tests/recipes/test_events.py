@@ -179,7 +179,7 @@ def test_priorities_by_reliability_know_the_environments():
             "+env.events.done.function=land",
             "env.events.done.function=land: choose land_between_flags, land_near_middle",
         ),
-        ("+env.events.done.table=x", "Key 'table' not in 'EventConfig'"),
+        ("+env.events.done.table=x", "env.events.done has no key table"),
         ("env.events.done.history=50", "history=50, more than the 38 transitions"),
         (
             "+env.events.at_lava={history: 1, eta: 0.1}",

@@ -287,7 +287,7 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
         ("updates_per_graph=1", "updates_per_graph=1: must be a multiple of td3.policy_delay"),
         ("updates_per_graph=4", "updates_per_graph=4: must divide td3.gradient_steps=2"),
         ("td3.learning_starts=96", "td3.learning_starts=96: must be in [0, td3.total_steps)"),
-        ("+td3.momentum=1", "Key 'momentum' not in 'TD3Config' (key: td3.momentum)"),
+        ("+td3.momentum=1", "td3.momentum: td3 has no key momentum"),
         ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
         ("sampler=sset", "sampler=sset: env=pendulum has no events"),
         ("env.id=CartPole-v1", "needs bounded continuous actions"),

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 
 from recipes.common.config import LearningConfig, RunConfig
 
+RETURNS = ("retrace", "importance_sampling")
 # Statistics of a discrete policy that the trust region can use.
 STATISTICS = ("probs", "logits", "log_probs")
 
@@ -83,6 +84,7 @@ class ACERConfig(LearningConfig):
             f"must be a multiple of acer.slice_len={self.slice_len}",
         )
         self.check("statistics", lambda value: value in STATISTICS, f"must be one of {', '.join(STATISTICS)}")
+        self.check("returns", lambda value: value in RETURNS, f"choose {', '.join(RETURNS)}")
         self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
         if not self.on_policy and not self.replay_ratio:
             raise ValueError("acer.replay_ratio=0: makes no updates with acer.on_policy=false; set one of them")

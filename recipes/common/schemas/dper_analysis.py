@@ -1,8 +1,12 @@
 """The configuration of recipes.experiments.dper_analysis."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import MISSING
+
+from recipes.common.cli import CHECKPOINT, CONFIG
+from recipes.common.signatures import LIBRARY, arguments
 
 
 @dataclass
@@ -23,3 +27,12 @@ class Config:
         for key in ("num_candidates", "granularity"):
             if not getattr(self, key):
                 raise ValueError(f"{key}=[]: must have at least one element")
+        choices = arguments(LIBRARY, "DecoupledSampler")["granularity"].choices
+        for granularity in self.granularity:
+            if granularity not in choices:
+                raise ValueError(f"granularity={granularity}: choose {', '.join(choices)}")
+        if self.run is None:
+            raise ValueError("run=null: pass the directory of a run of recipes.td3")
+        for name in (CONFIG, CHECKPOINT):
+            if not (Path(self.run) / name).is_file():
+                raise ValueError(f"run={self.run}: no {name} there; pass the directory of a run of recipes.td3")

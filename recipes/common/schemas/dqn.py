@@ -87,10 +87,10 @@ class Config(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dqn.cagrad is not None:
-            from recipes.common.cagrad import MOST_GRADIENTS  # imported late: it imports torch
-
             if self.sampler["name"] not in EVENT_TABLES:
                 raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: needs event tables; use sampler=sset or sset_per")
+            from recipes.common.cagrad import MOST_GRADIENTS  # imported late: it imports torch
+
             if len(self.env.events) >= MOST_GRADIENTS:
                 raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: supports at most {MOST_GRADIENTS - 1} events")
 
