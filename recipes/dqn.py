@@ -56,7 +56,7 @@ from recipes.common.evaluation import Evaluation
 from recipes.common.networks import make_network
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.q_values import TargetValues, room_columns
-from recipes.common.replay import make_replay, require_memory
+from recipes.common.replay import loss_keys, make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.dqn import Config, DQNConfig
 from recipes.common.update import Update, make_round, stack_updates
@@ -73,6 +73,7 @@ def make_loss(dqn: DQNConfig, actor: QValueActor) -> tuple[DQNLoss, TargetNetUpd
         action_space="categorical",
         reduction="mean" if dqn.cagrad is None else "none",
     )
+    loss_module.set_keys(**loss_keys(dqn.n_step))
     loss_module.make_value_estimator(gamma=dqn.gamma)
     if dqn.tau is not None:
         return loss_module, SoftUpdate(loss_module, tau=dqn.tau)
@@ -165,6 +166,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         frames_per_batch=dqn.train_interval,
         seed=cfg.seed,
         flags=cfg.env.flags,
+        n_step=dqn.n_step,
+        gamma=dqn.gamma,
     )
 
     values = TargetValues(loss_module, device)

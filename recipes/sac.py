@@ -47,7 +47,7 @@ from recipes.common.cli import parse_config
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.environment import make_continuous_env
 from recipes.common.evaluation import Evaluation
-from recipes.common.replay import actor_batches, make_replay, require_memory
+from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.sac import Config, SACConfig
 from recipes.common.update import Update, make_round, stack_updates
@@ -86,6 +86,7 @@ def make_loss(
         alpha_init=sac.initial_alpha,
         target_entropy=sac.target_entropy,
     )
+    loss_module.set_keys(**loss_keys(sac.n_step))
     loss_module.make_value_estimator(gamma=sac.gamma)
     _ = loss_module.target_entropy  # created at its first use, which must not happen in a graph
     return policy, loss_module
@@ -206,6 +207,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         frames_per_batch=sac.train_interval,
         seed=cfg.seed,
         flags=cfg.env.flags,
+        n_step=sac.n_step,
+        gamma=sac.gamma,
     )
 
     run = Run(

@@ -46,7 +46,7 @@ from recipes.common.cli import parse_config
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.environment import make_continuous_env
 from recipes.common.evaluation import Evaluation
-from recipes.common.replay import actor_batches, make_replay, require_memory
+from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.td3 import THETA, Config, TD3Config
 from recipes.common.update import Update, make_round, stack_updates
@@ -103,6 +103,7 @@ def make_loss(
         noise_clip=td3.noise_clip,
         loss_function="l2",
     )
+    loss_module.set_keys(**loss_keys(td3.n_step))
     loss_module.make_value_estimator(gamma=td3.gamma)
     return policy, loss_module
 
@@ -226,6 +227,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         frames_per_batch=td3.train_interval,
         seed=cfg.seed,
         flags=cfg.env.flags,
+        n_step=td3.n_step,
+        gamma=td3.gamma,
     )
 
     run = Run(

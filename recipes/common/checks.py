@@ -123,11 +123,12 @@ def _shown(value: Any) -> str:
 
 
 def _check_environment(config: EnvConfig, recipe: str) -> None:
-    """Make the environment of the run and those of its further evaluations."""
-    for name, options in {None: {}, **config.evaluations}.items():
-        where = "env.options" if name is None else f"env.evaluations.{name}"
+    """Make the environments of the evaluations and, if they have other options, those of the training."""
+    cases = {"env.options": {}} | ({"env.training": config.training} if config.training else {})
+    cases |= {f"env.evaluations.{name}": options for name, options in config.evaluations.items()}
+    for where, options in cases.items():
         changed = {**vars(config), "options": {**config.options, **options}, "evaluations": {}}
-        if name is not None:
+        if where != "env.options":
             changed["events"] = {}
         try:
             MAKERS[recipe](EnvConfig(**changed)).close()

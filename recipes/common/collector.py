@@ -10,6 +10,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
 
+from recipes.common.n_step import NStep
 from recipes.common.replayable_env import ReplayableEnv
 
 # Number of finished episodes whose returns are kept.
@@ -94,6 +95,9 @@ class VectorCollector:
         seed: seed of the first environment; the next environments use the next integers.
         flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
             Default: ().
+        n_step: n of n-step transitions, see :class:`~recipes.common.n_step.NStep`. The first batch then takes n more
+            steps of each environment. Default: 1.
+        gamma: discount factor of n-step transitions. Default: 1.
 
     Raises:
         ValueError: if ``frames_per_batch`` is not a multiple of the number of environments.
@@ -107,6 +111,8 @@ class VectorCollector:
         frames_per_batch: int,
         seed: int,
         flags: Sequence[str] = (),
+        n_step: int = 1,
+        gamma: float = 1.0,
     ):
         if frames_per_batch % len(envs):
             raise ValueError(f"frames_per_batch={frames_per_batch}: must be a multiple of the {len(envs)} environments")
@@ -123,6 +129,9 @@ class VectorCollector:
         # returns of the most recently finished episodes
         self.returns: deque[float] = deque(maxlen=_RECENT)
         self._lost: list[int] = []
+        self._n_step = NStep(n_step, gamma, len(envs), flags) if n_step > 1 else None
+        # env steps of the last batch
+        self.steps_of_batch = 0
 
     def _stack(self, observations: Sequence[Any]) -> np.ndarray:
         stacked = np.empty(self._shape, self._dtype)
@@ -136,9 +145,15 @@ class VectorCollector:
 
     def collect(self) -> TensorDict:
         """Collect one batch of ``frames_per_batch`` transitions."""
+        if self._n_step is None:
+            return self._collect(self._steps)
+        return self._n_step(self._collect(self._steps + self._n_step.missing))
+
+    def _collect(self, steps: int) -> TensorDict:
+        self.steps_of_batch = steps * len(self._envs)
         rows: list[tuple[np.ndarray, ...]] = []
         names: list[str] = []
-        for _ in range(self._steps):
+        for _ in range(steps):
             action = self._behaviour(self._observation)
             kept: list[np.ndarray] = []
             if isinstance(action, dict):
@@ -195,6 +210,11 @@ class VectorCollector:
         """After a resume: the indices of environments that could not continue their episodes and started new ones."""
         return self._lost
 
+    @property
+    def holds_newest(self) -> bool:
+        """Whether the newest steps are held back; the collector then ends the episodes of lost environments itself."""
+        return self._n_step is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next batches depend on."""
         return {
@@ -204,6 +224,7 @@ class VectorCollector:
             "returns": list(self.returns),
             "behaviour": self._behaviour.state_dict(),
             "envs": [env.state_dict() for env in self._envs],
+            **({} if self._n_step is None else {"n_step": self._n_step.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,6 +238,9 @@ class VectorCollector:
         self._observation = self._stack([env.observation for env in self._envs])
         self._lost = [number for number, there in enumerate(whole) if not there]
         self._begin(self._lost)
+        if self._n_step is not None:
+            self._n_step.load_state_dict(state["n_step"])
+            self._n_step.end_episodes(self._lost)
 
     def shutdown(self) -> None:
         """Close the environments."""

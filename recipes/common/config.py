@@ -225,10 +225,11 @@ class FixedRoundsConfig(LearningConfig):
     """Hyperparameters of recipes with a fixed number of updates per round, `gradient_steps`."""
 
     gradient_steps: int = MISSING
+    n_step: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("gradient_steps", lambda value: value > 0, "must be > 0")
+        self.check("gradient_steps n_step", lambda value: value > 0, "must be > 0")
 
     def num_updates(self) -> int:
         """Number of gradient updates in a whole run."""
@@ -270,6 +271,14 @@ class RunConfig(ABC):
             divisor, value = getattr(self, key), getattr(learning, multiple, 1)
             if value % divisor:
                 raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
+        n_step = getattr(learning, "n_step", 1)
+        if n_step > 1:
+            others = [name for name, event in self.env.events.items() if not event.is_flag]
+            if others and self.sampler.get("name") in EVENT_TABLES:
+                raise ValueError(
+                    f"{learning.group}.n_step={n_step}: {', '.join(others)} of env.events depends on the reward or "
+                    "observation of one step; use events that the environment signals, or n_step=1"
+                )
         if self.cudagraphs and not self.compile:
             raise ValueError("cudagraphs=true: needs compile=true")
         if self.num_threads > MOST_THREADS:

@@ -305,6 +305,9 @@ class RemoteCollector:
         keys: entries to store for each transition.
     """
 
+    # collectors write each batch to the buffer
+    holds_newest = False
+
     def __init__(
         self,
         config: RunConfig,
@@ -316,7 +319,7 @@ class RemoteCollector:
         keys: tuple[NestedKey, ...],
     ):
         self._seed, self._starts, self._replay = config.seed, 0, replay
-        self._policy, self._frames = policy, frames_per_batch
+        self._policy, self.steps_of_batch = policy, frames_per_batch
         self._collector = RayCollector(
             [partial(make_remote_env, config.env, config.num_envs)] * num_collectors,
             policy,
@@ -341,7 +344,7 @@ class RemoteCollector:
         with noticing_lost_actors(self._replay.actor):
             self._collector.update_policy_weights_(self._policy)
             for _ in self._collector:
-                yield TensorDict({}, [self._frames])
+                yield TensorDict({}, [self.steps_of_batch])
 
     def resume(self) -> list[int]:
         """After a resume: collectors start new episodes, so the open episodes in the buffer are truncated."""

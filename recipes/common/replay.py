@@ -20,6 +20,7 @@ from recipes.common.cli import ConfigError
 from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig
 from recipes.common.events import FLAGS, make_tables
 from recipes.common.hints import keyword_hint
+from recipes.common.n_step import TERMINATED
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -53,9 +54,15 @@ STORED_KEYS = (
 )
 
 
-def stored_keys(env: EnvConfig) -> tuple[NestedKey, ...]:
-    """The entries stored for each transition: STORED_KEYS and the events that the environment signals."""
-    return *STORED_KEYS, *((*FLAGS, name) for name in env.flags)
+def stored_keys(env: EnvConfig, n_step: int = 1) -> tuple[NestedKey, ...]:
+    """The entries stored for each transition: STORED_KEYS, the events of the environment, and those of n steps."""
+    of_n_steps = ("steps_to_next_obs", ("next", TERMINATED)) if n_step > 1 else ()
+    return *STORED_KEYS, *((*FLAGS, name) for name in env.flags), *of_n_steps
+
+
+def loss_keys(n_step: int) -> dict[str, str]:
+    """The keys that differ from the loss's own: with n steps, whether the last of them terminated the episode."""
+    return {"terminated": TERMINATED} if n_step > 1 else {}
 
 
 def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:

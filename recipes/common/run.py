@@ -151,7 +151,8 @@ class Run:
         self._cfg, self._run_dir, self._log = cfg, run_dir, log
         self._collector, self._replay = collector, replay
         self._batches = iter(collector)
-        self._stored = None if stores is None else (*stored_keys(cfg.env), *stores)
+        n_step = getattr(cfg.learning, "n_step", 1)
+        self._stored = None if stores is None else (*stored_keys(cfg.env, n_step), *stores)
         self._counters: dict[str, Any] = {
             "env_steps": 0,
             "updates": 0,
@@ -192,7 +193,8 @@ class Run:
         lost = self._collector.resume()
         if lost and isinstance(self._replay, TensorDictReplayBuffer) and not self._finished():
             num_envs = self._cfg.num_envs
-            end_last_episodes(self._replay, num_envs, lost)
+            if not self._collector.holds_newest:
+                end_last_episodes(self._replay, num_envs, lost)
             warn(f"the state of {len(lost)} of {num_envs} environments cannot be restored; they start new episodes")
 
     def __enter__(self) -> "Run":
@@ -225,7 +227,7 @@ class Run:
         """Collect a batch of ``train_interval`` transitions, count its steps and return the entries to store."""
         batch = next(self._batches)
         self._previous_steps = self.env_steps
-        self._counters["env_steps"] += batch.numel()
+        self._counters["env_steps"] += self._collector.steps_of_batch
         return batch if self._stored is None else batch.select(*self._stored)
 
     def log_losses(self, losses: Mapping[str, Tensor]) -> None:

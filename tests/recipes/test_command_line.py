@@ -135,7 +135,7 @@ def test_mistakes_are_answered_with_the_right_name(refused, command, hint):
         ("dqn logger.backend=tensorbord", "tensorboard"),
         ("dqn dqn.loss_function=smooth", "smooth_l1"),
         ("dqn +env.truncation=terminate", "terminal"),
-        ("dqn env=threerooms env.options.shaping=gpa", "gap"),
+        ("dqn env=threerooms env.training.shaping=gpa", "gap"),
         ("dqn sampler.name=pre", "per"),
         ("dqn +dqn.optimizer.name=adm", "adam"),
         ("dqn sampler=rank +sampler.segments=piecwise", "piecewise"),
