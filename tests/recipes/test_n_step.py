@@ -147,7 +147,7 @@ def test_targets_are_those_of_n_steps():
     assert ended.sum() == 3  # steps 3, 4 and 5 of the first environment
     expected = batch["next", "reward"].flatten() + 0.9 ** batch["steps_to_next_obs"] * ~ended * value
     error = expected - q.gather(1, batch["action"].unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(batch["td_error"], error.square())
+    torch.testing.assert_close(batch["td_error"].flatten(), error.square())
 
 
 def test_events_of_one_step_are_refused(tmp_path):
