@@ -12,8 +12,8 @@ that ended otherwise ends the line of its group. `--smooth` averages each run ov
 prints the steps until a run solved its task: the first of three consecutive evaluations whose value in the last column
 is at least the given value. For a run that did not solve its task it prints "≥" and the length of the run.
 
-`--read` takes the evaluations of many runs from one CSV with the columns env, seed, env_steps, those of `--by` (default:
-sampler) and those of `--columns`.
+`--read` takes the evaluations of many runs from one CSV with the columns env, seed, env_steps, those of `--by`
+(default: sampler) and those of `--columns`.
 
 For a study (study=<name or directory>, see recipes.study), it prints the table, one sentence per variant, and writes
 table and figure into the directory of the study.
@@ -35,6 +35,7 @@ from recipes.common.cli import BAD_CONFIG, CONFIG, ConfigError
 from recipes.common.curves import RETURN, Run, curve_entries, curve_note, draw_curves
 from recipes.common.figures import (
     PANEL_HEIGHT,
+    count_steps,
     env_label,
     explain,
     files_of,
@@ -147,12 +148,12 @@ def draw_runs(runs: Sequence[Run], columns: Sequence[str] = (RETURN,), window: i
     for axes, panel in zip(figure.subplots(height, width, squeeze=False).flat, panels, strict=False):
         env, column = panel
         draw_curves(axes, by_env[env], column, chosen, window)
+        axes.set_xlabel(count_steps(axes.xaxis, max(run.steps[-1] for group in by_env[env].values() for run in group)))
         if len(by_env) > 1:
             axes.set_title(env_label(env))
         first = next(iter(by_env[env].values()))[0]
         if first.threshold is not None and column == first.column:
-            line = threshold_line(axes, first.threshold)
-            entries["threshold" if len(by_env) > 1 else f"threshold {first.threshold:g}"] = line
+            threshold_line(axes, first.threshold, entries, len(by_env) > 1)
     if len(by_env) == 1:
         figure.suptitle(env_label(panels[0][0]))
     for axes in figure.axes[len(panels) :]:

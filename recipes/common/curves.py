@@ -8,7 +8,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from recipes.common.figures import Look, count_steps, label, sample_line
+from recipes.common.figures import Look, label, sample_line
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
 
 RETURN = "return_mean"
@@ -50,7 +50,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def draw_curves(
     axes: Axes, groups: Mapping[str, Sequence[Run]], column: str, looks: Mapping[str, Look], window: int = 1
 ) -> None:
-    """Draw a line and a band for each group of runs.
+    """Draw a line and a band for each group of runs; the caller labels the x axis, see `figures.count_steps`.
 
     Args:
         axes: the panel.
@@ -59,7 +59,6 @@ def draw_curves(
         looks: colour and marker of each group.
         window: evaluations of a run that are averaged, see :func:`smooth`. Default: 1.
     """
-    largest = 0
     for place, (group, runs) in enumerate(groups.items()):
         steps = np.unique(np.concatenate([run.steps for run in runs]))
         values = np.stack([run.at(steps, column) for run in runs])
@@ -67,7 +66,6 @@ def draw_curves(
         steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
         if not len(steps):
             continue
-        largest = max(largest, steps[-1])
         values = smooth(values, window)
         every = max(1, len(steps) // MARKERS)
         axes.plot(
@@ -79,14 +77,12 @@ def draw_curves(
         )
         if len(runs) > 1:
             axes.fill_between(steps, *bootstrap_interval(values), color=looks[group].color, **BAND)
-    axes.set(xlabel=count_steps(axes.xaxis, largest), ylabel=label(column), xmargin=0.02)
+    axes.set(ylabel=label(column), xmargin=0.02)
 
 
 def curve_entries(groups: Iterable[str], looks: Mapping[str, Look]) -> dict[str, tuple[Artist, ...]]:
     """The entries of the legend: a line on its band for the label of each group."""
-    return {
-        label(group): (Patch(color=looks[group].color, **BAND), sample_line(looks[group])) for group in groups
-    }
+    return {label(group): (Patch(color=looks[group].color, **BAND), sample_line(looks[group])) for group in groups}
 
 
 def curve_note(groups: Iterable[Sequence[Run]], window: int = 1) -> str:
@@ -98,6 +94,4 @@ def curve_note(groups: Iterable[Sequence[Run]], window: int = 1) -> str:
     # of fewer than four values, the interquartile mean is the mean
     mean = "interquartile mean" if sizes[-1] >= 4 else "mean"
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
-    return (
-        f"Line: {mean} of {count} seeds{f', each {each}' if each else ''}; band: 95 % bootstrap interval over seeds."
-    )
+    return f"Line: {mean} of {count} seeds{f', each {each}' if each else ''}; band: 95 % bootstrap interval over seeds."

@@ -1,8 +1,8 @@
 """The style of all figures: sizes, colours, labels, legend and files.
 
-A figure is 8 inches wide, so that its text has the size of the page's text where a README shows it 800 pixels wide. Each
-sampler has one colour and one marker in all figures. The colours are those of Okabe and Ito and of Tol, which remain
-distinct for colour-blind readers.
+A figure is 8 inches wide. A README shows it about 800 pixels wide, so its text then has the size of the page's text.
+Each sampler has one colour and one marker in all figures. The colours are those of Okabe and Ito and of Tol, which
+remain distinct for colour-blind readers.
 """
 
 import math
@@ -17,7 +17,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -83,7 +83,7 @@ LOOKS = {
     "sset_per": Look("#e69f00", "P"),
     "dper": Look("#cc79a7", "p"),
     "dper_uniform": Look("#882255", "h"),
-    "acer": Look("#000000", "*"),
+    "acer": Look("#000000", "d"),
 }
 # Names in the experiments that mean a sampler above.
 SAME = {
@@ -96,7 +96,7 @@ SAME = {
     "oracle": "acer",
 }
 OTHER_COLORS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#882255", "#999933")
-OTHER_MARKERS = ("s", "^", "D", "P", "v", "p", "X", "h", "<", ">", "d")
+OTHER_MARKERS = ("s", "^", "D", "P", "v", "p", "X", "h", "<", ">", "*")
 
 LABELS = {
     "uniform": "uniform replay",
@@ -170,7 +170,7 @@ def env_label(name: str) -> str:
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """A colour and a marker for each name, samplers first: a sampler always has the same, the others get what is free."""
+    """A colour and a marker for each name, samplers first: a sampler always has its own, other names get the rest."""
     order = list(LOOKS)
     names = sorted(names, key=lambda name: order.index(SAME.get(name, name)) if SAME.get(name, name) in LOOKS else 99)
     found = {name: LOOKS[SAME.get(name, name)] for name in names if SAME.get(name, name) in LOOKS}
@@ -199,7 +199,7 @@ def count_steps(axis: Axis, largest: float, text: str = "environment steps") -> 
     return text + name
 
 
-def explain(figure: Figure, entries: Mapping[str, Artist | tuple[Artist, ...]], note: str) -> None:
+def explain(figure: FigureBase, entries: Mapping[str, Artist | tuple[Artist, ...]], note: str) -> None:
     """Put the legend below all panels, under a note that says what lines, bands and dots mean.
 
     Args:
@@ -214,6 +214,7 @@ def explain(figure: Figure, entries: Mapping[str, Artist | tuple[Artist, ...]], 
         ncols=next((count for count in range(len(entries), 1, -1) if _width(list(entries), count) < WIDTH), 1),
         title="\n".join(textwrap.wrap(note, NOTE_WIDTH)),
         columnspacing=1.6,
+        borderaxespad=0.2,
     )
 
 
@@ -231,9 +232,17 @@ def sample_line(look: Look, **keywords: Any) -> Line2D:
     return Line2D([], [], color=look.color, marker=look.marker, **keywords)
 
 
-def threshold_line(axes: Axes, value: float) -> Line2D:
-    """Draw the value to reach as a dashed line."""
-    return axes.axhline(value, color=GREY, linestyle=(0, (4, 3)), linewidth=1.1, zorder=1.5)
+def threshold_line(axes: Axes, value: float, entries: dict[str, Any], several: bool) -> None:
+    """Draw the value to reach as a dashed line and add it to the entries of the legend.
+
+    Args:
+        axes: the panel.
+        value: the threshold.
+        entries: entries of the legend.
+        several: whether other panels have other thresholds, so that the entry names none.
+    """
+    text = "threshold" if several else f"threshold {value:g}".replace("-", "−")
+    entries[text] = axes.axhline(value, color=GREY, linestyle=(0, (4, 3)), linewidth=1.1, zorder=1.5)
 
 
 def files_of(out: Path) -> list[Path]:

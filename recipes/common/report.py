@@ -240,15 +240,19 @@ def conclusions(study: Study) -> list[str]:
             seeds = f"{len(pairs)} seed{'s' * (len(pairs) > 1)}"
             if {len(study.rows[env][name]) for name in (variant, baseline)} != {len(pairs)}:
                 seeds = f"ratio over the {seeds} that both have"
-            verb = "did not reach" if study.values(env, variant, censored_of).all() else "reached"
+            start = f"{env_label(env)}: {label(variant)}"
             if pairs.all():
-                found = f"nor {label(baseline)} reached the threshold in {ours.mean} steps"
-                sentences.append(f"{env_label(env)}: neither {label(variant)} {found} ({seeds})")
-            else:
                 sentences.append(
-                    f"{env_label(env)}: {label(variant)} {verb} the threshold after {ours.mean} steps, "
-                    f"{label(baseline)} after {theirs.mean}: {ours.ratio} times as many ({seeds})"
+                    f"{start} and {label(baseline)} did not reach the threshold, with {ours.mean} and {theirs.mean} "
+                    f"steps ({seeds})"
                 )
+                continue
+            found = f"reached the threshold after {ours.mean} steps"
+            if study.values(env, variant, censored_of).all():
+                found = f"did not reach the threshold ({ours.mean} steps)"
+            sentences.append(
+                f"{start} {found}, {label(baseline)} after {theirs.mean}: {ours.ratio} times as many ({seeds})"
+            )
     return sentences
 
 
@@ -293,13 +297,11 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -
     """
     variants = study.finished()[env]
     entries: dict[str, Artist] = {}
-    largest = 0.0
     for place, variant in enumerate(variants):
         steps, censored = (study.values(env, variant, of) for of in (steps_of, censored_of))
-        largest = max(largest, *steps)
         beside = place + np.linspace(-0.3, 0.3, len(steps)) if len(steps) > 1 else np.array([float(place)])
         color = styles[variant].color
-        axes.scatter(steps[~censored], beside[~censored], s=9, color=color, alpha=0.45, linewidth=0)
+        axes.scatter(steps[~censored], beside[~censored], s=13, color=color, alpha=0.5, linewidth=0)
         axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
         if censored.any():
             entries["run that did not reach the threshold"] = sample_line(Look(GREY, "x"), linestyle="")
@@ -318,11 +320,20 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -
             markeredgewidth=0.6,
             linewidth=1.6,
         )
-    axes.set(xlabel=count_steps(axes.xaxis, largest, "steps to the threshold"), xlim=(0, None))
+    axes.set_xlim(0, None)
     axes.set_yticks(range(len(variants)), [label(variant) for variant in variants])
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     return entries
+
+
+def label_steps(axes: Axes, largest: float, text: str, column: int, width: int) -> None:
+    """Label the axes of a panel; of three panels side by side, only that in the middle has room for the text."""
+    text = count_steps(axes.xaxis, largest, text)
+    if width < 3 or column == 1:
+        axes.set_xlabel(text)
+    if column:
+        axes.set_ylabel("")
 
 
 @styled
@@ -331,41 +342,50 @@ def draw(study: Study) -> Figure:
     config, finished = study.config, study.finished()
     panels = [(env, panel) for env, variants in finished.items() for panel in panels_of(variants, config.baseline)]
     styles = looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
-    width = min(len(panels), 3 if len(panels) == len(finished) else 2)
+    width = 2 if len(panels) in (2, 4) else min(len(panels), 3)
     high = -(-len(panels) // width)
     per_row = 1 if len(finished) == 1 else width
     low = -(-len(finished) // per_row)
-    most = max(map(len, finished.values()))
-    heights = [PANEL_HEIGHT if width > 1 else 3.2] * high + [0.7 + 0.27 * most] * low
-    figure = new_figure(sum(heights) + 1.2 + 0.1 * len(styles))
-    grid = figure.add_gridspec(high + low, width, height_ratios=heights)
+    heights = [PANEL_HEIGHT] * high + [0.7 + 0.27 * max(map(len, finished.values()))] * low
+    figure = new_figure(sum(heights) + 1.0 + 0.08 * len(styles))
+    if per_row == 1:
+        # apart, so that the long names of the variants do not move the learning curves
+        upper, lower = figure.subfigures(2, 1, height_ratios=[sum(heights[:high]), sum(heights[high:]) + 0.9])
+        curves, dots = upper.add_gridspec(high, width), lower.add_gridspec(1, 1)
+        upper.suptitle(env_label(next(iter(finished))))
+    else:
+        grid = figure.add_gridspec(high + low, width, height_ratios=heights)
+        upper = lower = figure
+        curves, dots = grid[:high, :].subgridspec(high, width), grid[high:, :].subgridspec(low, width)
 
-    entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
     runs_of = [study.runs[env][variant] for env, variants in finished.items() for variant in variants]
     length = max(len(run.steps) for runs in runs_of for run in runs.values())
+    largest = max(run.steps[-1] for runs in runs_of for run in runs.values())
     window = 2 * (length // 40) + 1
+    entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
+    first: dict[str, Axes] = {}
     for place, (env, panel) in enumerate(panels):
-        axes = figure.add_subplot(grid[divmod(place, width)])
+        row, column = divmod(place, width)
+        axes = upper.add_subplot(curves[row, column], sharey=first.get(env))
+        first.setdefault(env, axes)
         groups = {variant: list(study.runs[env][variant].values()) for variant in panel}
         draw_curves(axes, groups, config.column, styles, window)
-        axes.set_title(env_label(env) if len(finished) > 1 else "")
-        if place % width:
-            axes.set_ylabel("")
+        label_steps(axes, largest, "environment steps", column, width)
+        if len(finished) > 1:
+            axes.set_title(env_label(env))
         threshold = groups[panel[0]][0].threshold
         if threshold is not None:
-            line = threshold_line(axes, threshold)
-            entries["threshold" if len(finished) > 1 else f"threshold {threshold:g}"] = line
+            threshold_line(axes, threshold, entries, len(finished) > 1)
     for place, env in enumerate(finished):
         row, column = divmod(place, per_row)
-        axes = figure.add_subplot(grid[high + row, :] if per_row == 1 else grid[high + row, column])
+        axes = lower.add_subplot(dots[row, column])
         entries |= draw_steps(axes, study, env, styles)
+        label_steps(axes, largest, "steps to the threshold", column, per_row)
         if column:
             axes.set_yticklabels([])
-    if len(finished) == 1:
-        figure.suptitle(env_label(next(iter(finished))))
     note = curve_note([list(runs.values()) for runs in runs_of], window)
     note += " Small dots: runs; large markers: medians with 95 % intervals."
-    explain(figure, entries, note)
+    explain(lower, entries, note)
     return figure
 
 

@@ -10,6 +10,7 @@ class Config:
     """The configuration in conf/dper_analysis.yaml."""
 
     run: str | None = None
+    read: str | None = None
     num_candidates: list[int] = MISSING
     granularity: list[str] = MISSING
     draws: int = MISSING
