@@ -95,7 +95,8 @@ SAME = {
     "history 60 + PER": "sset_per",
     "oracle": "acer",
 }
-OTHER_COLORS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#882255", "#999933")
+# the colours of the rarer samplers first
+OTHER_COLORS = ("#882255", "#56b4e9", "#cc79a7", "#999933", "#0072b2", "#d55e00", "#009e73", "#e69f00")
 OTHER_MARKERS = ("s", "^", "D", "P", "v", "p", "X", "h", "<", ">", "*")
 
 LABELS = {

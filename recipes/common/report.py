@@ -351,13 +351,12 @@ def draw(study: Study) -> Figure:
     if per_row == 1:
         # apart, so that the long names of the variants do not move the learning curves
         upper, lower = figure.subfigures(2, 1, height_ratios=[sum(heights[:high]), sum(heights[high:]) + 0.9])
-        curves, dots = upper.add_gridspec(high, width), lower.add_gridspec(1, 1)
+        curves, dots, below = upper.add_gridspec(high, width), lower.add_gridspec(1, 1), 0
         upper.suptitle(env_label(next(iter(finished))))
     else:
-        grid = figure.add_gridspec(high + low, width, height_ratios=heights)
         upper = lower = figure
-        curves, dots = grid[:high, :].subgridspec(high, width), grid[high:, :].subgridspec(low, width)
-
+        curves = dots = figure.add_gridspec(high + low, width, height_ratios=heights)
+        below = high
     runs_of = [study.runs[env][variant] for env, variants in finished.items() for variant in variants]
     length = max(len(run.steps) for runs in runs_of for run in runs.values())
     largest = max(run.steps[-1] for runs in runs_of for run in runs.values())
@@ -378,10 +377,10 @@ def draw(study: Study) -> Figure:
             threshold_line(axes, threshold, entries, len(finished) > 1)
     for place, env in enumerate(finished):
         row, column = divmod(place, per_row)
-        axes = lower.add_subplot(dots[row, column])
+        axes = lower.add_subplot(dots[below + row, column])
         entries |= draw_steps(axes, study, env, styles)
         label_steps(axes, largest, "steps to the threshold", column, per_row)
-        if column:
+        if column and finished[env] == finished[[*finished][place - 1]]:
             axes.set_yticklabels([])
     note = curve_note([list(runs.values()) for runs in runs_of], window)
     note += " Small dots: runs; large markers: medians with 95 % intervals."
