@@ -209,7 +209,7 @@ def explain(figure: FigureBase, entries: Mapping[str, Artist | tuple[Artist, ...
         note: sentences on what is drawn.
     """
     figure.legend(
-        list(entries.values()),
+        list(entries.values()),  # pyright: ignore[reportArgumentType]: tuples of artists are allowed
         list(entries),
         loc="outside lower center",
         ncols=next((count for count in range(len(entries), 1, -1) if _width(list(entries), count) < WIDTH), 1),

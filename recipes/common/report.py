@@ -350,7 +350,8 @@ def draw(study: Study) -> Figure:
     figure = new_figure(sum(heights) + 1.0 + 0.08 * len(styles))
     if per_row == 1:
         # apart, so that the long names of the variants do not move the learning curves
-        upper, lower = figure.subfigures(2, 1, height_ratios=[sum(heights[:high]), sum(heights[high:]) + 0.9])
+        ratios = [sum(heights[:high]), sum(heights[high:]) + 0.9]
+        upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios).flat
         curves, dots, below = upper.add_gridspec(high, width), lower.add_gridspec(1, 1), 0
         upper.suptitle(env_label(next(iter(finished))))
     else:

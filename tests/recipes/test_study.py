@@ -60,9 +60,14 @@ class FakeRun:
         self.code = INTERRUPTED
 
 
+SHOW = study.show
+
+
 @pytest.fixture
 def processes(monkeypatch):
+    """Fake runs, and studies that draw nothing, which takes seconds."""
     FakeRun.started = []
+    monkeypatch.setattr(study, "show", lambda out: None)
     popen = study.subprocess.Popen
     monkeypatch.setattr(
         study.subprocess,
@@ -244,7 +249,8 @@ def test_the_last_line_says_if_neither_reached_the_threshold_or_if_seeds_are_mis
     assert last.endswith(": 1.50 [1.50, 1.50] times as many (ratio over the 4 seeds that both have)")
 
 
-def test_a_study_ends_with_its_table_its_figure_and_what_it_found(tmp_path, processes, capsys):
+def test_a_study_ends_with_its_table_its_figure_and_what_it_found(tmp_path, processes, monkeypatch, capsys):
+    monkeypatch.setattr(study, "show", SHOW)
     words = ["study.envs=[cartpole]", "~study.variants.rank", "seeds=1"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
     printed = capsys.readouterr().out
@@ -264,6 +270,7 @@ def test_an_interrupted_study_draws_the_runs_that_have_finished(tmp_path, proces
         return wait(run)
 
     monkeypatch.setattr(FakeRun, "wait", interrupting)
+    monkeypatch.setattr(study, "show", SHOW)
     words = ["study.envs=[cartpole,acrobot]", "seeds=1", "workers=1"]
     assert study.run_study(configuration(*words), tmp_path) == INTERRUPTED
     assert len(study.read_rows(tmp_path / study.RUNS)) == 1
