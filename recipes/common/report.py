@@ -1,31 +1,41 @@
 """Makes the table and the figure of a study (recipes.study) from its runs.csv, curves.csv and study.yaml."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from recipes.common.cli import ConfigError, parse_config
-from recipes.plot import (
-    FEW,
-    LABELS,
-    Run,
-    Statistic,
-    bootstrap_interval,
-    draw_curves,
-    interquartile_mean,
-    median_with_bound,
-    panel_width,
+from recipes.common.curves import Run, curve_entries, curve_note, draw_curves
+from recipes.common.figures import (
+    GREY,
+    PANEL_HEIGHT,
+    Look,
+    count_steps,
+    env_label,
+    explain,
+    files_of,
+    label,
+    looks,
+    new_figure,
+    sample_line,
+    save,
+    styled,
+    threshold_line,
 )
+from recipes.common.intervals import FEW, Statistic, bootstrap_interval, interquartile_mean, median_with_bound
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
-TABLE, FIGURE = "table.md", "figure.png"
+TABLE, FIGURE = "table.md", "figure"
+LINES = 4  # most variants beside the baseline in a panel of learning curves
+FAMILY = 3  # so many variants whose names begin alike get a panel of their own
 
 
 @dataclass
@@ -51,6 +61,11 @@ class Study:
         theirs, ours = self.rows[env][self.config.baseline], self.rows[env][variant]
         seeds = sorted(ours.keys() & theirs.keys())
         return np.array([(of(theirs[seed]), of(ours[seed])) for seed in seeds]).reshape(-1, 2)
+
+    def finished(self) -> dict[str, list[str]]:
+        """The variants that have runs, for each environment that has runs."""
+        found = {env: [name for name in self.config.variants if self.rows[env][name]] for env in self.config.envs}
+        return {env: variants for env, variants in found.items() if variants}
 
 
 def steps_of(row: dict[str, str]) -> float:
@@ -148,9 +163,42 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     return sign + with_interval(pairs, ratio_of_means, "{:.2f}")
 
 
+class Result(NamedTuple):
+    """What the runs of a variant in an environment give, as the texts in the cells of the table."""
+
+    reached: str
+    median: str
+    mean: str
+    ratio: str
+    claim: str
+    final: str
+    difference: str
+
+
+def result_of(study: Study, env: str, variant: str) -> Result:
+    """The result of a variant that has runs in the environment; `caption` defines it."""
+    config = study.config
+    steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
+    censored = study.values(env, variant, censored_of)
+    pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
+    ratio = difference = ""
+    if variant != config.baseline and len(pairs):
+        ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
+        difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
+    return Result(
+        reached=f"{(~censored).sum()} of {len(steps)}",
+        median=format_median(steps, censored),
+        mean=f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
+        ratio=ratio,
+        claim=config.claims.get(env, {}).get(variant, ""),
+        final=with_interval(final, interquartile_mean, "{:.1f}"),
+        difference=difference,
+    )
+
+
 def caption(config: StudyConfig) -> str:
     """Explain the columns of the table."""
-    baseline = config.baseline
+    baseline = label(config.baseline)
     return (
         f"Steps: environment steps to the threshold. Ratio: mean steps of the variant divided by the mean steps of "
         f"{baseline}, over the seeds that both have; 0.5 means half as many steps, 2 twice as many. A run that did not "
@@ -164,37 +212,48 @@ def caption(config: StudyConfig) -> str:
 
 def format_table(study: Study) -> str:
     """A Markdown table with one row per environment and variant; `caption` defines its columns."""
-    config = study.config
+    baseline = label(study.config.baseline)
     lines = [
-        f"| | variant | reached | steps: median | mean | ratio to {config.baseline} | in the source | "
-        f"last evaluations: IQM | difference to {config.baseline} |",
+        f"| | variant | reached | steps: median | mean | ratio to {baseline} | in the source | "
+        f"last evaluations: IQM | difference to {baseline} |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for env in config.envs:
-        for variant in config.variants:
-            seeds = study.rows[env][variant]
-            if not seeds:
-                continue
-            steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
-            censored = study.values(env, variant, censored_of)
-            pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
-            ratio = difference = ""
-            if variant != config.baseline and len(pairs):
-                ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
-                difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
-            cells = [
-                env,
-                variant,
-                f"{(~censored).sum()} of {len(seeds)}",
-                format_median(steps, censored),
-                f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
-                ratio,
-                config.claims.get(env, {}).get(variant, ""),
-                with_interval(final, interquartile_mean, "{:.1f}"),
-                difference,
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+    for env, variants in study.finished().items():
+        for variant in variants:
+            lines.append(f"| {' | '.join((env_label(env), label(variant), *result_of(study, env, variant)))} |")
     return "\n".join(lines)
+
+
+def conclusions(study: Study) -> list[str]:
+    """A sentence for each environment and variant: its steps beside those of the baseline, as in the table."""
+    baseline = study.config.baseline
+    sentences = []
+    for env, variants in study.finished().items():
+        if baseline not in variants:
+            continue
+        theirs = result_of(study, env, baseline)
+        for variant in variants:
+            pairs = study.pairs(env, variant, censored_of)
+            if variant == baseline or not len(pairs):
+                continue
+            ours = result_of(study, env, variant)
+            seeds = f"{len(pairs)} seed{'s' * (len(pairs) > 1)}"
+            if {len(study.rows[env][name]) for name in (variant, baseline)} != {len(pairs)}:
+                seeds = f"ratio over the {seeds} that both have"
+            start = f"{env_label(env)}: {label(variant)}"
+            if pairs.all():
+                sentences.append(
+                    f"{start} and {label(baseline)} did not reach the threshold, with {ours.mean} and {theirs.mean} "
+                    f"steps ({seeds})"
+                )
+                continue
+            found = f"reached the threshold after {ours.mean} steps"
+            if study.values(env, variant, censored_of).all():
+                found = f"did not reach the threshold ({ours.mean} steps)"
+            sentences.append(
+                f"{start} {found}, {label(baseline)} after {theirs.mean}: {ours.ratio} times as many ({seeds})"
+            )
+    return sentences
 
 
 def provenance(study: Study) -> str:
@@ -208,34 +267,126 @@ def provenance(study: Study) -> str:
     )
 
 
-def draw(study: Study, out: Path) -> None:
-    """Draw the figure: learning curves in the upper row; steps of each seed, median and interval in the lower row."""
-    config = study.config
-    envs = [env for env in config.envs if env in study.runs]
-    cycle = colormaps["tab10" if len(config.variants) <= 10 else "tab20"]
-    figure = Figure(figsize=(panel_width(len(config.variants), 5.4) * len(envs), 8.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, len(envs), squeeze=False)
-    for axes, dots, env in zip(above, below, envs, strict=True):
-        groups = {variant: study.runs[env][variant] for variant in config.variants if study.runs[env][variant]}
-        axes.set_prop_cycle(color=[cycle(place) for place in range(cycle.N)])
-        draw_curves(axes, {variant: list(runs.values()) for variant, runs in groups.items()}, config.column)
-        axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(config.column, config.column))
-        for place, variant in enumerate(groups):
-            steps = study.values(env, variant, steps_of)
-            censored = study.values(env, variant, censored_of)
-            beside = place + np.linspace(-0.25, 0.25, len(steps)) if len(steps) > 1 else np.array([place])
-            color = cycle(place)
-            dots.scatter(beside[~censored], steps[~censored], s=14, color=color, alpha=0.6)
-            dots.scatter(beside[censored], steps[censored], s=18, color=color, marker="x", alpha=0.6)
-            low, high = bootstrap_interval(steps, np.median)
-            median, bounded = median_with_bound(steps, censored)
-            error, mark = [[median - low], [high - median]], {"fmt": "^"} if bounded else {"fmt": "_", "markersize": 30}
-            dots.errorbar(place, median, yerr=error, color="black", capsize=5, **mark)
-        dots.set(ylabel="steps to the threshold\n(x: not reached; ▲: lower bound of the median)", ylim=(0, None))
-        dots.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
-    figure.suptitle(provenance(study), fontsize=7, y=-0.01, va="top")
-    figure.savefig(out / FIGURE, dpi=110, bbox_inches="tight")
+def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
+    """The variants in each panel of learning curves: the baseline and at most LINES others, related ones together.
+
+    Args:
+        variants: the variants that have runs.
+        baseline: the baseline; it is in all panels if it is one of `variants`.
+    """
+    others = [variant for variant in variants if variant != baseline]
+    families: defaultdict[str, list[str]] = defaultdict(list)
+    for variant in others:
+        families[variant.partition(",")[0]].append(variant)
+    if len(others) <= LINES:
+        groups = [others]
+    else:
+        groups = [family for family in families.values() if FAMILY <= len(family) <= LINES]
+        rest = [variant for variant in others if not any(variant in group for group in groups)]
+        count = -(-len(rest) // LINES)
+        size = -(-len(rest) // max(count, 1))
+        groups += [rest[start : start + size] for start in range(0, len(rest), max(size, 1))]
+    return [[*([baseline] if baseline in variants else []), *group] for group in groups]
+
+
+def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -> dict[str, Artist]:
+    """Draw the steps of each run to the threshold, with median and interval, in a row per variant.
+
+    Returns:
+        The entries of the legend for marks that are not those of a variant.
+    """
+    variants = study.finished()[env]
+    entries: dict[str, Artist] = {}
+    for place, variant in enumerate(variants):
+        steps, censored = (study.values(env, variant, of) for of in (steps_of, censored_of))
+        beside = place + np.linspace(-0.3, 0.3, len(steps)) if len(steps) > 1 else np.array([float(place)])
+        color = styles[variant].color
+        axes.scatter(steps[~censored], beside[~censored], s=13, color=color, alpha=0.5, linewidth=0)
+        axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
+        if censored.any():
+            entries["run that did not reach the threshold"] = sample_line(Look(GREY, "x"), linestyle="")
+        low, high = bootstrap_interval(steps, np.median)
+        median, bounded = median_with_bound(steps, censored)
+        if bounded:
+            entries["lower bound of a median"] = sample_line(Look(GREY, ">"), linestyle="")
+        axes.errorbar(
+            median,
+            place,
+            xerr=[[median - low], [high - median]],
+            color=color,
+            marker=">" if bounded else styles[variant].marker,
+            markersize=7,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            linewidth=1.6,
+        )
+    axes.set_xlim(0, None)
+    axes.set_yticks(range(len(variants)), [label(variant) for variant in variants])
+    axes.set_ylim(len(variants) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    return entries
+
+
+def label_steps(axes: Axes, largest: float, text: str, column: int, width: int) -> None:
+    """Label the axes of a panel; of three panels side by side, only that in the middle has room for the text."""
+    text = count_steps(axes.xaxis, largest, text)
+    if width < 3 or column == 1:
+        axes.set_xlabel(text)
+    if column:
+        axes.set_ylabel("")
+
+
+@styled
+def draw(study: Study) -> Figure:
+    """Draw the figure: learning curves above; the steps of each seed, with median and interval, below."""
+    config, finished = study.config, study.finished()
+    panels = [(env, panel) for env, variants in finished.items() for panel in panels_of(variants, config.baseline)]
+    styles = looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
+    width = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    high = -(-len(panels) // width)
+    per_row = 1 if len(finished) == 1 else width
+    low = -(-len(finished) // per_row)
+    heights = [PANEL_HEIGHT] * high + [0.7 + 0.27 * max(map(len, finished.values()))] * low
+    figure = new_figure(sum(heights) + 1.0 + 0.08 * len(styles))
+    if per_row == 1:
+        # apart, so that the long names of the variants do not move the learning curves
+        ratios = [sum(heights[:high]), sum(heights[high:]) + 0.9]
+        upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios).flat
+        curves, dots, below = upper.add_gridspec(high, width), lower.add_gridspec(1, 1), 0
+        upper.suptitle(env_label(next(iter(finished))))
+    else:
+        upper = lower = figure
+        curves = dots = figure.add_gridspec(high + low, width, height_ratios=heights)
+        below = high
+    runs_of = [study.runs[env][variant] for env, variants in finished.items() for variant in variants]
+    length = max(len(run.steps) for runs in runs_of for run in runs.values())
+    largest = max(run.steps[-1] for runs in runs_of for run in runs.values())
+    window = 2 * (length // 40) + 1
+    entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
+    first: dict[str, Axes] = {}
+    for place, (env, panel) in enumerate(panels):
+        row, column = divmod(place, width)
+        axes = upper.add_subplot(curves[row, column], sharey=first.get(env))
+        first.setdefault(env, axes)
+        groups = {variant: list(study.runs[env][variant].values()) for variant in panel}
+        draw_curves(axes, groups, config.column, styles, window)
+        label_steps(axes, largest, "environment steps", column, width)
+        if len(finished) > 1:
+            axes.set_title(env_label(env))
+        threshold = groups[panel[0]][0].threshold
+        if threshold is not None:
+            threshold_line(axes, threshold, entries, len(finished) > 1)
+    for place, env in enumerate(finished):
+        row, column = divmod(place, per_row)
+        axes = lower.add_subplot(dots[below + row, column])
+        entries |= draw_steps(axes, study, env, styles)
+        label_steps(axes, largest, "steps to the threshold", column, per_row)
+        if column and finished[env] == finished[[*finished][place - 1]]:
+            axes.set_yticklabels([])
+    note = curve_note([list(runs.values()) for runs in runs_of], window)
+    note += " Small dots: runs; large markers: medians with 95 % intervals."
+    explain(lower, entries, note)
+    return figure
 
 
 def full_table(study: Study) -> str:
@@ -244,9 +395,9 @@ def full_table(study: Study) -> str:
 
 
 def report(out: Path) -> str:
-    """Write figure and table to the directory of the study and return the table."""
+    """Write figure and table to the directory of the study; return the table and the conclusions."""
     study = read_study(out)
     table = full_table(study)
     (out / TABLE).write_text(table, encoding="utf-8")
-    draw(study, out)
-    return table
+    save(draw(study), *files_of(out / FIGURE), description=provenance(study))
+    return "\n".join([table, *conclusions(study)])

@@ -14,7 +14,8 @@ the mean squared error of the Q-values is at most 10^-3.
 Q-values are initialized with normal noise of standard deviation 0.1, the same for all strategies of a seed.
 
 ``python -m recipes.experiments.cliffwalk --out runs/cliffwalk`` (some minutes) prints a table and writes
-``cliffwalk.csv``, with one row per run, and ``cliffwalk.png``.
+``cliffwalk.csv``, with one row per run, and the figure ``cliffwalk.png`` and ``.svg``. With ``--read CSV`` it draws the
+figure of an earlier run.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
+from recipes.common.figures import explain, files_of, label, looks, new_figure, sample_line, save, styled
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
 
 LEARNING_RATE = 0.25
@@ -169,27 +173,38 @@ def median(rows: list[dict], num_states: int, strategy: str) -> float:
     )
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds shaded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+@styled
+def plot(rows: list[dict]) -> Figure:
+    """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds."""
+    figure = new_figure(3.9)
     panel = figure.subplots()
+    chosen = looks(STRATEGIES)
     states = sorted({row["num_states"] for row in rows})
-    size = [2 ** (n + 1) - 2 for n in states]
-    for strategy in STRATEGIES:
+    for place, strategy in enumerate(STRATEGIES):
+        # beside each other, so that the ranges do not cover one another
+        size = [(2 ** (n + 1) - 2) * 1.05 ** (place - 1.5) for n in states]
         of = [[r["updates"] for r in rows if r["num_states"] == n and r["strategy"] == strategy] for n in states]
-        (line,) = panel.plot(size, list(map(statistics.median, of)), marker="o", markersize=3, label=strategy)
-        panel.fill_between(size, list(map(min, of)), list(map(max, of)), color=line.get_color(), alpha=0.2)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlabel("transitions in the buffer")
-    panel.set_ylabel("updates until the error is small")
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, dpi=150)
+        median = np.array(list(map(statistics.median, of)))
+        error = [median - list(map(min, of)), list(map(max, of)) - median]
+        color, marker = chosen[strategy]
+        panel.errorbar(size, median, yerr=error, color=color, marker=marker, linewidth=1.2, elinewidth=1.2)
+    panel.set(xscale="log", yscale="log", xlabel="transitions in the buffer", ylabel="updates until the error is small")
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    figure.suptitle("Blind Cliffwalk")
+    seeds = len({row["seed"] for row in rows})
+    note = f"Marker: median of {seeds} seeds; bar: range over seeds. Both axes are logarithmic."
+    explain(figure, {label(strategy): sample_line(chosen[strategy]) for strategy in STRATEGIES}, note)
+    return figure
+
+
+def read(path: Path) -> list[dict]:
+    """Read the rows that :func:`main` writes."""
+    with path.open(newline="") as file:
+        return [
+            {key: value if key == "strategy" else int(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
@@ -201,8 +216,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "--out",
         type=Path,
         default=Path("runs/cliffwalk"),
-        help="directory of cliffwalk.csv and cliffwalk.png (default: %(default)s)",
+        help="directory of cliffwalk.csv, .png and .svg (default: %(default)s)",
     )
+    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; train nothing")
     parser.add_argument("--seeds", type=int, default=10, help="runs of each strategy (default: %(default)s)")
     parser.add_argument(
         "--states", type=int, nargs="+", default=[2, 4, 6, 8, 10], help="numbers of states (default: 2, 4, ..., 10)"
@@ -216,6 +232,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {options.out}: {error.strerror}")
+    figures = files_of(options.out / "cliffwalk")
+    if options.read is not None:
+        rows = read(options.read)
+        print(format_table(rows))
+        save(plot(rows), *figures)
+        return rows
     rows: list[dict] = []
     with (options.out / "cliffwalk.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=["num_states", "strategy", "seed", "updates"])
@@ -227,8 +249,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
             writer.writerow(rows[-1])
             file.flush()
     print(format_table(rows))
-    plot(rows, options.out / "cliffwalk.png")
-    print(f"\nwritten: {options.out / 'cliffwalk.csv'}, {options.out / 'cliffwalk.png'}")
+    save(plot(rows), *figures)
+    print("\nwritten:", options.out / "cliffwalk.csv", *figures)
     return rows
 
 

@@ -6,8 +6,9 @@
 Of K uniform batches, DPER takes the one whose actions are nearest to those of the current policy. More candidates do
 not improve it; its authors do not explain why. This experiment takes buffer and policy from the checkpoint of a run,
 draws the actor's batches with DecoupledSampler, and measures how much nearer to the policy they are than uniform
-batches. It writes dper_analysis.png and dper_analysis.csv. The CSV has one row per granularity and K; each ratio is
-followed by its 95 % bootstrap interval over draws:
+batches. It writes dper_analysis.csv and the figure dper_analysis.png and .svg; read=<CSV> draws the figure of an
+earlier analysis. The CSV has one row per granularity and K; each ratio is followed by its 95 % bootstrap interval over
+draws:
 
 - *score*: score of the chosen candidate / mean score of the candidates. For granularity batch and group, the score is
   the KL to the exploration noise. For transition, it is the squared difference between stored action and policy action,
@@ -37,7 +38,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from tensordict.nn import TensorDictModule
@@ -49,6 +49,7 @@ from recipes import td3
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import CONFIG, DONE, ConfigError, parse_config
 from recipes.common.environment import make_continuous_env
+from recipes.common.figures import GREY, explain, files_of, looks, new_figure, sample_line, save, styled
 from recipes.common.replay import make_replay
 from recipes.common.run import seed_everything
 from recipes.common.schemas.dper_analysis import Config
@@ -137,39 +138,74 @@ def format_table(rows: list[dict], newest: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict], newest: dict[str, float], path: Path) -> None:
+@styled
+def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
     """Draw the ratios against K, with their intervals."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(3.9)
     panels = figure.subplots(1, len(MEASURES), sharey=True)
-    for panel, (name, title) in zip(panels, MEASURES.items(), strict=True):
-        for granularity in dict.fromkeys(row["granularity"] for row in rows):
+    names = {row["granularity"]: f"chosen by {row['granularity']}" for row in rows}
+    chosen = looks(names)
+    for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
+        for granularity in names:
             of = sorted(
                 (row for row in rows if row["granularity"] == granularity), key=lambda row: row["num_candidates"]
             )
             count, value, low, high = (
-                [row[key] for row in of] for key in ("num_candidates", name, f"{name}_low", f"{name}_high")
+                np.array([row[key] for row in of])
+                for key in ("num_candidates", measure, f"{measure}_low", f"{measure}_high")
             )
-            (line,) = panel.plot(count, value, marker="o", markersize=3, label=granularity)
-            panel.fill_between(count, low, high, color=line.get_color(), alpha=0.2)
-        for share, value in newest.items() if name == "squared_difference" else ():
-            panel.axhline(value, color="grey", linewidth=0.8, linestyle=":")
-            panel.annotate(share, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="grey")
-        panel.set_title(title, fontsize="medium")
-        panel.set_xlabel("candidates K")
-        panel.set_yscale("log")
-        panel.grid(alpha=0.3)
-    panels[0].legend()
-    figure.savefig(path, dpi=150)
+            color, marker = chosen[granularity]
+            panel.errorbar(count, value, yerr=[value - low, high - value], color=color, marker=marker, linewidth=1.2)
+        for share, value in newest.items() if measure == "squared_difference" else ():
+            panel.axhline(value, color=GREY, linewidth=0.9, linestyle=":")
+            panel.annotate(
+                share, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=GREY, fontsize=8
+            )
+        panel.set(title=title.replace(": ", ":\n"), yscale="log")
+        panel.set_xticks(sorted({row["num_candidates"] for row in rows}))
+        panel.yaxis.set_major_formatter("{x:g}")
+    panels[len(panels) // 2].set_xlabel("candidates K")
+    note = "Marker: ratio of means; bar: 95 % bootstrap interval over draws. The y axis is logarithmic."
+    if newest:
+        note += " Dotted: all transitions of the newest share of the buffer."
+    explain(figure, {names[name]: sample_line(chosen[name]) for name in names}, note)
+    return figure
+
+
+def read_results(path: Path) -> tuple[list[dict], dict[str, float]]:
+    """Read the rows of an earlier analysis, and those of the newest transitions.
+
+    Raises:
+        ConfigError: if the file is not a dper_analysis.csv.
+    """
+    if not path.is_file():
+        raise ConfigError(f"read={path}: no such file; pass a dper_analysis.csv")
+    rows, newest = [], {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if not {"granularity", "num_candidates", *MEASURES} <= row.keys():
+                raise ConfigError(f"read={path}: not a dper_analysis.csv")
+            if row["num_candidates"] == "":
+                newest[row["granularity"]] = float(row["squared_difference"])
+                continue
+            numbers = {key: float(value) for key, value in row.items() if key != "granularity"}
+            rows.append({**numbers, "granularity": row["granularity"], "num_candidates": int(row["num_candidates"])})
+    return rows, newest
 
 
 def analyse(config: DictConfig, run_dir: Path) -> int:
-    """Measure, print the table, and write dper_analysis.csv and dper_analysis.png to `run_dir`.
+    """Measure, print the table, and write dper_analysis.csv and the figure to `run_dir`; with `read`, only draw.
 
     Returns:
         The exit code.
     """
     cfg = parse_config(config, Config)
+    figures = files_of(run_dir / "dper_analysis")
+    if cfg.read is not None:
+        rows, newest = read_results(Path(cfg.read))
+        save(plot(rows, newest), *figures)
+        print(format_table(rows, newest))
+        return DONE
     assert cfg.run is not None
     torch.set_num_threads(cfg.num_threads)
     seed_everything(cfg.seed)
@@ -206,7 +242,7 @@ def analyse(config: DictConfig, run_dir: Path) -> int:
             {key: f"{value:.5f}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
         )
         writer.writerows({"granularity": name, "squared_difference": f"{value:.5f}"} for name, value in newest.items())
-    plot(rows, newest, run_dir / "dper_analysis.png")
+    save(plot(rows, newest), *figures)
     print(format_table(rows, newest))
-    print(f"written: {run_dir / 'dper_analysis.csv'}, {run_dir / 'dper_analysis.png'}")
+    print("written:", run_dir / "dper_analysis.csv", *figures)
     return DONE

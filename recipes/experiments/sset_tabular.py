@@ -16,7 +16,8 @@ every 500 steps.
 - *history 60 + PER*: proportional priorities inside the tables (α 0.65), importance-sampling weights with exponent 0.4.
 
 ``python -m recipes.experiments.sset_tabular --out runs/sset_tabular`` (some minutes) prints a table and writes
-``sset_tabular.csv``, with one row per run, and ``sset_tabular.png``.
+``sset_tabular.csv``, with one row per run, and the figure ``sset_tabular.png`` and ``.svg``. With ``--read CSV`` it
+draws the figure of an earlier run.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
+from recipes.common.curves import BAND, curve_entries
+from recipes.common.figures import count_steps, explain, files_of, looks, new_figure, save, styled, threshold_line
 from recipes.envs.rooms import Rooms, ThreeRooms
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
 from torchrl_replay_ext.samplers.event_table import TablePriority
@@ -172,25 +176,34 @@ def format_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def plot(curves: dict[tuple[str, int], list[float]], path: Path) -> None:
+@styled
+def plot(curves: dict[tuple[str, int], list[float]]) -> Figure:
     """Draw the median error over the seeds, with the range over seeds shaded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.2)
     panel = figure.subplots()
-    for method in METHODS:
+    chosen = looks(METHODS)
+    for place, method in enumerate(METHODS):
         of = np.array([curve for (name, _), curve in curves.items() if name == method])
         steps = CHECK_INTERVAL * np.arange(1, of.shape[1] + 1)
-        (line,) = panel.plot(steps, np.median(of, 0), label=method)
-        panel.fill_between(steps, of.min(0), of.max(0), color=line.get_color(), alpha=0.15)
-    panel.axhline(THRESHOLD, color="grey", linewidth=0.8, linestyle=":")
-    panel.set_xlabel("steps of the environment")
-    panel.set_ylabel("root mean squared error of Q")
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, dpi=150)
+        color, marker = chosen[method]
+        panel.plot(steps, np.median(of, 0), color=color, marker=marker, markevery=(place, len(METHODS)))
+        panel.fill_between(steps, of.min(0), of.max(0), color=color, **BAND)
+    entries: dict = curve_entries(METHODS, chosen)
+    threshold_line(panel, THRESHOLD, entries, several=False)
+    panel.set(xlabel=count_steps(panel.xaxis, STEPS), ylabel="root mean squared error of Q", xmargin=0.02)
+    figure.suptitle("Three Rooms, tabular Q-learning")
+    seeds = len({seed for _, seed in curves})
+    explain(figure, entries, f"Line: median of {seeds} seeds; band: range over seeds.")
+    return figure
+
+
+def read(path: Path) -> dict[tuple[str, int], list[float]]:
+    """Read the curves by method and seed that :func:`main` writes."""
+    with path.open(newline="") as file:
+        return {
+            (row["method"], int(row["seed"])): [float(value) for key, value in row.items() if key.startswith("error_")]
+            for row in csv.DictReader(file)
+        }
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
@@ -202,8 +215,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "--out",
         type=Path,
         default=Path("runs/sset_tabular"),
-        help="directory of sset_tabular.csv and sset_tabular.png (default: %(default)s)",
+        help="directory of sset_tabular.csv, .png and .svg (default: %(default)s)",
     )
+    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; train nothing")
     parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
@@ -213,6 +227,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {options.out}: {error.strerror}")
+    figures = files_of(options.out / "sset_tabular")
+    if options.read is not None:
+        curves = read(options.read)
+        rows = [{"method": method, "seed": seed, "steps": steps_needed(e)} for (method, seed), e in curves.items()]
+        print(format_table(rows))
+        save(plot(curves), *figures)
+        return rows
     rows: list[dict] = []
     curves = {}
     with (options.out / "sset_tabular.csv").open("w", newline="") as file:
@@ -226,8 +247,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
             writer.writerow([method, seed, steps_needed(curve), *(f"{error:.4f}" for error in curve)])
             file.flush()
     print(format_table(rows))
-    plot(curves, options.out / "sset_tabular.png")
-    print(f"\nwritten: {options.out / 'sset_tabular.csv'}, {options.out / 'sset_tabular.png'}")
+    save(plot(curves), *figures)
+    print("\nwritten:", options.out / "sset_tabular.csv", *figures)
     return rows
 
 

@@ -16,7 +16,8 @@ values to learn in the medium condition and slightly the means of uniform and PE
 equals the oracle for every offset.
 
 ``python -m recipes.experiments.stylized --out runs/stylized --seeds 100`` (about ten seconds) prints a table and writes
-``stylized.csv`` and ``stylized.png``.
+``stylized.csv`` and the figure ``stylized.png`` and ``.svg``. With ``--read CSV`` it draws the figure of an earlier
+run.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from recipes.common.curves import BAND, curve_entries
+from recipes.common.figures import explain, files_of, looks, new_figure, save, styled
 from torchrl_replay_ext.functional import reliability
 
 PERIODS = {"high": None, "medium": 4, "low": 2}
@@ -174,32 +179,36 @@ def write_csv(rows: list[dict], path: Path) -> None:
         writer.writerows(rows)
 
 
-def plot(rows: list[dict], path: Path) -> None:
+@styled
+def plot(rows: list[dict]) -> Figure:
     """Draw Figure 4: updates in excess of the oracle's against the episode length, one panel per condition."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(3.7)
     panels = figure.subplots(1, len(PERIODS), sharex=True, sharey=True)
+    compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
+    chosen = looks(compared)
     for panel, condition in zip(panels, PERIODS, strict=True):
-        for strategy in STRATEGIES:
+        for strategy in compared:
             curve = [row for row in rows if row["condition"] == condition and row["strategy"] == strategy]
-            if strategy == "oracle":
-                continue
             length = [row["length"] for row in curve]
-            mean = torch.tensor([row["extra"] for row in curve])
-            std = torch.tensor([row["extra_std"] for row in curve])
-            (line,) = panel.plot(length, mean.tolist(), marker="o", markersize=3, label=strategy)
-            low, high = (mean - std).clamp(min=0.0).tolist(), (mean + std).tolist()
-            panel.fill_between(length, low, high, color=line.get_color(), alpha=0.2)
+            mean, std = (np.array([row[key] for row in curve]) for key in ("extra", "extra_std"))
+            panel.plot(length, mean, color=chosen[strategy].color, marker=chosen[strategy].marker, clip_on=False)
+            low, high = np.maximum(mean - std, 0.0), mean + std
+            panel.fill_between(length, low, high, color=chosen[strategy].color, **BAND)
         panel.set_yscale("symlog")
-        panel.set_title(f"{condition} reliability")
-        panel.set_xlabel("episode length")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("updates in excess of the oracle")
-    panels[0].legend()
-    figure.savefig(path, dpi=150)
+        panel.set(title=f"{condition} reliability", ylim=(0, None))
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+    panels[0].set_ylabel("updates more than the oracle's")
+    panels[len(panels) // 2].set_xlabel("episode length")
+    note = "Line: mean over episodes; band: one standard deviation. The y axis is logarithmic above 1; 0 is the oracle."
+    explain(figure, curve_entries(compared, chosen), note)
+    return figure
+
+
+def read(path: Path) -> list[dict]:
+    """Read the rows that :func:`write_csv` writes."""
+    kinds = {"length": int, "updates": float, "extra": float, "extra_std": float}
+    with path.open(newline="") as file:
+        return [{key: kinds.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
@@ -211,8 +220,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "--out",
         type=Path,
         default=Path("runs/stylized"),
-        help="directory of stylized.csv and stylized.png (default: %(default)s)",
+        help="directory of stylized.csv, .png and .svg (default: %(default)s)",
     )
+    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; run nothing")
     parser.add_argument("--seeds", type=int, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     parser.add_argument(
@@ -227,15 +237,18 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         parser.error(f"--seeds {options.seeds}: must be at least 1")
     if min(options.lengths) < 1:
         parser.error(f"--lengths {min(options.lengths)}: must be at least 1")
-    rows = run(options.lengths, options.seeds, options.seed)
+    rows = run(options.lengths, options.seeds, options.seed) if options.read is None else read(options.read)
     print(format_table(rows))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {options.out}: {error.strerror}")
-    write_csv(rows, options.out / "stylized.csv")
-    plot(rows, options.out / "stylized.png")
-    print(f"\nwritten: {options.out / 'stylized.csv'}, {options.out / 'stylized.png'}")
+    written = files_of(options.out / "stylized")
+    save(plot(rows), *written)
+    if options.read is None:
+        written.append(options.out / "stylized.csv")
+        write_csv(rows, written[-1])
+    print("\nwritten:", *written)
     return rows
 
 

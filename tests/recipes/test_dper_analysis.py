@@ -63,6 +63,19 @@ def test_rows(tmp_path, run_dir, capsys):
     assert (tmp_path / "dper_analysis.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_figure_of_an_earlier_analysis_is_drawn_again(tmp_path, capsys):
+    path = ROOT / "recipes/results/dper_analysis.csv"
+    assert dper_analysis.analyse(composed("dper_analysis", f"read={path}"), tmp_path) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"dper_analysis.png", "dper_analysis.svg"}
+    assert "newest 0.1                                 0.085" in capsys.readouterr().out
+    for wrong, message in (
+        (tmp_path / "none.csv", "no such file"),
+        (path.parent / "stylized.csv", "not a dper_analysis"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dper_analysis.analyse(composed("dper_analysis", f"read={wrong}"), tmp_path)
+
+
 def test_the_seed_decides(tmp_path, run_dir):
     tables = []
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
@@ -168,5 +181,9 @@ def test_command_line(tmp_path, run_dir):
     for process, (code, message) in zip(processes, words.values(), strict=True):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == code and errors.startswith(message), errors
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dper_analysis.csv", "dper_analysis.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "dper_analysis.csv",
+        "dper_analysis.png",
+        "dper_analysis.svg",
+    }
     assert not (tmp_path / "none").exists()

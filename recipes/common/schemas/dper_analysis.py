@@ -14,6 +14,7 @@ class Config:
     """The configuration in conf/dper_analysis.yaml."""
 
     run: str | None = None
+    read: str | None = None
     num_candidates: list[int] = MISSING
     granularity: list[str] = MISSING
     draws: int = MISSING
@@ -31,6 +32,10 @@ class Config:
         for granularity in self.granularity:
             if granularity not in choices:
                 raise ValueError(f"granularity={granularity}: choose {', '.join(choices)}")
+        if self.read is not None:
+            if not Path(self.read).is_file():
+                raise ValueError(f"read={self.read}: no such file")
+            return
         if self.run is None:
             raise ValueError("run=null: pass the directory of a run of recipes.td3")
         for name in (CONFIG, CHECKPOINT):
