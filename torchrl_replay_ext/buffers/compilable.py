@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
 import torch
+import torchrl
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl.envs import Compose
 
-from torchrl_replay_ext._torchrl import stored_data
+from torchrl_replay_ext._torchrl import count_sample, expands_draws, stored_data
 from torchrl_replay_ext.arguments import require_bool
 from torchrl_replay_ext.compilation import is_traced, refuse_in_graph
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
@@ -28,6 +29,11 @@ _NO_SEQUENCES = (
     "TrajectoryRetraceSampler, which draws sequences in a graph."
 )
 _NO_GRAPH = "CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use compile=False."
+_CAN_WAIT = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
+_CANNOT_WAIT = (
+    f"CompilableReplayBuffer.sample(wait=True): torchrl {torchrl.__version__} cannot wait for data. Leave wait= out "
+    "and write before the first sample, or install a later release of torchrl."
+)
 
 
 class _TakesStamps(Protocol):
@@ -121,15 +127,53 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         super().load_state_dict(state_dict)
         bind_samplers(self._storage)
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Any | None = None,
+    ) -> Any:
+        """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`.
+
+        Args:
+            batch_size: number of rows. None (default): that of the buffer.
+            return_info: return a tuple of the batch and a dict with the columns that the sampler adds. Default: False.
+            include_info: deprecated in TorchRL.
+            wait: wait until there is data, with releases of torchrl after 0.14. Default: False.
+            timeout: the longest wait, in seconds. None (default): no limit.
+            cancel_event: an object whose ``is_set()`` ends the wait. Default: None.
+
+        Raises:
+            RuntimeError: if there is no batch size, or the buffer is empty; in a graph, with ``wait``.
+            TimeoutError: if there is no data after ``timeout`` seconds.
+            TypeError: with ``wait``, if torchrl cannot wait.
+        """
         size = self._batch_size if batch_size is None else batch_size
         if is_traced():
+            if wait:
+                raise RuntimeError("CompilableReplayBuffer.sample(wait=True): a graph cannot wait; leave wait= out.")
             return self._draw(size, return_info)
-        if not self.compiles or size is None or not len(self) or self._has_transforms:
-            return super().sample(batch_size, return_info, include_info)
+        is_cancelled = cancel_event is not None and cancel_event.is_set()
+        if not self.compiles or size is None or not len(self) or self._has_transforms or is_cancelled:
+            if not wait:
+                return super().sample(batch_size, return_info, include_info)
+            if not _CAN_WAIT:
+                raise TypeError(_CANNOT_WAIT)
+            waiting = {"wait": True, "timeout": timeout, "cancel_event": cancel_event}
+            return super().sample(batch_size, return_info, include_info, **waiting)
         key = ("sample", size, return_info, self._collate_fn)
-        return self._in_graph(key, lambda: self._draw(size, return_info))
+        drawn = self._in_graph(key, lambda: self._draw(size, return_info))
+        count_sample(self, size)
+        return drawn
+
+    def _notify_replay_state_change(self) -> None:
+        # torch cannot trace the condition variable that wakes other threads; they must not wait while a graph runs
+        if not is_traced():
+            super()._notify_replay_state_change()  # pyright: ignore[reportAttributeAccessIssue]: not in torchrl 0.14
 
     @property
     def _has_transforms(self) -> bool:
@@ -139,7 +183,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         """:meth:`sample` in a graph."""
         if batch_size is None:
             raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
-        if isinstance(self._sample_unit, Sequence):
+        if expands_draws(self):
             raise NotImplementedError(_NO_SEQUENCES)
         data, info = self._sample_in_graph(batch_size)
         for key, value in info.items():
@@ -222,7 +266,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
                 "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
-        anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
+        anchored = expands_draws(self) and data.get("anchor_index", None) is not None
         if anchored:
             refuse_in_graph(lambda: NotImplementedError(_NO_SEQUENCES))
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)

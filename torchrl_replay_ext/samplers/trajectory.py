@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext import _torchrl
@@ -424,7 +424,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         )
 
 
-class _Newest:
+class _Newest(RandomSampler):
     """Replaces the sampler of a buffer; samples are the newest slices."""
 
     def __init__(self, sampler: TrajectoryRetraceSampler):
