@@ -204,12 +204,11 @@ class PrioritySampler(ShowsArguments, Sampler):
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
         self.ready(storage)
         raise_if(lambda: self.state.log.is_empty, lambda: RuntimeError(f"{name}: cannot sample from an empty storage."))
-        if not self.distribution.slots_in_ring_order:
-            refusal = (
+        if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
+            raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
                 "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
             )
-            raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
         if self._validate and density is not None and not values_can_be_read(density):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."

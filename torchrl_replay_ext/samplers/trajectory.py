@@ -241,7 +241,8 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
                 f"multiple of slice_len={self._slice_len}."
             )
-        raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(_NO_SEQUENCES))
+        if _torchrl.draws_sequences(self, storage):
+            raise ValueError(_NO_SEQUENCES)
         start, drawn = self._sampler.draw(storage, batch_size // self._slice_len)
         starts = self._starts
         slots = starts.slices.walk(start)
