@@ -6,7 +6,7 @@ import pytest
 import torch
 import torchrl.data
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
-from torchrl.data.replay_buffers import SampleUnit
+from torchrl.data.replay_buffers import SampleUnit, Sequence
 
 from tests.data import buffer_with, event_sampler, random_rows
 from tests.samplers.experience import probabilities
@@ -92,13 +92,14 @@ def test_a_graph_refuses_to_wait():
 
 @later
 @every_kind
-def test_samples_are_counted(compiled):
-    rb = make_buffer(compile=compiled)
+@pytest.mark.parametrize("length", [1, 3])
+def test_samples_are_counted_in_rows(length, compiled):
+    rb = make_buffer(compile=compiled, sample_unit=Sequence(length))
     rb.extend(random_rows(10))
     with torch.compiler.set_stance("force_eager"):
         rb.sample()
-        rb.sample()
-    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (2, 2 * BATCH)
+        rb.sample(return_info=True)
+    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (2, 2 * BATCH * length)
 
 
 @later

@@ -159,7 +159,7 @@ def test_hindsight_buffers_go_on_when_they_are_full(name):
     sampler.check_valid()
 
 
-@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="a bug of TorchRL, reported nowhere that we know of")
+@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="a bug of TorchRL; no issue in pytorch/rl was found")
 def test_torchrl_can_relabel_after_several_rows_were_written_to_a_full_storage():
     rb = her_buffer(ProportionalSampler())
     for first in (0, CAPACITY, CAPACITY + 10):

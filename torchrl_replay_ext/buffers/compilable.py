@@ -174,7 +174,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             return super().sample(batch_size, return_info, include_info, **waiting)
         key = ("sample", size, return_info, self._collate_fn)
         drawn = self._in_graph(key, lambda: self._draw(size, return_info))
-        count_sample(self, size)
+        count_sample(self, len(drawn[0] if return_info else drawn))
         return drawn
 
     def _notify_replay_state_change(self) -> None:
