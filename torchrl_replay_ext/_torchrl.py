@@ -19,9 +19,9 @@ from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
     Sampler,
-    Sequence,
     Storage,
     TensorStorage,
+    Transition,
 )
 
 
@@ -124,13 +124,25 @@ def has_round_robin_writer(storage: Any) -> bool:
     return len(buffers) == 1 and isinstance(getattr(buffers[0], "_writer", None), RoundRobinWriter)
 
 
+def expands_draws(buffer: Any) -> bool:
+    """True if a buffer expands each draw to several rows (TorchRL's ``sample_unit=Sequence(...)``)."""
+    return not isinstance(getattr(buffer, "_sample_unit", None), Transition | None)
+
+
 def draws_sequences(sampler: Sampler, storage: Any) -> bool:
-    """True if a buffer expands the draws of this sampler to windows (TorchRL's ``sample_unit=Sequence(...)``)."""
+    """:func:`expands_draws` of the buffer of this sampler."""
     for buffer in storage._attached_entities:
         own = getattr(buffer, "_sampler", None)
         if sampler in (own, getattr(own, "critic_sampler", None)):
-            return isinstance(getattr(buffer, "_sample_unit", None), Sequence)
+            return expands_draws(buffer)
     return False
+
+
+def count_sample(buffer: Any, num_rows: int) -> None:
+    """Add a sample to the counters of the buffer's ``stats()``, which torchrl 0.14 does not have."""
+    if count := getattr(buffer, "_increment_counter", None):
+        count("_sample_call_count_value", 1)
+        count("_sampled_item_count_value", num_rows)
 
 
 def with_sampler(buffer: Any, sampler: Any) -> Any:

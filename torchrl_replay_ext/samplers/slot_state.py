@@ -33,6 +33,7 @@ class PriorityArguments(TypedDict):
     eps: float
     td_error: TDError
     within_buffer: bool
+    min_priority: float
 
 
 class SlotState:

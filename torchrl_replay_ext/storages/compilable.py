@@ -65,6 +65,11 @@ class CompilableTensorStorage(LazyTensorStorage):
         return self.max_size if is_traced() else self._len
 
     @property
+    def num_rows(self) -> Tensor:
+        """The number of stored rows, int64 []; its value can change in place."""
+        return self._len_value
+
+    @property
     def counters_device(self) -> torch.device:
         """Device of length and cursor: the device of the data after the first write."""
         return self._len_value.device
