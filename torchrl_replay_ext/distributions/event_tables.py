@@ -119,8 +119,8 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
-        """Masses of ``slots`` [n] at ``positions`` [n].
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+        """Masses of ``slots`` [n] at ``positions`` [n], or one number for all.
 
         ``priority`` [n]: d, negative if never updated; None: that of the slots.
         """
@@ -129,7 +129,7 @@ class EventTableMixture(Distribution):
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
         if self._kind is None:
-            return torch.full_like(slots, SumTree.UNIT)
+            return SumTree.UNIT
         if priority is None:
             priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
@@ -197,6 +197,9 @@ class EventTableMixture(Distribution):
         # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
         everywhere = self._is_incomplete or not self._tables.is_changing
         if not everywhere and not self.slots_in_ring_order:
+            return
+        if self._plain and not everywhere:
+            self._entries.write(rows.places, SumTree.UNIT)
             return
         positions, repeated = self._everywhere(slots) if everywhere else (slots, slots)
         self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))

@@ -12,6 +12,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
 from torchrl_replay_ext.compilation import (
     gather_in_bounds,
+    increase,
     is_traced,
     scalar,
     scatter_in_bounds,
@@ -24,7 +25,7 @@ from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, last_occurrence
+from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
 
 # Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)
@@ -145,15 +146,15 @@ class RankBased(Distribution):
             self._sort_if_due()
         if not is_traced() and int(self._written) + count > self._size:
             self.sort()
-        if all_different(slots):
-            first = self._written.item()
-            self._move_all(slots.numpy(), self._size - 1 - np.arange(first, first + count) % self._size)
+        if isinstance(rows.places, slice):
+            last = self._size - 1 - int(self._written)
+            self._move_all(rows.places, np.arange(last, last - count, -1))
         else:
             number = torch.arange(count, device=self._device)
             place = self._size - 1 - (self._written + number) % self._size
             self._move(slots, place, is_last_occurrence(slots))
-        self._written.add_(count)
-        self._order.changes.add_(count)
+        increase(self._written, count)
+        increase(self._order.changes, count)
 
     def remove(self, slots: Tensor) -> None:
         left = self._place[slots]
@@ -191,11 +192,11 @@ class RankBased(Distribution):
         scatter_in_bounds(self._slot_at, taken, slots)
         scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
 
-    def _move_all(self, slots: np.ndarray, place: np.ndarray) -> None:
-        """Move all ``slots`` [n] to ``place`` [n], both distinct."""
+    def _move_all(self, slots: slice, place: np.ndarray) -> None:
+        """Move all ``slots`` [n] to ``place`` [n], distinct."""
         left = gather_in_bounds(self._place, slots)
-        self._tree.write(np.concatenate([left, place]), np.repeat([0, 1], len(slots)))
-        scatter_in_bounds(self._slot_at, place, slots)
+        self._tree.write(np.concatenate([left, place]), np.repeat([0, 1], len(place)))
+        scatter_in_bounds(self._slot_at, place, np.arange(slots.start, slots.stop))
         scatter_in_bounds(self._place, slots, place)
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

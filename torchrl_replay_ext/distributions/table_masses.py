@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import values_can_be_read
+from torchrl_replay_ext.compilation import Array, as_array, values_can_be_read
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.functional.priorities import as_index
 
 
 class TableMasses:
@@ -31,22 +32,27 @@ class TableMasses:
             self._changes = [change for change in self._changes if not torch.equal(change[0], positions)]
         self._changes.append((positions, slots))
 
-    def flush(self, masses: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def flush(self, masses: Callable[[Tensor, Tensor], Tensor | int]) -> None:
         """Write all changes; ``masses(positions, slots)`` are the masses of entries."""
         changes, self._changes = self._changes, []
-        if changes:
-            positions = [positions for positions, _ in changes]
-            values = [torch.zeros_like(p) if slots is None else masses(p, slots) for p, slots in changes]
+        values = [0 if slots is None else masses(positions, slots) for positions, slots in changes]
+        if len(changes) == 1:
+            self.write(changes[0][0], values[0])
+        elif changes:
             # of several changes at a position the last one wins
-            several = len(changes) > 1
-            self.write(torch.cat(positions) if several else positions[0], torch.cat(values) if several else values[0])
+            positions = [positions for positions, _ in changes]
+            masses_of_rows = [torch.zeros_like(p) + value for p, value in zip(positions, values, strict=True)]
+            self.write(torch.cat(positions), torch.cat(masses_of_rows))
 
     def clear(self) -> None:
         """Discard all changes."""
         self._changes.clear()
 
-    def write(self, positions: Tensor, mass: Tensor, mask: UpdateMask | None = None) -> None:
+    def write(self, positions: Array, mass: Tensor | int, mask: UpdateMask | None = None) -> None:
         """Set the masses at ``positions`` [n]; see :meth:`SumTree.write`."""
-        if self._may_be_equal and values_can_be_read(mass) and torch.equal(self._tree.get(positions), mass):
+        positions = as_index(positions) if mask is None else positions
+        if isinstance(positions, Tensor):
+            mass = torch.full_like(positions, mass) if isinstance(mass, int) else mass
+        elif self._may_be_equal and (self._tree.get(positions) == as_array(mass)).all():
             return
         self._tree.write(positions, mass, mask=mask)
