@@ -91,7 +91,8 @@ def set_rows(storage: Any, index: Tensor, data: Any, *, first: int | None) -> No
         return
     # a slice takes half the time, but hindsight relabelling and checkpoints of TorchRL need the index
     cursor: Any = index if first is None else slice(first, first + len(index))
-    if type(storage).set is not TensorStorage.set or not set_columns(storage, cursor, data):
+    is_overridden = getattr(storage.set, "__func__", None) is not TensorStorage.set
+    if is_overridden or not set_columns(storage, cursor, data):
         storage.set(cursor, data)
     storage._last_cursor = index  # pyright: ignore[reportAttributeAccessIssue]: declared as None
 
