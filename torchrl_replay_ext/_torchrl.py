@@ -112,7 +112,8 @@ def set_columns(storage: Any, cursor: Any, data: Any, *, set_cursor: bool = True
         storage._set_last_cursor(cursor)
         storage._get_new_len(data, cursor)
     for key, column in columns.items():
-        column[cursor] = rows[key].to(column.device)
+        row = rows[key]
+        column[cursor] = row if row.device == column.device else row.to(column.device)
     storage._bump_mutation_revision()
     return True
 

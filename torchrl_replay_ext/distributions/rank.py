@@ -147,8 +147,7 @@ class RankBased(Distribution):
         if not is_traced() and int(self._written) + count > self._size:
             self.sort()
         if isinstance(rows.places, slice):
-            last = self._size - 1 - int(self._written)
-            self._move_all(rows.places, np.arange(last, last - count, -1))
+            self._place_consecutive(rows.places, self._size - int(self._written))
         else:
             number = torch.arange(count, device=self._device)
             place = self._size - 1 - (self._written + number) % self._size
@@ -192,12 +191,15 @@ class RankBased(Distribution):
         scatter_in_bounds(self._slot_at, taken, slots)
         scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
 
-    def _move_all(self, slots: slice, place: np.ndarray) -> None:
-        """Move all ``slots`` [n] to ``place`` [n], distinct."""
-        left = gather_in_bounds(self._place, slots)
-        self._tree.write(np.concatenate([left, place]), np.repeat([0, 1], len(place)))
-        scatter_in_bounds(self._slot_at, place, np.arange(slots.start, slots.stop))
-        scatter_in_bounds(self._place, slots, place)
+    def _place_consecutive(self, slots: slice, end: int) -> None:
+        """Move ``slots`` to the places before ``end``, the first slot to the last place."""
+        place_of, count = self._place.numpy(), slots.stop - slots.start
+        place = np.arange(end - 1, end - count - 1, -1)
+        mass = np.zeros(2 * count, np.int64)
+        mass[count:] = 1
+        self._tree.write(np.concatenate([place_of[slots], place]), mass)
+        self._slot_at.numpy()[end - count : end] = np.arange(slots.stop - 1, slots.start - 1, -1)
+        place_of[slots] = place
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gaps for priorities above all, and for priorities below all, of the last sort."""

@@ -25,11 +25,18 @@ class TableMasses:
         # positions, and the slots that entered there; None: the entries were removed
         self._changes: list[tuple[Tensor, Tensor | None]] = []
 
-    def add(self, positions: Tensor, slots: Tensor | None) -> None:
-        """Remember that ``slots`` [n] entered at ``positions`` [n], or that the entries there were removed (None)."""
+    def add(self, positions: Tensor, slots: Tensor | None, *, constant: bool = False) -> None:
+        """Remember that ``slots`` [n] entered at ``positions`` [n], or that the entries there were removed (None).
+
+        ``constant``: True if all entries have the same mass, and the tree is complete. Default: False.
+        """
         if self._may_be_equal and slots is not None and values_can_be_read(positions):
             # in a full list new entries replace the oldest ones
-            self._changes = [change for change in self._changes if not torch.equal(change[0], positions)]
+            pending = self._changes
+            self._changes = [change for change in pending if not torch.equal(change[0], positions)]
+            if constant and not self._changes and len(pending) == 1 and pending[0][1] is None:
+                # the tree still has the masses of the removed entries
+                return
         self._changes.append((positions, slots))
 
     def flush(self, masses: Callable[[Tensor, Tensor], Tensor | int]) -> None:
