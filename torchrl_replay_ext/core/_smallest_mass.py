@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import numpy as np
@@ -88,7 +89,8 @@ class SmallestMass:
         smallest, value = min(filter(None, after), default=sys.maxsize), self._value
         if not self._stale:
             self._late.add_(1)
-        self._stale.append(index)
+        # a copy, because the caller may change an array in place
+        self._stale.append(copy.copy(index))
         if value is None or smallest <= value:
             value = smallest
         elif value in before or len(self._stale) > _MAX_STALE:

@@ -228,6 +228,9 @@ class WriteLog(Recoverable):
         if isinstance(places, slice):
             first, last = places.start, places.stop - 1
             others = [first, last, *read(newest, self.last_seen_step)]
+        elif isinstance(places, np.ndarray):
+            first, last, *others = map(int, (places[0], places[-1], places.min(), places.max()))
+            others += read(newest, self.last_seen_step)
         else:
             first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
         return RingWrite(places, first // lanes, last // lanes, *others)
