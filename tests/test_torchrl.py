@@ -30,11 +30,14 @@ READ = {
     "LazyTensorStorage": {
         "_attached_entities",
         "_attached_entities_list",
+        "_bump_mutation_revision",
         "_compilable",
+        "_get_new_len",
         "_last_cursor",
         "_last_cursor_index",
         "_last_cursor_index_value",
         "_max_size_along_dim0",
+        "_set_last_cursor",
         "_storage",
         "_total_shape",
     },
@@ -56,7 +59,6 @@ READ = {
 }
 INHERITED = {
     "LazyTensorStorage": {
-        "_bump_mutation_revision",
         "_empty",
         "_get_new_len",
         "_init",

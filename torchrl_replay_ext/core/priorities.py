@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.functional.priorities import write_last
 
@@ -87,8 +87,8 @@ class Priorities:
             self._updated.prepare()
 
     def insert(self, slots: Array) -> None:
-        """Set the priorities of new transitions in ``slots`` [n]."""
-        scatter_in_bounds(self.of_slot, as_array(slots), -as_array(self.largest))
+        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.places`."""
+        scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
 
     def overwrite(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
