@@ -101,7 +101,7 @@ def make_loss(
         bounds=(-1.0, 1.0),  # pyright: ignore[reportArgumentType]: annotated as a tuple of one
         policy_noise=td3.policy_noise,
         noise_clip=td3.noise_clip,
-        loss_function="l2",
+        loss_function=td3.loss_function,
     )
     loss_module.set_keys(**loss_keys(td3.n_step))
     loss_module.make_value_estimator(gamma=td3.gamma)

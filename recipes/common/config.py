@@ -12,13 +12,15 @@ from omegaconf import MISSING, OmegaConf
 
 from recipes.common.atari_presets import AtariConfig
 
+# LAP (sampler=lap) needs the Huber loss.
+OmegaConf.register_new_resolver("loss_for", lambda sampler: "smooth_l1" if sampler == "lap" else "l2", replace=True)
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 # All env=atari/<game> share one file of hyperparameters, atari.yaml.
 OmegaConf.register_new_resolver("family", lambda env: env.split("/")[0], replace=True)
 
 
 # Values of sampler.name. PLAIN: samplers without event tables, built by recipes.common.replay.make_sampler.
-PLAIN = ("uniform", "per", "rank", "reaper", "recency")
+PLAIN = ("uniform", "per", "rank", "reaper", "recency", "lap")
 # EVENT_TABLES: samplers with event tables. DECOUPLED: samplers that draw a separate batch for the actor.
 EVENT_TABLES = ("sset", "sset_per")
 DECOUPLED = ("dper", "dper_uniform")
@@ -288,5 +290,13 @@ class RunConfig(ABC):
         samplers = (*PLAIN, *EVENT_TABLES, *DECOUPLED)
         if self.sampler.get("name") not in samplers:
             raise ValueError(f"sampler.name={self.sampler.get('name')}: choose {', '.join(samplers)}")
+        loss_function = getattr(learning, "loss_function", None)
+        if self.sampler.get("name") == "lap" and loss_function != "smooth_l1":
+            way = (
+                "this recipe does not have it; use recipes.td3 or recipes.dqn"
+                if loss_function is None
+                else f"set {learning.group}.loss_function=smooth_l1"
+            )
+            raise ValueError(f"sampler=lap: needs the Huber loss; {way}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed={self.seed}: must be in [0, 2^31)")

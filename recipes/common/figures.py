@@ -79,6 +79,7 @@ LOOKS = {
     "rank": Look("#56b4e9", "v"),
     "reaper": Look("#d55e00", "^"),
     "recency": Look("#999933", "X"),
+    "lap": Look("#332288", "<"),
     "sset": Look("#009e73", "D"),
     "sset_per": Look("#e69f00", "P"),
     "dper": Look("#cc79a7", "p"),
@@ -105,6 +106,7 @@ LABELS = {
     "rank": "rank-based PER",
     "reaper": "ReaPER",
     "recency": "recency",
+    "lap": "LAP",
     "sset": "event tables",
     "sset_per": "event tables + PER",
     "reverse sweep": "event tables, goal event only",
@@ -126,7 +128,6 @@ LABELS = {
     "history 60 + PER": "event tables + PER, history 60",
     # columns of progress.csv
     "return_mean": "return",
-    "return_unshaped": "return without shaping",
     "training_return": "return, last 100 training episodes",
     "q_sum": "sum of all Q-values",
     "q_error": "error of Q (RMS)",

@@ -37,7 +37,7 @@ from torchrl_replay_ext import (
 )
 
 # in the order of PLAIN
-_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler)
+_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler, ProportionalSampler)
 SAMPLERS: dict[str, Callable[..., Sampler]] = dict(zip(PLAIN, _CLASSES, strict=True))
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 

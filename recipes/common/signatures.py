@@ -25,6 +25,7 @@ SAMPLERS = {
     "rank": "RankBasedSampler",
     "reaper": "ReaPERSampler",
     "recency": "RecencySampler",
+    "lap": "ProportionalSampler",
     "sset": "EventTableSampler",
     "sset_per": "EventTableSampler",
     "dper": "DecoupledSampler",

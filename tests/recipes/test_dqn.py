@@ -102,10 +102,14 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     config = composer.configuration("env.reward_threshold=1", "sampler=uniform")
     assert dqn.train(config, tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
-    assert "reached 1 at step 32" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "reached 1 at step 32" in printed.out
+    assert "cartpole uniform seed 1, solved:  33%" in printed.err
     assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
-    assert "reached 1 at step 32" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "reached 1 at step 32" in printed.out
+    assert "cartpole uniform seed 1, done: 100%" in printed.err
 
 
 def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
@@ -120,7 +124,10 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     run_dir.mkdir(), whole.mkdir()
     monkeypatch.setattr(evaluation, "evaluate", interrupt)
     assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"interrupted at step 32; continue with resume={run_dir}\n"
+    assert ", interrupted:  33%" in printed.err
+    assert (run_dir / "learning_curve.png").is_file()
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     first = rows(run_dir)
     assert dqn.train(composer.resumed(run_dir), run_dir) == DONE

@@ -11,6 +11,7 @@ from torchrl.objectives import SoftUpdate
 
 from recipes import td3
 from recipes.common.cli import DONE, ConfigError
+from recipes.common.replay import make_replay
 from tests.data import learnable
 from tests.recipes.runs import (
     Composer,
@@ -24,7 +25,7 @@ from tests.recipes.runs import (
     tiny,
 )
 
-SAMPLERS = ["uniform", "per", "rank", "reaper"]
+SAMPLERS = ["uniform", "per", "rank", "reaper", "lap"]
 composer = Composer("td3", td3.Config, tiny("td3", evaluation_episodes=2, hidden_sizes="[16, 16]"))
 transitions = partial(learnable, observation=3, action=2, done=0.3)
 
@@ -219,6 +220,40 @@ def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interv
     assert config.updates_per_graph == delay
 
 
+def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
+    cfg = td3.parse_config(composer.composed("sampler=lap"), td3.Config)
+    torch.manual_seed(0)
+    _, loss_module = td3.make_loss(cfg.td3, 3, 1, torch.device("cpu"))
+    target = SoftUpdate(loss_module, tau=0.5)
+    replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
+    data = transitions(64, action=1, done=1.0)  # then the targets are the rewards
+    data["next", "reward"] = torch.linspace(-9, 9, 64).unsqueeze(1)
+    replay.extend(data)
+    with torch.no_grad():
+        values = []
+        for parameters in loss_module.qvalue_network_params.data.unbind(0):
+            with parameters.to_module(loss_module.qvalue_network):
+                values.append(loss_module.qvalue_network(data.clone())["state_action_value"])
+    replay.sampler.update_priority(torch.arange(64), torch.full((64,), 0.01))  # as if all errors were small
+    batch = replay.sample()
+    assert (batch["priority_weight"] == 1).all()
+    own = Replay(batch)
+    cfg.td3.actor_learning_rate = cfg.td3.critic_learning_rate = 0.0
+    optimizers = td3.make_optimizers(cfg.td3, loss_module)
+    loss = td3.make_update(cfg.td3, own, loss_module, target, *optimizers, num_updates=1)(None)["loss_qvalue"]
+    rewards = batch["next", "reward"]
+    drawn = [value[batch["index"]] for value in values]
+    expected = sum(torch.nn.functional.smooth_l1_loss(value, rewards) for value in drawn)
+    torch.testing.assert_close(loss.squeeze(0), expected)
+    replay.update_tensordict_priority(own.returned[0])
+    largest = torch.stack([(value - data["next", "reward"]).abs().squeeze(1) for value in values]).amax(0)
+    drawn_rows = batch["index"].unique()
+    priorities = torch.ones(64, dtype=torch.float64)
+    priorities[drawn_rows] = largest[drawn_rows].double().clamp_min(1).pow(0.4)
+    probabilities = replay.sampler.probabilities(replay.storage)
+    torch.testing.assert_close(probabilities, priorities / priorities.sum(), rtol=1e-4, atol=1e-6)
+
+
 def test_random_actions_first_then_the_noisy_policy(tmp_path, monkeypatch):
     epsilons, noises = [], []
     monkeypatch.setattr(td3.EpsilonRandom, "__call__", spy(td3.EpsilonRandom.__call__, epsilons))
@@ -280,6 +315,7 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
         ("td3.gamma=2", "td3.gamma=2.0: must be in [0, 1]"),
         ("td3.tau=0", "td3.tau=0.0: must be in (0, 0.5]"),
         ("td3.actor_learning_rate=0", "td3.actor_learning_rate=0.0: must be > 0"),
+        ("sampler=lap td3.loss_function=l2", "sampler=lap: needs the Huber loss; set td3.loss_function=smooth_l1"),
         ("td3.policy_noise=-1", "td3.policy_noise=-1.0: must be >= 0"),
         ("td3.noise=pink", "td3.noise=pink: choose gaussian, ou"),
         ("td3.policy_delay=0", "td3.policy_delay=0: must be > 0"),
@@ -296,7 +332,7 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, override, message):
-    assert_config_error(td3.train, composer.configuration(override), tmp_path, message)
+    assert_config_error(td3.train, composer.configuration(*override.split()), tmp_path, message)
 
 
 def test_a_delay_that_is_no_number_is_a_config_error(tmp_path):

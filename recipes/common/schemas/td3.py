@@ -23,6 +23,7 @@ class TD3Config(FixedRoundsConfig):
         noise_clip: largest absolute value of that noise, >= 0.
         noise: exploration noise: "gaussian", or "ou", an Ornstein-Uhlenbeck process.
         exploration_noise: standard deviation of the exploration noise, >= 0.
+        loss_function: loss of the critics, "l2" or "smooth_l1" (Huber). Default: "l2".
     """
 
     group = "td3"
@@ -35,6 +36,7 @@ class TD3Config(FixedRoundsConfig):
     noise_clip: float = MISSING
     noise: str = MISSING
     exploration_noise: float = MISSING
+    loss_function: str = "l2"
 
     def __post_init__(self) -> None:
         self.check("policy_delay", lambda value: value > 0, "must be > 0")
@@ -42,6 +44,7 @@ class TD3Config(FixedRoundsConfig):
         self.check("actor_learning_rate critic_learning_rate", lambda value: value > 0, "must be > 0")
         self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
         self.check("policy_noise noise_clip exploration_noise", lambda value: value >= 0, "must be >= 0")
+        self.check("loss_function", lambda value: value in ("l2", "smooth_l1"), "choose l2, smooth_l1")
         self.check("noise", lambda value: value in THETA, f"choose {', '.join(THETA)}")
         self.check(
             "gradient_steps",
