@@ -90,11 +90,11 @@ class PausedTraining:
         self._closed = False
         self._turn, self._waiting = Semaphore(0), Semaphore(0)
         self._error: BaseException | None = None
-        training = self
+        pause = self.pause
 
         class PausedRun(run.Run):
             def continues(self) -> bool:
-                training._pause(self.env_steps)
+                pause(self.env_steps)
                 return True
 
         # no progress bar, and no signal handlers, which only the main thread can set
@@ -133,7 +133,8 @@ class PausedTraining:
             self._error = error
             self._waiting.release()
 
-    def _pause(self, steps: int) -> None:
+    def pause(self, steps: int) -> None:
+        """Called before each round: waits for the next chunk."""
         self._steps = steps
         if steps >= self._until:
             self._waiting.release()

@@ -64,6 +64,7 @@ PAPER = {  # appendix D of the ReaPER paper
     "batch_size": (64, 128, 128),
     "train_interval": (256, 4, 4),
     "gradient_steps": (128, 4, 4),
+    "n_step": (1, 1, 1),
     "exploration_fraction": (0.16, 0.12, 0.12),
     "initial_epsilon": (1, 1, 1),
     "final_epsilon": (0.04, 0.1, 0.1),
