@@ -1,1 +1,1 @@
-"""Training recipes: run them from the repository root, `python -m recipes.<name>`."""
+"""Recipes: run them from the repository root, `python -m recipes.<name>`. README.md is their index."""

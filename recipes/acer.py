@@ -16,7 +16,7 @@ The ablation of the paper: acer.returns=importance_sampling removes Retrace, ace
 acer.trust_region=false the trust region, and acer.c=inf truncation with bias correction.
 
 env=atari/<game> accepts any game of ale-py. Atari agents train on single lives with clipped rewards and are evaluated
-on whole games; see recipes.atari.
+on whole games; see recipes.envs.atari.
 
 progress.csv has one row per evaluation, with the columns
 
@@ -39,7 +39,7 @@ Columns from loss_... to tr_active are means over the updates since the previous
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("acer")
 
@@ -56,26 +56,28 @@ from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
-from recipes.collect import VectorCollector
-from recipes.environment import make_env
-from recipes.networks import make_network
-from recipes.optimizers import make_optimizer
-from recipes.replay import make_replay, require_frames, require_memory
-from recipes.run import ConfigError, parse_config
-from recipes.schemas.acer import ACERConfig, Config
-from recipes.training import Agent, prepare, run
-from recipes.update import CompiledUpdate, eager_update
+from recipes.common.cli import ConfigError, parse_config
+from recipes.common.collector import VectorCollector
+from recipes.common.environment import make_env
+from recipes.common.evaluation import Evaluation
+from recipes.common.networks import make_network
+from recipes.common.optimizers import RMSProp, make_optimizer, make_step
+from recipes.common.replay import make_replay, require_memory
+from recipes.common.run import Log, Run, prepare
+from recipes.common.schemas.acer import ACERConfig, Config
+from recipes.common.update import compiled, stack_updates, total
 from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
-    CompilableReplayBuffer,
     SeparateValueNetworks,
     StochasticDuelingNetwork,
     TrajectoryRetraceSampler,
+    clip_gradients,
 )
 
 # Normalized observations are clipped to this number of standard deviations.
@@ -261,22 +263,6 @@ class CurrentPolicy:
         """Does nothing; see :meth:`state_dict`."""
 
 
-class NewestSlices:
-    """Source of on-policy batches, with the interface of a buffer: the newest steps of each environment."""
-
-    def __init__(self, replay: CompilableReplayBuffer):
-        sampler = replay.sampler
-        assert isinstance(sampler, TrajectoryRetraceSampler)
-        self._replay, self._sampler = replay, sampler
-
-    def sample(self) -> TensorDictBase:
-        """The newest slice of each environment."""
-        return self._sampler.newest(self._replay)
-
-    def update_tensordict_priority(self, batch: TensorDictBase) -> None:
-        """Does nothing: the slices were not drawn by priority."""
-
-
 def slices_loss(
     loss_module: ACERLoss | ACERContinuousLoss,
     normalizer: Normalizer,
@@ -303,13 +289,57 @@ def slices_loss(
     return losses
 
 
-def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> int:
+def make_updates(
+    acer: ACERConfig,
+    replay: TensorDictReplayBuffer,
+    loss_module: ACERLoss | ACERContinuousLoss,
+    normalizer: Normalizer,
+    average_policy: SoftUpdate,
+    optimizer: torch.optim.Adam | RMSProp,
+    *,
+    shifted: bool,
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], dict[str, Tensor]]]:
+    """Build the update on the newest slices and the update on replayed slices, eager or in graphs.
+
+    Args:
+        acer: the hyperparameters.
+        replay: the buffer, with a TrajectoryRetraceSampler.
+        loss_module: the loss. It writes SQUARED TD errors to the slices.
+        normalizer: normalizes the observations.
+        average_policy: updates the average policy.
+        optimizer: optimizer of the loss. If it is restored from a checkpoint, restore it before.
+        shifted: whether the loss evaluates states of replayed slices only once. A newest slice may contain several
+            episodes, a replayed one is part of one episode.
+    """
+    optimizer_step = make_step(optimizer)
+    sampler = replay.sampler
+    assert isinstance(sampler, TrajectoryRetraceSampler)
+
+    def update(batch: TensorDictBase, *, shifted: bool) -> dict[str, Tensor]:
+        losses = dict(slices_loss(loss_module, normalizer, acer, batch, shifted=shifted).items())
+        gradients = torch.autograd.grad(total(losses), optimizer_step.parameters)
+        optimizer_step(clip_gradients(gradients, acer.max_grad_norm))
+        average_policy.step()
+        return losses
+
+    def on_policy_update() -> dict[str, Tensor]:
+        return stack_updates([update(sampler.newest(replay), shifted=False)])
+
+    def replayed_update() -> dict[str, Tensor]:
+        batch = replay.sample()
+        losses = update(batch, shifted=shifted)
+        replay.update_tensordict_priority(batch)
+        return stack_updates([losses])
+
+    return on_policy_update, replayed_update
+
+
+def train(config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
 
     Returns:
         The exit code.
@@ -319,17 +349,15 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     device = prepare(cfg, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation_envs = [make_env(cfg.env) for _ in range(acer.evaluation_episodes)]
-    require_memory(cfg, evaluation_envs[0], device)
-    action_space = evaluation_envs[0].action_space
-    observed = evaluation_envs[0].observation_space.shape
+    evaluation = Evaluation(make_env, cfg.env, acer.evaluation_episodes)
+    require_memory(cfg, evaluation.envs[0], device)
+    observed, num_actions = evaluation.observation_space.shape, flatdim(evaluation.action_space)
     assert observed is not None
-    num_actions = flatdim(action_space)
     if acer.normalize_observations and len(observed) != 1:
         raise ConfigError("acer.normalize_observations=true: supports vectors only; images are divided by 255")
 
     # Networks, losses, the average policy and the optimizer.
-    discrete = isinstance(action_space, Discrete)
+    discrete = isinstance(evaluation.action_space, Discrete)
     make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss
     try:
         loss_module = make_loss(acer, observed, num_actions, device)
@@ -354,17 +382,6 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     # The losses give SQUARED TD errors.
     replay = make_replay(cfg, device, td_error="squared", wrap=slices)
 
-    def make_update(batches: Any, *, shifted: bool) -> Callable[[], dict[str, Tensor]]:
-        loss_function = partial(slices_loss, loss_module, normalizer, acer, shifted=shifted)
-        arguments = batches, loss_function, [optimizer], acer.max_grad_norm, average_policy.step
-        return CompiledUpdate(*arguments, cudagraphs=cfg.cudagraphs) if cfg.compile else eager_update(*arguments)
-
-    # Built at the first update: a CompiledUpdate needs a filled buffer and, in a resumed run, the loaded checkpoint.
-    # A newest slice may contain several episodes, a replayed one is part of one episode. In eager code, the values of
-    # continuous actions take less time than the operations that select the next states.
-    on_policy = lazily(partial(make_update, shifted=False), NewestSlices(replay))
-    replayed = lazily(partial(make_update, shifted=discrete or cfg.compile), replay)
-
     # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
     behaviour = CurrentPolicy(policy, normalizer, device)
@@ -377,39 +394,46 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
         seed=cfg.seed,
     )
 
-    def learn(data: TensorDictBase, _steps: int) -> list[dict[str, Tensor]]:
-        replay.extend(data)
-        normalizer.update(data["observation"])
-        count = int(torch.poisson(torch.tensor(acer.replay_ratio)))
-        return [on_policy() for _ in range(acer.on_policy)] + [replayed() for _ in range(count)]
-
-    def columns(_steps: int) -> dict[str, float]:
-        require_frames(replay)
+    def columns() -> dict[str, float]:
         returns = collector.returns
         return {"training_return": sum(returns) / len(returns) if returns else math.nan}
 
-    agent = Agent(
+    run = Run(
+        cfg,
+        config,
+        run_dir,
+        device,
         collector=collector,
         replay=replay,
-        explore=lambda _steps: None,
-        learn=learn,
-        policy=behaviour.most_probable,
-        columns=columns,
-        losses=tuple(loss_module.out_keys),
-        shown=("return_mean", "training_return", "entropy"),
-        stores=statistics,
+        log=Log(
+            evaluation=evaluation,
+            policy=behaviour.most_probable,
+            columns=columns,
+            losses=tuple(loss_module.out_keys),
+            shown=("return_mean", "training_return", "entropy"),
+        ),
         state={"loss": loss_module, "optimizer": optimizer, "normalizer": normalizer},
+        stores=statistics,
     )
-    return run(agent, evaluation_envs, cfg, config, run_dir, device)
+    # In eager code, the values of continuous actions take less time than the operations that select the next states.
+    shifted = discrete or cfg.compile
+    on_policy_update, replayed_update = make_updates(
+        acer, replay, loss_module, normalizer, average_policy, optimizer, shifted=shifted
+    )
+    if cfg.compile:
+        on_policy_update = compiled(on_policy_update, cudagraphs=cfg.cudagraphs)
+        replayed_update = compiled(replayed_update, cudagraphs=cfg.cudagraphs)
 
-
-def lazily(make: Callable[[Any], Callable[[], dict[str, Tensor]]], batches: Any) -> Callable[[], dict[str, Tensor]]:
-    """A function that builds its update with `make(batches)` at the first call."""
-    made: list[Callable[[], dict[str, Tensor]]] = []
-
-    def update() -> dict[str, Tensor]:
-        if not made:
-            made.append(make(batches))
-        return made[0]()
-
-    return update
+    with run:
+        while run.continues():
+            data = run.collect()
+            replay.extend(data)
+            if run.env_steps > acer.learning_starts:
+                normalizer.update(data["observation"])
+                num_replayed = int(torch.poisson(torch.tensor(acer.replay_ratio)))
+                if acer.on_policy:
+                    run.log_losses(on_policy_update())
+                for _ in range(num_replayed):
+                    run.log_losses(replayed_update())
+            run.end_round()
+    return run.exit_code

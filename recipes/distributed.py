@@ -13,7 +13,7 @@ progress.csv has the columns of recipes.dqn, except q_sum and q_error.
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("distributed")
 
@@ -24,20 +24,19 @@ import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from omegaconf import DictConfig
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 
-from recipes.dqn import make_loss
-from recipes.environment import make_discrete_env
-from recipes.remote import RemoteCollector, RemoteReplay, runtime
-from recipes.replay import require_memory, stored_keys
-from recipes.run import ConfigError, parse_config
-from recipes.schemas.distributed import Config
-from recipes.training import Agent, prepare, run
-from recipes.update import Learner
+from recipes.common.cli import ConfigError, parse_config
+from recipes.common.environment import make_discrete_env
+from recipes.common.evaluation import Evaluation
+from recipes.common.remote import RemoteCollector, RemoteReplay, runtime
+from recipes.common.replay import require_memory, stored_keys
+from recipes.common.run import Log, Run, prepare
+from recipes.common.schemas.distributed import Config
+from recipes.dqn import make_loss, make_update
 
 
 def train(config: DictConfig, run_dir: Path) -> int:
@@ -57,13 +56,12 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     device = prepare(cfg, run_dir)
 
     # One environment per evaluation episode. The collectors make the training environments.
-    evaluation_envs = [make_discrete_env(cfg.env) for _ in range(dqn.evaluation_episodes)]
+    evaluation = Evaluation(make_discrete_env, cfg.env, dqn.evaluation_episodes)
     if cfg.address is None:
-        require_memory(cfg, evaluation_envs[0], torch.device("cpu"))
-    observed = evaluation_envs[0].observation_space.shape or ()
+        require_memory(cfg, evaluation.envs[0], torch.device("cpu"))
+    observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
     if len(observed) != 1:
         raise ConfigError(f"env.id={cfg.env.id}: observations have shape {observed}, must be vectors; use recipes.dqn")
-    num_actions = flatdim(evaluation_envs[0].action_space)
 
     # Networks and loss.
     network = MLP(
@@ -77,23 +75,11 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     # The collectors have no GPU: they get a copy on the CPU.
     exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
     acting = deepcopy(actor).cpu()
-    loss_module, targets, target_step = make_loss(dqn, actor)
+    loss_module, target = make_loss(dqn, actor)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
 
     # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
     replay = RemoteReplay(cfg, cfg.num_collectors * cfg.num_envs, device, prefetch=cfg.prefetch, td_error="squared")
-    learner = Learner(
-        replay,  # pyright: ignore[reportArgumentType]: has all methods that an eager learner calls
-        loss_module,
-        [optimizer],
-        gradient_steps=dqn.gradient_steps,
-        max_grad_norm=dqn.max_grad_norm,
-        target_step=target_step,
-        targets=targets,
-    )
-
-    def learn(data: TensorDictBase, steps: int) -> list[dict[str, torch.Tensor]]:
-        return learner(data, copy_targets=dqn.copies_due(steps, data.numel()))
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
@@ -108,27 +94,49 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
         keys=stored_keys(cfg.env),
     )
 
-    def explore(steps: int) -> None:
-        acting.load_state_dict(actor.state_dict())
-        exploration.get_buffer("eps").fill_(dqn.epsilon(steps))
-
-    agent = Agent(
+    run = Run(
+        cfg,
+        config,
+        run_dir,
+        device,
         collector=collector,
         replay=replay,
-        explore=explore,
-        learn=learn,
-        policy=greedy,
-        evaluation_epsilon=dqn.evaluation_epsilon,
-        losses=("loss",),
-        stores=None,
-        columns=lambda steps: {
-            "epsilon": dqn.epsilon(steps),
-            **{f"sampler/{key}": value for key, value in replay.sampler_stats().items()},
-        },
-        shown=("return_mean", "epsilon", "loss"),
+        log=Log(
+            evaluation=evaluation,
+            policy=greedy,
+            epsilon=dqn.evaluation_epsilon,
+            losses=("loss",),
+            columns=lambda: {
+                "epsilon": dqn.epsilon(run.env_steps),
+                **{f"sampler/{key}": value for key, value in replay.sampler_stats().items()},
+            },
+            shown=("return_mean", "epsilon", "loss"),
+        ),
         state={"loss": loss_module, "optimizer": optimizer},
+        stores=None,
     )
+    update = make_update(
+        dqn,
+        replay,  # pyright: ignore[reportArgumentType]: has all methods that an update calls
+        loss_module,
+        target,
+        optimizer,
+        num_updates=1,
+    )
+
     try:
-        return run(agent, evaluation_envs, cfg, config, run_dir, device)
+        with run:
+            while run.continues():
+                acting.load_state_dict(actor.state_dict())
+                exploration.get_buffer("eps").fill_(dqn.epsilon(run.env_steps))
+                # The collectors write to the buffer; the batch has no entries.
+                num_steps = run.collect().numel()
+                if dqn.copies_due(run.env_steps, num_steps):
+                    target.step()
+                if run.env_steps > dqn.learning_starts:
+                    for _ in range(dqn.gradient_steps):
+                        run.log_losses(update(None))
+                run.end_round()
+        return run.exit_code
     finally:
         collector.shutdown()

@@ -1,75 +1,56 @@
 """Plots learning curves of runs: the interquartile mean (IQM) over seeds with a 95 % bootstrap band.
 
-    python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole.png
-    python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms.png
+    python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole
+    python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms
     python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
+    python -m recipes.plot --read recipes/results/threerooms.csv --columns q_sum return_mean --smooth 5
     python -m recipes.plot study=reaper
 
 There is one panel per environment and column, and one line per sampler, or per value of the configuration keys in
 `--by`. A run that stopped because it reached the reward threshold counts with its last return at later steps. A run
-that ended otherwise ends the line of its group. `--solved` prints the steps until a run solved its task: the first of
-three consecutive evaluations whose value in the last column is at least the given value. For a run that did not solve
-its task it prints "≥" and the length of the run.
+that ended otherwise ends the line of its group. `--smooth` averages each run over that many evaluations. `--solved`
+prints the steps until a run solved its task: the first of three consecutive evaluations whose value in the last column
+is at least the given value. For a run that did not solve its task it prints "≥" and the length of the run.
 
-For a study (study=<name or directory>, see recipes.study), it prints the table and writes table and figure into the
-directory of the study.
+`--read` takes the evaluations of many runs from one CSV with the columns env, seed, env_steps, those of `--by`
+(default: sampler) and those of `--columns`.
+
+For a study (study=<name or directory>, see recipes.study), it prints the table, one sentence per variant, and writes
+table and figure into the directory of the study.
+
+Each figure is written as PNG and as SVG.
 """
 
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
-from scipy.stats import norm, trim_mean
 
-from recipes.progress import PROGRESS, read_progress, steps_to_reach
-from recipes.run import BAD_CONFIG, CONFIG, ConfigError
+from recipes.common.cli import BAD_CONFIG, CONFIG, ConfigError
+from recipes.common.curves import RETURN, Run, curve_entries, curve_note, draw_curves
+from recipes.common.figures import (
+    PANEL_HEIGHT,
+    count_steps,
+    env_label,
+    explain,
+    files_of,
+    looks,
+    new_figure,
+    save,
+    styled,
+    threshold_line,
+)
+from recipes.common.intervals import median_with_bound
+from recipes.common.progress import PROGRESS, read_progress, steps_to_reach
 
-RESAMPLES = 1000
-FEW = 5
-RETURN = "return_mean"
 IN_A_ROW = 3
 SAMPLER = ("sampler.name",)
-# The legend is below the axes for up to this many groups, and beside the axes for more.
-GROUPS_BELOW = 4
-PANEL_WIDTH, LEGEND_WIDTH = 6.4, 3.1  # inches
-LABELS = {
-    RETURN: "return (mean of an evaluation)",
-    "training_return": "return (mean of the last 100 episodes of training)",
-    "q_sum": "Q-values, summed",
-    "q_error": "error of Q (RMS)",
-}
-
-
-@dataclass
-class Run:
-    """The evaluations of one run."""
-
-    env: str
-    group: str
-    seed: int
-    threshold: float | None
-    steps: np.ndarray
-    values: dict[str, np.ndarray]
-    column: str = RETURN
-
-    @property
-    def solved(self) -> bool:
-        """Whether the last evaluation reached the threshold."""
-        return self.threshold is not None and bool(self.values[self.column][-1] >= self.threshold)
-
-    def at(self, steps: np.ndarray, column: str) -> np.ndarray:
-        """The latest value at each of `steps`; NaN before the first evaluation and after the end of an unsolved run."""
-        latest = np.searchsorted(self.steps, steps, side="right") - 1
-        values = np.where(latest >= 0, self.values[column][latest], np.nan)
-        return values if self.solved else np.where(steps > self.steps[-1], np.nan, values)
+KEYS = ("env", "seed", "env_steps")  # columns that a CSV for --read must have
 
 
 def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Run:
@@ -96,10 +77,9 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     values = {key: OmegaConf.select(config, key) for key in by}
     if missing := [key for key, value in values.items() if value is None]:
         raise ConfigError(f"{run_dir}: {CONFIG} has no {', '.join(missing)}")
-    names = [str(value) if key in SAMPLER else f"{key.split('.')[-1]} {value}" for key, value in values.items()]
     return Run(
         env=config.env.name,
-        group=", ".join(names),
+        group=group_name(values),
         seed=config.seed,
         threshold=config.env.reward_threshold,
         steps=np.array([int(row["env_steps"]) for row in rows]),
@@ -107,138 +87,105 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     )
 
 
-# Maps values [n, ...] to a statistic [...] over axis 0.
-Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
-
-
-def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Mean of the middle half over axis 0; with fewer than 4 values, the mean."""
-    return trim_mean(values, 0.25, axis=0)
-
-
-def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_mean) -> tuple[np.ndarray, np.ndarray]:
-    """95 % bootstrap interval of a statistic; resamples axis 0 of `values` [n, ...].
-
-    Percentiles of the resamples; with few values, FEW or less, those of BCa, since plain percentiles are too narrow.
-    """
-    rng = np.random.default_rng(0)
-    found = np.array([statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)])
-    levels = [0.025, 0.975]
-    if 1 < len(values) <= FEW:
-        low, high = bca_percentiles(found, values, statistic, levels)
-    else:
-        low, high = np.quantile(found, levels, axis=0)
-    return low, high
-
-
-def bca_percentiles(
-    found: np.ndarray, values: np.ndarray, statistic: Statistic, levels: Sequence[float]
-) -> list[np.ndarray]:
-    """Percentiles of bootstrap resamples, corrected for bias and acceleration (BCa; Efron 1987, Eq. 6.8).
-
-    The corrected level is Φ(z0 + (z0 + z) / (1 - a (z0 + z))). z is the normal quantile of the level, z0 that of the
-    share of resamples below the estimate. The acceleration is a = Σ u³ / (6 (Σ u²)^1.5) of the jackknife's deviations
-    u. Where all resamples lie on one side of the estimate, z0 is infinite, and the level stays as it is.
+def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> list[Run]:
+    """Read the evaluations of many runs from a CSV; it has no thresholds.
 
     Args:
-        found: the statistic of each resample, [resamples, ...].
-        values: the sample, [n, ...] with n > 1.
-        statistic: the statistic.
-        levels: the levels of the percentiles, each in (0, 1).
+        path: a CSV with a row per evaluation.
+        columns: columns of values to read. Default: the mean return.
+        by: columns that name the group of a run. Default: the sampler.
 
-    Returns:
-        The percentile of each level, [...].
+    Raises:
+        ConfigError: if the file has no rows or lacks a column.
     """
-    estimate = statistic(values)
-    share = ((found < estimate).mean(0) + (found <= estimate).mean(0)) / 2
-    finite = (share > 0) & (share < 1)
-    bias = norm.ppf(np.where(finite, share, 0.5))
-    without = np.array([statistic(np.delete(values, row, axis=0)) for row in range(len(values))])
-    deviations = without.mean(0) - without
-    spread = (deviations**2).sum(0) ** 1.5
-    acceleration = np.where(finite & (spread > 0), (deviations**3).sum(0) / np.where(spread > 0, 6 * spread, 1.0), 0.0)
-    ordered = np.sort(found, axis=0)
-    percentiles = []
-    for level in levels:
-        shifted = bias + norm.ppf(level)
-        place = norm.cdf(bias + shifted / (1 - acceleration * shifted)) * (len(found) - 1)
-        below = np.floor(place).astype(int)
-        above = np.ceil(place).astype(int)
-        ends = [np.take_along_axis(ordered, at[None], axis=0)[0] for at in (below, above)]
-        percentiles.append(ends[0] + (place - below) * (ends[1] - ends[0]))
-    return percentiles
+    names = [name.removesuffix(".name") for name in by]
+    rows = read_progress(path)
+    if not rows:
+        raise ConfigError(f"{path}: no rows")
+    if missing := [name for name in (*KEYS, *names, *columns) if name not in rows[0]]:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}, only {', '.join(rows[0])}")
+    curves: dict[tuple[str, str, int], list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        group = group_name({key: row[name] for key, name in zip(by, names, strict=True)})
+        curves[row["env"], group, int(row["seed"])].append(row)
+    return [
+        Run(
+            env=env,
+            group=group,
+            seed=seed,
+            threshold=None,
+            steps=np.array([int(row["env_steps"]) for row in curve]),
+            values={column: np.array([float(row[column]) for row in curve]) for column in columns},
+        )
+        for (env, group, seed), curve in curves.items()
+    ]
 
 
-def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, bool]:
-    """The median of steps [n], and whether it is only a lower bound because runs were `censored` [n]."""
-    median = float(np.median(steps))
-    return median, bool(median != np.median(np.where(censored, np.inf, steps)))
+def group_name(values: Mapping[str, object]) -> str:
+    """The name of the runs with these values of the keys in `--by`."""
+    names = [str(value) if key in SAMPLER else f"{key.split('.')[-1]} {value}" for key, value in values.items()]
+    return ", ".join(names)
 
 
-def panel_width(num_groups: int, width: float = PANEL_WIDTH) -> float:
-    """Width in inches of a panel with `num_groups` lines: `width`, and room for a legend beside the axes."""
-    return width + LEGEND_WIDTH * (num_groups > GROUPS_BELOW)
+@styled
+def draw_runs(runs: Sequence[Run], columns: Sequence[str] = (RETURN,), window: int = 1) -> Figure:
+    """Draw a panel per environment and column.
 
-
-def draw_curves(axes: Axes, groups: dict[str, list[Run]], column: str) -> None:
-    """Draw one line per group of runs, the reward threshold, and a legend outside the axes."""
-    for group, runs in groups.items():
-        steps = np.unique(np.concatenate([run.steps for run in runs]))
-        values = np.stack([run.at(steps, column) for run in runs])
-        # Leave out steps at which some runs have no value: the line would jump when the set of runs changes.
-        steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
-        label = f"{group} (seed {runs[0].seed})" if len(runs) == 1 else f"{group} (IQM of {len(runs)} seeds)"
-        (line,) = axes.plot(steps, interquartile_mean(values), label=label, marker="." if len(steps) < 3 else "")
-        if len(runs) > 1:
-            axes.fill_between(steps, *bootstrap_interval(values), color=line.get_color(), alpha=0.2, linewidth=0)
-    first = next(iter(groups.values()))[0]
-    if first.threshold is not None and column == first.column:
-        axes.axhline(first.threshold, color="grey", linestyle="--", linewidth=1, label=f"threshold {first.threshold:g}")
-    axes.locator_params(axis="x", nbins=6)
-    if len(groups) > GROUPS_BELOW:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    else:
-        # the padding, in font sizes, leaves room for the tick labels and the label of the x axis
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=2, frameon=False)
-
-
-def plot_runs(run_dirs: list[Path], out: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> None:
-    """Draw the learning curves of runs into the PNG `out`."""
+    Args:
+        runs: at least one run.
+        columns: the values to draw. Default: the mean return.
+        window: evaluations of a run that are averaged. Default: 1.
+    """
     by_env: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for run_dir in run_dirs:
-        run = read_run(run_dir, columns, by)
+    for run in runs:
         by_env[run.env][run.group].append(run)
     panels = [(env, column) for env in by_env for column in columns]
-    width = panel_width(max(map(len, by_env.values())))
-    figure = Figure(figsize=(width * len(panels), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (env, column) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw_curves(axes, by_env[env], column)
-        axes.set(title=env, xlabel="environment steps", ylabel=LABELS.get(column, column))
-    figure.savefig(out, dpi=120)
+    width = len(columns) if 1 < len(columns) <= 3 else min(2, len(panels))
+    height = -(-len(panels) // width)
+    figure = new_figure(0.8 + height * (PANEL_HEIGHT if width > 1 else 3.4))
+    chosen = looks(dict.fromkeys(run.group for run in runs))
+    entries: dict = curve_entries(chosen, chosen)
+    for axes, panel in zip(figure.subplots(height, width, squeeze=False).flat, panels, strict=False):
+        env, column = panel
+        draw_curves(axes, by_env[env], column, chosen, window)
+        axes.set_xlabel(count_steps(axes.xaxis, max(run.steps[-1] for group in by_env[env].values() for run in group)))
+        if len(by_env) > 1:
+            axes.set_title(env_label(env))
+        first = next(iter(by_env[env].values()))[0]
+        if first.threshold is not None and column == first.column:
+            threshold_line(axes, first.threshold, entries, len(by_env) > 1)
+    if len(by_env) == 1:
+        figure.suptitle(env_label(panels[0][0]))
+    for axes in figure.axes[len(panels) :]:
+        axes.remove()
+    explain(figure, entries, curve_note([group for groups in by_env.values() for group in groups.values()], window))
+    return figure
 
 
-def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: Sequence[str] = SAMPLER) -> str:
+def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draw the mean returns of runs into the PNG or SVG `out`."""
+    save(draw_runs([read_run(run_dir) for run_dir in run_dirs]), out)
+
+
+def format_solved(runs: Sequence[Run], least: float, column: str = RETURN, heading: str = "sampler") -> str:
     """A table with one line per environment and group: median steps to solved, and the steps of each seed.
 
     A run is solved at the first of IN_A_ROW consecutive evaluations with values >= `least`. Of a run that did not get
     there, the table has the length, marked "≥".
     """
     found: dict[tuple[str, str], dict[int, tuple[int, bool]]] = defaultdict(dict)
-    for run_dir in run_dirs:
-        run = read_run(run_dir, [column], by)
+    for run in runs:
         solved = steps_to_reach(run.steps.tolist(), run.values[column].tolist(), least, IN_A_ROW)
         found[run.env, run.group][run.seed] = (int(run.steps[-1]), True) if solved is None else (solved, False)
-    width = 2 + max(len("sampler"), *(len(group) for _, group in found))
-    heading = "sampler" if tuple(by) == SAMPLER else "runs"
+    width = 2 + max(len(heading), *(len(group) for _, group in found))
 
     def text(steps: float, censored: bool) -> str:
         return f"{'≥' * censored}{steps:.0f}"
 
     lines = [f"{'environment':<16}{heading:<{width}}{'median steps':>12}  by seed"]
-    for (env, group), runs in sorted(found.items()):
-        steps, censored = np.array([runs[seed] for seed in sorted(runs)]).T
-        each = " ".join(text(*runs[seed]) for seed in sorted(runs))
+    for (env, group), seeds in sorted(found.items()):
+        steps, censored = np.array([seeds[seed] for seed in sorted(seeds)]).T
+        each = " ".join(text(*seeds[seed]) for seed in sorted(seeds))
         median = text(*median_with_bound(steps, censored == 1))
         lines.append(f"{env:<16}{group:<{width}}{median:>12}  {each}")
     return "\n".join(lines)
@@ -247,12 +194,16 @@ def format_solved(run_dirs: list[Path], least: float, column: str = RETURN, by: 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
-    parser.add_argument("runs", nargs="+", type=Path, help="directories of runs; or study=<name or directory>")
-    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="PNG to write [comparison.png]")
+    parser.add_argument("runs", nargs="*", type=Path, help="directories of runs; or study=<name or directory>")
+    parser.add_argument("--read", type=Path, metavar="CSV", help="a CSV with the evaluations of many runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("comparison"), help="figure to write, as .png and .svg [comparison]"
+    )
     parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
     parser.add_argument(
         "--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys; one line per value [sampler]"
     )
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="average each run over N evaluations [1]")
     parser.add_argument(
         "--solved",
         type=float,
@@ -260,20 +211,30 @@ def main() -> None:
         help="print the env steps until runs solve the task: three evaluations >= VALUE",
     )
     arguments = parser.parse_args()
-    first, *others = map(str, arguments.runs)
+    if bool(arguments.runs) == (arguments.read is not None):
+        parser.error("pass directories of runs, or study=<name or directory>, or --read CSV")
+    if arguments.smooth < 1:
+        parser.error(f"--smooth {arguments.smooth}: must be at least 1")
+    columns, by = arguments.columns, arguments.by
     try:
-        if first.startswith("study=") and not others:
-            from recipes.report import report, study_directory
+        if len(arguments.runs) == 1 and str(arguments.runs[0]).startswith("study="):
+            from recipes.common.report import report, study_directory
 
-            print(report(study_directory(first.removeprefix("study="))))
+            print(report(study_directory(str(arguments.runs[0]).removeprefix("study="))))
             return
-        plot_runs(arguments.runs, arguments.out, arguments.columns, arguments.by)
+        files = files_of(arguments.out)
+        if arguments.read is not None:
+            runs = read_table(arguments.read, columns, by)
+        else:
+            runs = [read_run(run_dir, columns, by) for run_dir in arguments.runs]
+        save(draw_runs(runs, columns, arguments.smooth), *files)
         if arguments.solved is not None:
-            print(format_solved(arguments.runs, arguments.solved, arguments.columns[-1], arguments.by))
+            heading = "sampler" if tuple(by) == SAMPLER else "runs"
+            print(format_solved(runs, arguments.solved, columns[-1], heading))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(BAD_CONFIG)
-    print(arguments.out)
+    print(*files)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ Losses, alpha and entropy are means over the updates since the previous row.
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("sac")
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -38,17 +38,20 @@ from gymnasium.spaces import flatdim
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import nn
+from torch import Tensor, nn
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.environment import make_continuous_env
-from recipes.replay import actor_batches, make_replay, require_memory
-from recipes.run import parse_config
-from recipes.schemas.sac import Config, SACConfig
-from recipes.training import Agent, prepare, run
-from recipes.update import Learner
+from recipes.common.cli import parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.environment import make_continuous_env
+from recipes.common.evaluation import Evaluation
+from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
+from recipes.common.run import Log, Run, prepare
+from recipes.common.schemas.sac import Config, SACConfig
+from recipes.common.update import Update, make_round, stack_updates
+from torchrl_replay_ext import AdamStep
 
 
 def make_actor(policy: nn.Module) -> ProbabilisticActor:
@@ -83,44 +86,88 @@ def make_loss(
         alpha_init=sac.initial_alpha,
         target_entropy=sac.target_entropy,
     )
+    loss_module.set_keys(**loss_keys(sac.n_step))
     loss_module.make_value_estimator(gamma=sac.gamma)
     _ = loss_module.target_entropy  # created at its first use, which must not happen in a graph
     return policy, loss_module
 
 
-def losses(
-    loss_module: SACLoss, sample: TensorDictBase, actor_batch: Callable[[], TensorDictBase] | None = None
-) -> dict[str, torch.Tensor]:
-    """The three losses and further numbers to log; writes the TD errors into the sample.
-
-    The actor and alpha learn from `actor_batch()` if it is given (DPER), else from the critics' batch.
-
-    These are the steps of loss_module(sample), except that only the critics' loss uses the sampler's "priority_weight".
-    The weights correct the bias that prioritisation adds to the expected target at a state and action (Schaul et al.
-    2016, section 3.4). The objectives of the actor and alpha are defined per state. They are valid for any distribution
-    of states, so the states are used as the sampler draws them, without weights.
-    """
-    loss_qvalue, of_critics = loss_module.qvalue_v2_loss(sample)
-    batch = sample.exclude("priority_weight") if actor_batch is None else actor_batch()
-    loss_actor, of_actor = loss_module.actor_loss(batch)
-    log_prob = of_actor["log_prob"]
-    sample["td_error"] = of_critics["td_error"]
+def make_optimizers(sac: SACConfig, loss_module: SACLoss) -> dict[str, torch.optim.Adam]:
+    """The optimizers of the actor, the critics and alpha."""
+    actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
     return {
-        "loss_actor": loss_actor,
-        "loss_qvalue": loss_qvalue,
-        "loss_alpha": loss_module.alpha_loss(log_prob).mean(),
-        "alpha": loss_module.log_alpha.exp(),  # pyright: ignore[reportCallIssue]: a parameter or a buffer
-        "entropy": -log_prob.mean(),
+        "actor": torch.optim.Adam(actor.flatten_keys().values(), lr=sac.actor_learning_rate, fused=True),
+        "critic": torch.optim.Adam(critics.flatten_keys().values(), lr=sac.critic_learning_rate, fused=True),
+        "alpha": torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=sac.alpha_learning_rate, fused=True),
     }
 
 
-def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> int:
+def make_update(
+    replay: TensorDictReplayBuffer,
+    loss_module: SACLoss,
+    target: SoftUpdate,
+    optimizers: Mapping[str, torch.optim.Adam],
+    *,
+    num_updates: int,
+    actor_batch: Callable[[], TensorDictBase] | None = None,
+) -> Update:
+    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+
+    The losses are those of loss_module(batch), except that only the critics' loss uses the sampler's "priority_weight".
+    The weights correct the bias that prioritisation adds to the expected target at a state and action (Schaul et al.
+    2016, section 3.4). The objectives of the actor and alpha are defined per state. They are valid for any distribution
+    of states, so the states are used as the sampler draws them, without weights.
+
+    Args:
+        replay: the buffer.
+        loss_module: the loss.
+        target: updates the target networks.
+        optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
+        num_updates: updates per call.
+        actor_batch: draws the batches of the actor and alpha (DPER). Default: None, the batch of the critics.
+    """
+    steps = {name: AdamStep(optimizer) for name, optimizer in optimizers.items()}
+
+    def update(data: TensorDictBase | None) -> dict[str, Tensor]:
+        if data is not None:
+            replay.extend(data)
+        results = []
+        for _ in range(num_updates):
+            batch = replay.sample()
+            # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics' errors.
+            loss_qvalue, of_critics = loss_module.qvalue_v2_loss(batch)
+            batch["td_error"] = of_critics["td_error"]
+            loss_actor, of_actor = loss_module.actor_loss(
+                batch.exclude("priority_weight") if actor_batch is None else actor_batch()
+            )
+            loss_alpha = loss_module.alpha_loss(of_actor["log_prob"]).mean()
+            losses = {"actor": loss_actor, "critic": loss_qvalue, "alpha": loss_alpha}
+            gradients = {name: torch.autograd.grad(loss, steps[name].parameters) for name, loss in losses.items()}
+            alpha = loss_module.log_alpha.exp()  # pyright: ignore[reportCallIssue]: a parameter or a buffer
+            for name, step in steps.items():
+                step(gradients[name])
+            target.step()
+            replay.update_tensordict_priority(batch)
+            results.append(
+                {
+                    "loss_actor": loss_actor,
+                    "loss_qvalue": loss_qvalue,
+                    "loss_alpha": loss_alpha,
+                    "alpha": alpha,
+                    "entropy": -of_actor["log_prob"].mean(),
+                }
+            )
+        return stack_updates(results)
+
+    return update
+
+
+def train(config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
 
     Returns:
         The exit code.
@@ -130,39 +177,18 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     device = prepare(cfg, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation_envs = [make_continuous_env(cfg.env) for _ in range(sac.evaluation_episodes)]
-    require_memory(cfg, evaluation_envs[0], device)
-    action_space = evaluation_envs[0].action_space
-    num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
+    evaluation = Evaluation(make_continuous_env, cfg.env, sac.evaluation_episodes)
+    require_memory(cfg, evaluation.envs[0], device)
+    num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
-    # Networks, loss and optimizers.
+    # Networks, loss, optimizers and buffer. SACLoss gives ABSOLUTE TD errors.
     policy, loss_module = make_loss(sac, num_observed, num_actions, device)
-    target_update = SoftUpdate(loss_module, tau=sac.tau)
-    optimizers = {
-        "actor": torch.optim.Adam(
-            loss_module.actor_network_params.flatten_keys().values(), lr=sac.actor_learning_rate, fused=True
-        ),
-        "critic": torch.optim.Adam(
-            loss_module.qvalue_network_params.flatten_keys().values(), lr=sac.critic_learning_rate, fused=True
-        ),
-        "alpha": torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=sac.alpha_learning_rate, fused=True),
-    }
-
-    # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics' errors.
+    target = SoftUpdate(loss_module, tau=sac.tau)
+    optimizers = make_optimizers(sac, loss_module)
     replay = make_replay(cfg, device, td_error="absolute", policy=make_actor(policy))
-    learner = Learner(
-        replay,
-        partial(losses, loss_module, actor_batch=actor_batches(replay)),
-        list(optimizers.values()),
-        gradient_steps=sac.gradient_steps,
-        target_step=target_update.step,
-        compiled=cfg.compile,
-        updates_per_graph=cfg.updates_per_graph,
-        cudagraphs=cfg.cudagraphs,
-    )
 
     # The policy as functions of arrays: samples for training, the mode for evaluations.
-    def location_and_scale(observations: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def location_and_scale(observations: np.ndarray) -> tuple[Tensor, Tensor]:
         return policy(torch.as_tensor(observations, dtype=torch.float32, device=device))
 
     @torch.inference_mode()
@@ -174,26 +200,50 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
         return torch.tanh(location_and_scale(observations)[0]).cpu().numpy()
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    behaviour = EpsilonRandom(stochastic, action_space, seed=cfg.seed)
+    behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=cfg.seed)
     collector = VectorCollector(
-        [partial(make_continuous_env, cfg.env)] * cfg.num_envs,
+        [partial(make_continuous_env, cfg.env, training=True)] * cfg.num_envs,
         behaviour,
         frames_per_batch=sac.train_interval,
         seed=cfg.seed,
         flags=cfg.env.flags,
+        n_step=sac.n_step,
+        gamma=sac.gamma,
     )
 
-    def explore(steps: int) -> None:
-        behaviour.epsilon = float(steps < sac.learning_starts)
-
-    agent = Agent(
+    run = Run(
+        cfg,
+        config,
+        run_dir,
+        device,
         collector=collector,
         replay=replay,
-        explore=explore,
-        learn=lambda data, _steps: learner(data),
-        policy=deterministic,
-        losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
-        shown=("return_mean", "alpha", "loss_qvalue"),
+        log=Log(
+            evaluation=evaluation,
+            policy=deterministic,
+            losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
+            shown=("return_mean", "alpha", "loss_qvalue"),
+        ),
         state={"loss": loss_module, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}},
     )
-    return run(agent, evaluation_envs, cfg, config, run_dir, device)
+    update = make_update(
+        replay,
+        loss_module,
+        target,
+        optimizers,
+        num_updates=cfg.updates_per_graph,
+        actor_batch=actor_batches(replay),
+    )
+    learn = make_round(update, replay, cfg, device)
+
+    with run:
+        while run.continues():
+            behaviour.epsilon = float(run.env_steps < sac.learning_starts)  # random actions at first
+            data = run.collect()
+            if run.env_steps > sac.learning_starts:
+                for losses in learn(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
+            run.end_round()
+    return run.exit_code

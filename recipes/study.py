@@ -11,6 +11,9 @@ continue an interrupted study, repeat the command: runs with a row are skipped a
 Seeds are not batched into one process: torch.vmap updates the networks of ten seeds in 0.35 of the time, but on
 CartPole these updates take a tenth of a run.
 
+At the end, also after Ctrl-C, the study writes <out>/table.md, <out>/figure.png and <out>/figure.svg of the runs that
+have finished. It prints the table and one sentence per variant. recipes.plot repeats this at any time.
+
 runs.csv has one row per run, with the columns
 
     recipe, env, variant, seed
@@ -24,7 +27,7 @@ runs.csv has one row per run, with the columns
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("study", "run_study")
 
@@ -48,9 +51,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipes.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
-from recipes.run import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config
-from recipes.schemas.study import Config, StudyConfig
+from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config, reason
+from recipes.common.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
+from recipes.common.schemas.study import Config, StudyConfig
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
 # columns of runs.csv and curves.csv that identify a run
@@ -252,8 +255,20 @@ def run_study(config: DictConfig, out: Path) -> int:
                 failed += 1
                 log = pool.directory(job).with_suffix(".log")
                 bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
+    show(out)
     if pool.stopped:
         print(f"interrupted; repeat the command to continue {out}")
         return INTERRUPTED
-    print(f"{len(jobs) - failed} runs in {out / RUNS}; python -m recipes.plot study={out} shows them")
     return FAILED if failed else DONE
+
+
+def show(out: Path) -> None:
+    """Write table and figure of the runs that have finished, if any, and print the table and its conclusions."""
+    from recipes.common.report import report  # it imports this module
+
+    if not (out / RUNS).is_file():
+        return
+    try:
+        print(report(out))
+    except OSError as error:
+        sys.stderr.write(f"{reason(error)}; free disk space, then run: python -m recipes.plot study={out}\n")

@@ -23,7 +23,7 @@ progress.csv has one row per evaluation, with the columns
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.run import run_recipe
+    from recipes.common.cli import run_recipe
 
     run_recipe("td3")
 
@@ -37,17 +37,20 @@ from gymnasium.spaces import flatdim
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import nn
+from torch import Tensor, nn
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.environment import make_continuous_env
-from recipes.replay import actor_batches, make_replay, require_memory
-from recipes.run import parse_config
-from recipes.schemas.td3 import THETA, Config, TD3Config
-from recipes.training import Agent, prepare, run
-from recipes.update import Delayed, Learner
+from recipes.common.cli import parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.environment import make_continuous_env
+from recipes.common.evaluation import Evaluation
+from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
+from recipes.common.run import Log, Run, prepare
+from recipes.common.schemas.td3 import THETA, Config, TD3Config
+from recipes.common.update import Update, make_round, stack_updates
+from torchrl_replay_ext import AdamStep
 
 
 class ExplorationNoise:
@@ -98,21 +101,15 @@ def make_loss(
         bounds=(-1.0, 1.0),  # pyright: ignore[reportArgumentType]: annotated as a tuple of one
         policy_noise=td3.policy_noise,
         noise_clip=td3.noise_clip,
-        loss_function="l2",
+        loss_function=td3.loss_function,
     )
+    loss_module.set_keys(**loss_keys(td3.n_step))
     loss_module.make_value_estimator(gamma=td3.gamma)
     return policy, loss_module
 
 
-def critic_loss(loss_module: TD3Loss, sample: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The critics' loss, weighted by the sampler's "priority_weight"; writes the TD errors into the sample."""
-    loss_qvalue, of_critics = loss_module.value_loss(sample)
-    sample["td_error"] = of_critics["td_error"].detach().amax(0)
-    return {"loss_qvalue": loss_qvalue}
-
-
-def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The actor's loss, without importance-sampling weights; recipes.sac.losses explains why.
+def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> Tensor:
+    """The actor's loss, without importance-sampling weights; recipes.sac.make_update explains why.
 
     Equal to loss_module.actor_loss, but computes only the first critic instead of both.
     """
@@ -120,16 +117,72 @@ def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> dict[str, torch.T
     with loss_module.actor_network_params.to_module(actor, preserve_module_state=False):
         batch = actor(batch.select(*actor.in_keys))
     with loss_module.qvalue_network_params.data[0].to_module(critic, preserve_module_state=False):
-        return {"loss_actor": -critic(batch)["state_action_value"].mean()}
+        return -critic(batch)["state_action_value"].mean()
 
 
-def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> int:
+def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> tuple[torch.optim.Adam, torch.optim.Adam]:
+    """The optimizers of the actor and of the critics."""
+    actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
+    return (
+        torch.optim.Adam(actor.flatten_keys().values(), lr=td3.actor_learning_rate, fused=True),
+        torch.optim.Adam(critics.flatten_keys().values(), lr=td3.critic_learning_rate, fused=True),
+    )
+
+
+def make_update(
+    td3: TD3Config,
+    replay: TensorDictReplayBuffer,
+    loss_module: TD3Loss,
+    target: SoftUpdate,
+    actor_optimizer: torch.optim.Adam,
+    critic_optimizer: torch.optim.Adam,
+    *,
+    num_updates: int,
+    actor_batch: Callable[[], TensorDictBase] | None = None,
+) -> Update:
+    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+
+    Args:
+        td3: the hyperparameters.
+        replay: the buffer.
+        loss_module: the loss.
+        target: updates the target networks.
+        actor_optimizer: optimizer of the actor. If it is restored from a checkpoint, restore it before.
+        critic_optimizer: optimizer of the critics, likewise.
+        num_updates: updates of the critics per call, a multiple of td3.policy_delay.
+        actor_batch: draws the batches of the actor (DPER). Default: None, the batch of the preceding update.
+    """
+    actor_step, critic_step = AdamStep(actor_optimizer), AdamStep(critic_optimizer)
+
+    def update(data: TensorDictBase | None) -> dict[str, Tensor]:
+        if data is not None:
+            replay.extend(data)
+        results = []
+        for number in range(1, num_updates + 1):
+            batch = replay.sample()
+            # The loss applies batch["priority_weight"]. Each critic has a SQUARED TD error; the larger one counts.
+            loss_qvalue, of_critics = loss_module.value_loss(batch)
+            batch["td_error"] = of_critics["td_error"].detach().amax(0)
+            critic_step(torch.autograd.grad(loss_qvalue, critic_step.parameters))
+            losses = {"loss_qvalue": loss_qvalue}
+            if number % td3.policy_delay == 0:
+                loss_actor = actor_loss(loss_module, batch if actor_batch is None else actor_batch())
+                actor_step(torch.autograd.grad(loss_actor, actor_step.parameters))
+                target.step()
+                losses["loss_actor"] = loss_actor
+            replay.update_tensordict_priority(batch)
+            results.append(losses)
+        return stack_updates(results)
+
+    return update
+
+
+def train(config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
         config: the configuration as read.
         run_dir: directory of the run.
-        run: what to do with the agent. Default: recipes.training.run.
 
     Returns:
         The exit code.
@@ -139,44 +192,20 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
     device = prepare(cfg, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation_envs = [make_continuous_env(cfg.env) for _ in range(td3.evaluation_episodes)]
-    require_memory(cfg, evaluation_envs[0], device)
-    action_space = evaluation_envs[0].action_space
-    num_observed, num_actions = flatdim(evaluation_envs[0].observation_space), flatdim(action_space)
+    evaluation = Evaluation(make_continuous_env, cfg.env, td3.evaluation_episodes)
+    require_memory(cfg, evaluation.envs[0], device)
+    num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
-    # Networks, loss and optimizers.
+    # Networks, loss, optimizers and buffer. TD3Loss gives SQUARED TD errors.
     policy, loss_module = make_loss(td3, num_observed, num_actions, device)
-    target_update = SoftUpdate(loss_module, tau=td3.tau)
-    actor_optimizer = torch.optim.Adam(
-        loss_module.actor_network_params.flatten_keys().values(), lr=td3.actor_learning_rate, fused=True
-    )
-    critic_optimizer = torch.optim.Adam(
-        loss_module.qvalue_network_params.flatten_keys().values(), lr=td3.critic_learning_rate, fused=True
-    )
-
-    # TD3Loss gives SQUARED TD errors: the larger one of the two critics' errors.
+    target = SoftUpdate(loss_module, tau=td3.tau)
+    actor_optimizer, critic_optimizer = make_optimizers(td3, loss_module)
     replay = make_replay(
         cfg,
         device,
         td_error="squared",
         policy=TensorDictModule(policy, in_keys=["observation"], out_keys=["action"]),
         noise_scale=td3.exploration_noise,
-    )
-    learner = Learner(
-        replay,
-        partial(critic_loss, loss_module),
-        [critic_optimizer],
-        gradient_steps=td3.gradient_steps,
-        delayed=Delayed(
-            interval=td3.policy_delay,
-            loss_function=partial(actor_loss, loss_module),
-            optimizers=[actor_optimizer],
-            sample=actor_batches(replay),
-            target_step=target_update.step,
-        ),
-        compiled=cfg.compile,
-        updates_per_graph=cfg.updates_per_graph,
-        cudagraphs=cfg.cudagraphs,
     )
 
     # The policy as functions of arrays: with noise for training, without noise for evaluations.
@@ -191,26 +220,30 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
         return (action + noise(action.shape)).clip(-1, 1)
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    behaviour = EpsilonRandom(noisy, action_space, seed=cfg.seed)
+    behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=cfg.seed)
     collector = VectorCollector(
-        [partial(make_continuous_env, cfg.env)] * cfg.num_envs,
+        [partial(make_continuous_env, cfg.env, training=True)] * cfg.num_envs,
         behaviour,
         frames_per_batch=td3.train_interval,
         seed=cfg.seed,
         flags=cfg.env.flags,
+        n_step=td3.n_step,
+        gamma=td3.gamma,
     )
 
-    def explore(steps: int) -> None:
-        behaviour.epsilon = float(steps < td3.learning_starts)
-
-    agent = Agent(
+    run = Run(
+        cfg,
+        config,
+        run_dir,
+        device,
         collector=collector,
         replay=replay,
-        explore=explore,
-        learn=lambda data, _steps: learner(data),
-        policy=deterministic,
-        losses=("loss_actor", "loss_qvalue"),
-        shown=("return_mean", "loss_actor", "loss_qvalue"),
+        log=Log(
+            evaluation=evaluation,
+            policy=deterministic,
+            losses=("loss_actor", "loss_qvalue"),
+            shown=("return_mean", "loss_actor", "loss_qvalue"),
+        ),
         state={
             "loss": loss_module,
             "actor_optimizer": actor_optimizer,
@@ -218,4 +251,26 @@ def train(config: DictConfig, run_dir: Path, run: Callable[..., int] = run) -> i
             "noise": noise,
         },
     )
-    return run(agent, evaluation_envs, cfg, config, run_dir, device)
+    update = make_update(
+        td3,
+        replay,
+        loss_module,
+        target,
+        actor_optimizer,
+        critic_optimizer,
+        num_updates=cfg.updates_per_graph,
+        actor_batch=actor_batches(replay),
+    )
+    learn = make_round(update, replay, cfg, device)
+
+    with run:
+        while run.continues():
+            behaviour.epsilon = float(run.env_steps < td3.learning_starts)  # random actions at first
+            data = run.collect()
+            if run.env_steps > td3.learning_starts:
+                for losses in learn(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
+            run.end_round()
+    return run.exit_code

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import RandomSampler
-from torchrl.data.replay_buffers import Sequence
 
 from torchrl_replay_ext import (
     Anneal,
@@ -158,7 +157,7 @@ def test_errors_are_those_of_eager_code():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"prefetch": 2}, {"generator": torch.Generator()}, {"sample_unit": Sequence(2)}],
+    [{"prefetch": 2}, {"generator": torch.Generator()}],
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_what_graphs_ignore_is_refused(arguments):

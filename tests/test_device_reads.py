@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 import torch
 from tensordict import tensorclass
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import event_sampler, random_rows
@@ -89,7 +89,7 @@ def waits(device, buffer):
         device.reset()
         batch = buffer.sample()
         if getattr(buffer.sampler, "takes_priorities", False):
-            batch["td_error"] = torch.rand(BATCH, device="emulated")
+            batch["td_error"] = torch.rand(len(batch), device="emulated")
             buffer.update_tensordict_priority(batch)
         cycles.append(sum(device.waits.values()))
     return median(writes), median(cycles)
@@ -104,6 +104,15 @@ def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_u
     uniform = waits(device, filled(stock, ndim, sampler=RandomSampler()))
     assert write <= uniform[0] + 2 + EXEMPT.get(name, 0)
     assert cycle <= uniform[1] + 1 + EXEMPT.get(name, 0)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
+def test_windows_of_steps_cause_no_further_waits(boundary, ndim, device):
+    unit = Sequence(length=3, burn_in=1, bootstrap=1, episode_boundary=boundary)
+    _, cycle = waits(device, filled(compilable, ndim, sampler=ProportionalSampler()))
+    _, of_windows = waits(device, filled(compilable, ndim, sampler=ProportionalSampler(), sample_unit=unit))
+    assert of_windows <= cycle
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

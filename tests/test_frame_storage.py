@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import re
 import warnings
 from functools import partial
 
@@ -459,7 +460,8 @@ class TestLookingChangesNothing:
         once, _ = self.full()
         monkeypatch.setattr(FramePool, "read", lambda *_: pytest.fail("frames were read"))
         for text in (repr(once), repr(once.storage)):
-            assert "observation: Tensor(shape=torch.Size([12, 4, 3, 2])" in text
+            # tensordict prints the shape, after 0.14 that of a row
+            assert re.search(r"observation: .*\b4, ?3, ?2\]", text)
             assert "len=12" in text
             assert "max_size=12" in text
             assert f"num_frames={once.storage.num_frames}" in text

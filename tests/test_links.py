@@ -50,8 +50,13 @@ def test_broken_links_are_found(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_name_modules_of_the_recipes(name):
-    modules = set(re.findall(r"python -m recipes\.(\w+)", (ROOT / name).read_text(encoding="utf-8")))
-    assert {module for module in modules if not (ROOT / "recipes" / f"{module}.py").is_file()} == set()
+    modules = set(re.findall(r"python -m (recipes\.\w+(?:\.\w+)*)", (ROOT / name).read_text(encoding="utf-8")))
+    paths = {module: ROOT / module.replace(".", "/") for module in modules}
+    assert {
+        module
+        for module, path in paths.items()
+        if not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file())
+    } == set()
 
 
 def test_the_readme_holds_one_test_command():

@@ -23,12 +23,26 @@ def step_both(step, theirs, reference):
     reference.step()
 
 
+@pytest.fixture(params=["eager", "in a graph"])
+def make_step(request):
+    """Makes the step of an optimizer, for eager code or traced as in a graph."""
+
+    def make(optimizer):
+        step = AdamStep(optimizer)
+        if request.param == "eager":
+            return step, step.parameters
+        torch._dynamo.reset()
+        return torch.compile(lambda gradients: step(gradients), backend="eager", fullgraph=True), step.parameters
+
+    return make
+
+
 @pytest.mark.parametrize("options", [{}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1}, {"lr": torch.tensor(0.1)}])
-def test_adam_step_is_adam(options):
+def test_adam_step_is_adam(make_step, options):
     torch.manual_seed(0)
     (mine, theirs), (optimizer, reference) = pair(**options)
-    step = AdamStep(optimizer)
-    assert all(own is parameter for own, parameter in zip(step.parameters, mine, strict=True))
+    step, parameters = make_step(optimizer)
+    assert all(own is parameter for own, parameter in zip(parameters, mine, strict=True))
     for _ in range(20):
         step_both(step, theirs, reference)
     # step counts are float32, and so are the values computed from them
@@ -36,13 +50,28 @@ def test_adam_step_is_adam(options):
     torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-# the scheduler warns because the optimizer's own step is not called
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_may_have_any_strides(make_step, fused):
+    """torch's fused step reads the memory of a gradient in the order of the parameter's."""
+    torch.manual_seed(0)
+    (mine, theirs), (optimizer, reference) = pair(fused=fused)
+    step, _ = make_step(optimizer)
+    for _ in range(3):
+        transposed = torch.randn(2, 3, dtype=torch.float64).T
+        step([transposed, torch.ones(4, dtype=torch.float64)])
+        for parameter, gradient in zip(theirs, (transposed.contiguous(), torch.ones(4)), strict=True):
+            parameter.grad = gradient.double()
+        reference.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+# in a graph, the scheduler warns because the optimizer's own step is not called
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`:UserWarning")
-def test_a_scheduler_changes_a_rate_that_is_a_tensor():
+def test_a_scheduler_changes_a_rate_that_is_a_tensor(make_step):
     torch.manual_seed(0)
     (mine, theirs), (optimizer, reference) = pair(torch.tensor(0.1))
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, reference)]
-    step = AdamStep(optimizer)
+    step, _ = make_step(optimizer)
     for _ in range(5):
         step_both(step, theirs, reference)
         for scheduler in schedulers:
@@ -50,10 +79,10 @@ def test_a_scheduler_changes_a_rate_that_is_a_tensor():
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_the_optimizer_goes_on_from_there():
+def test_the_optimizer_goes_on_from_there(make_step):
     torch.manual_seed(0)
     (mine, theirs), (optimizer, reference) = pair()
-    step = AdamStep(optimizer)
+    step, _ = make_step(optimizer)
     for _ in range(3):
         step_both(step, theirs, reference)
     for own, other in zip(mine, theirs, strict=True):
@@ -103,6 +132,8 @@ def test_parameters_without_a_state_get_one_and_gradients_stay():
     AdamStep(fresh)
     assert torch.equal(used.grad, torch.ones(2)) and unused.grad is None
     assert torch.equal(unused, torch.ones(2))
+    AdamStep(fresh)([torch.full((2,), 5.0)] * 2)
+    assert torch.equal(used.grad, torch.ones(2)) and unused.grad is None
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])

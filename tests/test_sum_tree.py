@@ -311,6 +311,28 @@ def test_a_masked_row_does_not_count_for_the_minimum(lazy):
     assert_same_tree(tree, [5, 6, 9, 8], track_min=True)
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("begin, end", [(0, 1), (3, 11), (60, 70), (0, 5000)])
+def test_a_slice_is_written_like_its_leaves(begin, end, paged, is_prepared):
+    blocks = 5000 // 8 + 1
+    pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
+    trees = [SumTree(5000, fanout=8, top=4, track_min=True, **pages) for _ in range(2)]
+    for tree in trees:
+        if is_prepared:
+            tree.prepare()
+        tree.update(torch.arange(5000), torch.arange(1.0, 5001.0))
+        tree.min()
+    by_slice, by_leaves = trees
+    for mass, lazy in ((5, False), (3, True), (0, True), (2**40, False)):
+        by_slice.write(slice(begin, end), mass, lazy=lazy)
+        by_leaves.write(torch.arange(begin, end), torch.full((end - begin,), mass), lazy=lazy)
+        by_slice.check_valid()
+        assert torch.equal(by_slice.get(torch.arange(5000)), by_leaves.get(torch.arange(5000)))
+        if int(by_slice.total()):
+            assert int(by_slice.min()) == int(by_leaves.min())
+
+
 def test_empty_update_changes_nothing():
     tree = SumTree(3, track_min=True)
     tree.update(torch.arange(3), torch.ones(3))

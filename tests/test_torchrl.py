@@ -30,11 +30,14 @@ READ = {
     "LazyTensorStorage": {
         "_attached_entities",
         "_attached_entities_list",
+        "_bump_mutation_revision",
         "_compilable",
+        "_get_new_len",
         "_last_cursor",
         "_last_cursor_index",
         "_last_cursor_index_value",
         "_max_size_along_dim0",
+        "_set_last_cursor",
         "_storage",
         "_total_shape",
     },
@@ -56,7 +59,6 @@ READ = {
 }
 INHERITED = {
     "LazyTensorStorage": {
-        "_bump_mutation_revision",
         "_empty",
         "_get_new_len",
         "_init",
@@ -109,11 +111,14 @@ INHERITED = {
     },
     "ValueEstimatorBase": {"_get_time_dim"},
 }
+# Names that torchrl 0.14 does not have. They are used only where they exist.
+LATER = {"TensorDictReplayBuffer": {"_increment_counter", "_notify_replay_state_change"}}
+HAS_LATER_NAMES = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
 
 # Private names of other libraries, which have no public counterpart: of OmegaConf's nodes and a Gymnasium environment.
 OTHER_LIBRARIES = {
     ("torchrl_replay_ext/configs.py", "_get_parent"),
-    ("recipes/environment.py", "_destroy"),
+    ("recipes/common/environment.py", "_destroy"),
 }
 
 
@@ -210,7 +215,7 @@ def package_classes() -> set[type]:
 def test_torchrl_still_has_every_private_name_that_the_project_uses(owners):
     missing = [
         f"{owner}.{name}, used in {users_of(name)}"
-        for table in (READ, INHERITED)
+        for table in (READ, INHERITED, LATER if HAS_LATER_NAMES else {})
         for owner, names in table.items()
         for name in sorted(names)
         if not hasattr(owners[owner], name)
@@ -226,13 +231,17 @@ def test_every_private_name_that_a_subclass_inherits_or_overrides_is_listed(owne
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
             assert isinstance(tree, ast.ClassDef)
             used = {name for name in own_names(tree) if hasattr(owners[owner], name)}
-            unlisted |= {f"{cls.__module__}.{cls.__name__}: {owner}.{name}" for name in used - INHERITED[owner]}
+            unlisted |= {
+                f"{cls.__module__}.{cls.__name__}: {owner}.{name}"
+                for name in used - INHERITED[owner] - LATER.get(owner, set())
+            }
     assert not unlisted, "add to INHERITED in tests/test_torchrl.py, or rename:\n" + "\n".join(sorted(unlisted))
 
 
 def test_every_private_name_that_the_adapter_reads_is_listed():
     names = {name for _, name, _ in foreign_reads(ast.parse((ROOT / ADAPTER).read_text()))}
-    assert names == set().union(*READ.values())
+    listed = set().union(*READ.values())
+    assert listed <= names <= listed.union(*LATER.values())
 
 
 @pytest.mark.parametrize("file", [file for file in source_files() if file != ADAPTER])

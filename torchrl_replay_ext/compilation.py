@@ -55,7 +55,9 @@ def raise_if(
 def read(*values: Array | int) -> list[int]:
     """The values of integer or bool tensors [] as Python numbers; the host waits at most once for an accelerator."""
     far = [value.to(torch.int64) for value in values if isinstance(value, Tensor) and not value.is_cpu]
-    numbers = iter(torch.stack(far).tolist() if far else ())
+    if not far:
+        return [int(value) for value in values]
+    numbers = iter(torch.stack(far).tolist())
     return [next(numbers) if isinstance(value, Tensor) and not value.is_cpu else int(value) for value in values]
 
 
@@ -97,6 +99,14 @@ def as_array(tensor: Array) -> Array:
 def scalar(value: Tensor) -> Any:
     """A 0-dim tensor as a Python number, which is faster on the CPU; the tensor itself where values cannot be read."""
     return value.item() if values_can_be_read(value) else value
+
+
+def increase(counter: Tensor, by: int) -> None:
+    """``counter += by`` in place, int64 []. Where the value can be read, an assignment takes a third of the time."""
+    if values_can_be_read(counter):
+        counter.fill_(counter.item() + by)
+    else:
+        counter.add_(by)
 
 
 def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -159,12 +169,14 @@ def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor: ...
 @overload
 def gather_in_bounds(source: Tensor, index: Array) -> Array: ...
 def gather_in_bounds(source: Tensor, index: Array) -> Array:
-    """``source[index]`` for an index within bounds, of any shape; a NumPy array if the index is one.
+    """``source[index]`` for an index within bounds, of any shape; a NumPy array for an index of ``as_index``.
 
     Compiled code checks the bounds at each access, which takes longer than the access. Clamping is faster.
     """
     if isinstance(index, np.ndarray):
         return source.numpy().take(index, 0)
+    if isinstance(index, slice):
+        return source.numpy()[index]
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
     return source.index_select(0, index) if index.ndim == 1 else source[index]
@@ -173,10 +185,10 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
 def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False) -> None:
     """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
 
-    See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With a NumPy array as index,
-    the last one of duplicates wins.
+    See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With an index of
+    ``as_index`` on the CPU, the last one of duplicates wins.
     """
-    if isinstance(index, np.ndarray):
+    if not isinstance(index, Tensor):
         array = destination.numpy()
         if accumulate:
             np.add.at(array, index, values)

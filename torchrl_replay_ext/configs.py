@@ -259,6 +259,7 @@ class ProportionalSamplerConfig(_PriorityConfig):
     stratified: bool = False
     weight_norm: str = "buffer"
     max_priority_within_buffer: bool = False
+    min_priority: float = 0.0
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""An optimizer step and gradient clipping that can be part of a compiled graph."""
+"""An optimizer step and gradient clipping for eager code and for compiled graphs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 
 class AdamStep:
-    r"""The step of a ``torch.optim.Adam`` as a function of the gradients, in a form that can be compiled.
+    r"""The step of a ``torch.optim.Adam`` as a function of the gradients, for eager code and for compiled graphs.
 
     m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  x ← x − lr m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
 
-    The step changes the parameters and the state of the optimizer in place. ``optimizer.state_dict()``, checkpoints and
-    eager steps of the optimizer therefore see every step. After ``optimizer.load_state_dict``, make a new AdamStep.
+    An eager call is a step of the optimizer itself. ``torch.compile(fullgraph=True)`` cannot trace that step, so inside
+    a graph a call computes the formula. (The compiler can trace ``torch.optim.adam.adam``, but that function is slower
+    on a CPU: it computes βᵗ again for every few entries of every parameter.)
 
-    ``torch.compile(fullgraph=True)`` cannot trace the optimizer's own step. It can trace ``torch.optim.adam.adam``, but
-    that function is slower on a CPU: it computes βᵗ again for every few entries of every parameter.
+    Both change the parameters and the state of the optimizer in place. ``optimizer.state_dict()``, checkpoints and
+    steps of the optimizer therefore see every step. After ``optimizer.load_state_dict``, make a new AdamStep.
 
     Args:
         optimizer: an Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. If a
@@ -47,7 +48,7 @@ class AdamStep:
                 f"AdamStep: the optimizer has {len(optimizer.param_groups)} parameter groups; one is supported. Make "
                 "one optimizer and one AdamStep for each group."
             )
-        self._group = optimizer.param_groups[0]
+        self._optimizer, self._group = optimizer, optimizer.param_groups[0]
         for name in ("amsgrad", "maximize", "weight_decay"):
             if self._group[name]:
                 raise ValueError(f"AdamStep: {name}={self._group[name]} is not supported; make the Adam without it.")
@@ -67,6 +68,9 @@ class AdamStep:
             gradients: one per parameter, in the parameter's shape, as ``torch.autograd.grad(loss, step.parameters)``
                 returns them.
         """
+        if not torch.compiler.is_compiling():
+            _step_with(self._optimizer, self.parameters, gradients)
+            return
         beta1, beta2 = self._group["betas"]
         for count in self._counts:
             count.add_(1)
@@ -87,18 +91,26 @@ def _adam_state(
     """First moments, second moments and step counts; a step with gradients of 0 creates those that are missing."""
     missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if missing:
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        _step_with(optimizer, missing, [torch.zeros_like(parameter) for parameter in missing])
         for parameter in missing:
             optimizer.state[parameter]["step"].zero_()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
     states = [optimizer.state[parameter] for parameter in parameters]
     return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
+
+
+def _step_with(optimizer: torch.optim.Adam, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """A step of the optimizer that changes these parameters only; ``grad`` of all parameters is left as it was."""
+    own = optimizer.param_groups[0]["params"]
+    before = [parameter.grad for parameter in own]
+    for parameter in own:
+        parameter.grad = None
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        # fused optimizers read the memory of a gradient in the order of the parameter's, whatever its strides
+        same = gradient.stride() == parameter.stride()
+        parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
+    optimizer.step()
+    for parameter, gradient in zip(own, before, strict=True):
+        parameter.grad = gradient
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:

@@ -5,10 +5,10 @@ import subprocess
 import pytest
 import torch
 
-from recipes.benchmark import main
-from recipes.benchmarks import results
-from recipes.benchmarks.results import CYCLE_ONLY, Row, compare, print_summary, print_tables
-from recipes.benchmarks.timing import count_kernels
+from recipes.benchmark import results
+from recipes.benchmark.__main__ import main
+from recipes.benchmark.results import CYCLE_ONLY, Row, compare, print_summary, print_tables
+from recipes.benchmark.timing import count_kernels
 
 SAMPLERS = {"PER", "rank-based PER", "ReaPER"}
 WITHOUT_PRIORITIES = {"event tables, ring", "event tables, pinned", "slices"}

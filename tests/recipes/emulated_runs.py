@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from recipes import training
+from recipes.common import run as training
 from tests.emulated_device import NAME, EmulatedDevice
 from tests.recipes.runs import composed, rows, tiny
 
@@ -40,12 +40,13 @@ def train(recipe: str, overrides: list[str], run_dir: Path) -> dict[str, object]
     module = import_module(f"recipes.{recipe}")
     replays = []
 
-    def run(agent, *arguments):
-        replays.append(agent.replay)
-        return training.run(agent, *arguments)
+    class Run(training.Run):
+        def __init__(self, *arguments, **keywords):
+            replays.append(keywords["replay"])
+            super().__init__(*arguments, **keywords)
 
-    with patch.object(training, "find_device", lambda _: torch.device(NAME)):
-        code = module.train(composed(recipe, *overrides), run_dir, run)
+    with patch.object(training, "find_device", lambda _: torch.device(NAME)), patch.object(module, "Run", Run):
+        code = module.train(composed(recipe, *overrides), run_dir)
     last = rows(run_dir)[-1]
     losses = [float(value) for key, value in last.items() if key.startswith("loss")]
     return {

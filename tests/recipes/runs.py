@@ -15,8 +15,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from recipes import training
-from recipes.run import DONE, ConfigError, parse_config, resumed_config
+from recipes.common import run as training
+from recipes.common.cli import DONE, ConfigError, parse_config, resumed_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +71,19 @@ def tiny(group, **more):
         *(f"{group}.{key}={value}" for key, value in settings.items() if value is not None),
         "env.reward_threshold=null",
     ]
+
+
+class Replay:
+    """Returns these batches one after the other and keeps the batches of the updates."""
+
+    def __init__(self, *batches):
+        self.batches, self.returned = list(batches), []
+
+    def sample(self):
+        return self.batches.pop(0).clone()
+
+    def update_tensordict_priority(self, sample):
+        self.returned.append(sample)
 
 
 def stop_after(monkeypatch, batches):

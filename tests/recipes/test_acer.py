@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from recipes import acer, dqn, training
-from recipes.config import EnvConfig
-from recipes.environment import make_env
-from recipes.run import DONE, ConfigError
+from recipes import acer, dqn
+from recipes.common import evaluation
+from recipes.common.cli import DONE, ConfigError
+from recipes.common.config import EnvConfig
+from recipes.common.environment import make_env
 from tests.recipes.runs import Composer, needs, rows, tiny
 
 TINY = [
@@ -138,15 +139,15 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     """The newest steps once, then Poisson(replay_ratio) replayed batches."""
     calls, names = [], ["loss_actor", "loss_qvalue", "loss_entropy", "entropy", "kl", "rho", "bc_weight", "tr_active"]
 
-    def fake(batches, *_):
+    def fake(name):
         def update():
-            calls.append("newest" if isinstance(batches, acer.NewestSlices) else "replayed")
+            calls.append(name)
             return dict.fromkeys(names, torch.zeros(1))
 
         return update
 
-    monkeypatch.setattr(acer, "eager_update", fake)
-    monkeypatch.setattr(training, "evaluate", lambda *_, **__: [0.0])
+    monkeypatch.setattr(acer, "make_updates", lambda *_, **__: (fake("newest"), fake("replayed")))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: [evaluation.Episode({})])
     words = ["acer.total_steps=16000", "acer.replay_ratio=3", f"acer.on_policy={on_policy}", "acer.num_evaluations=1"]
     assert acer.train(recipe.configuration(*words), tmp_path) == DONE
     counts, rounds = np.unique(calls, return_counts=True), 1000
@@ -221,7 +222,7 @@ def test_actions_out_of_range_count_as_the_bound():
         ("acer.c=-1", r"acer: ACERLoss\(c=-1.0\): c must be >= 0"),
         ("acer.delta=-1", r"acer: ACERLoss\(delta=-1.0\)"),
         ("acer.statistics=odds", r"acer.statistics=odds: must be one of probs"),
-        ("acer.returns=monte_carlo", r"acer: ACERLoss\(returns='monte_carlo'\)"),
+        ("acer.returns=monte_carlo", r"acer.returns=monte_carlo: choose retrace, importance_sampling"),
         ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
         ("+sampler.alpha=1", r"sampler=uniform: "),
         ("sampler=dper", r"sampler=dper: this recipe does not support it"),

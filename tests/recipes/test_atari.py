@@ -10,14 +10,15 @@ import pytest
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from recipes import acer, dqn, training
-from recipes.atari import FIRE, NOOP, Lives, make_atari
-from recipes.atari_presets import AtariConfig, preset
-from recipes.atari_scores import ATARI_10, OTHER_GAMES, SCORES
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.networks import Convolutions, make_network
-from recipes.optimizers import RMSProp, RMSPropStep, make_optimizer
-from recipes.run import DONE, INTERRUPTED, ConfigError, parse_config
+from recipes import acer, dqn
+from recipes.common import evaluation
+from recipes.common.atari_presets import AtariConfig, preset
+from recipes.common.atari_scores import ATARI_10, OTHER_GAMES, SCORES
+from recipes.common.cli import DONE, INTERRUPTED, ConfigError, parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.networks import Convolutions, make_network
+from recipes.common.optimizers import RMSProp, RMSPropStep, make_optimizer
+from recipes.envs.atari import FIRE, NOOP, Lives, make_atari
 from tests.recipes.runs import Composer, needs, rows
 from torchrl_replay_ext import FrameStackStorage
 
@@ -203,15 +204,15 @@ class TestGame:
 
     @pytest.mark.parametrize("name", ["dqn", "acer"])
     def test_trains_resumes_and_leaves_its_files(self, tmp_path, monkeypatch, capsys, name):
-        recipe, evaluate = recipes[name], training.evaluate
+        recipe, evaluate = recipes[name], evaluation.evaluate
 
         def interrupt(*arguments, **options):
             os.kill(os.getpid(), signal.SIGINT)
             return evaluate(*arguments, **options)
 
-        monkeypatch.setattr(training, "evaluate", interrupt)
+        monkeypatch.setattr(evaluation, "evaluate", interrupt)
         assert train[name](recipe.configuration(), tmp_path) == INTERRUPTED
-        monkeypatch.setattr(training, "evaluate", evaluate)
+        monkeypatch.setattr(evaluation, "evaluate", evaluate)
         assert train[name](recipe.resumed(tmp_path), tmp_path) == DONE
         table = rows(tmp_path)
         assert len(table) == 3

@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from recipes.cagrad import cagrad
+from recipes.common.cagrad import cagrad
 
 COEFFICIENTS = (0.1, 0.5, 0.95)
 

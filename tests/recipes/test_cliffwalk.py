@@ -3,7 +3,7 @@ import csv
 import pytest
 import torch
 
-from recipes import cliffwalk
+from recipes.experiments import cliffwalk
 
 
 def walk(num_states, seed=0):
@@ -50,7 +50,12 @@ def test_command_line(tmp_path, capsys):
     assert "rank-based" in capsys.readouterr().out
     with (tmp_path / "cliffwalk.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * 2 * 4
-    assert (tmp_path / "cliffwalk.png").stat().st_size > 0
+    again = tmp_path / "again"
+    rows = cliffwalk.main(["--out", str(again), "--read", str(tmp_path / "cliffwalk.csv")])
+    assert len(rows) == 2 * 2 * 4
+    assert sorted(path.name for path in again.iterdir()) == ["cliffwalk.png", "cliffwalk.svg"]
+    for path in again.iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
     for wrong in (["--seeds", "0"], ["--states", "0"]):
         with pytest.raises(SystemExit):
             cliffwalk.main(["--out", str(tmp_path), *wrong])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.collect import EpsilonRandom, VectorCollector
+from recipes.common.collector import EpsilonRandom, VectorCollector
 
 
 class Countdown(gymnasium.Env):

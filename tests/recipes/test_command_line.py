@@ -1,17 +1,32 @@
 """Messages of commands after mistakes, their exit codes, and Ctrl-C while a graph is compiled."""
 
+import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig
+from torchrl.data.replay_buffers.samplers import RandomSampler
 
-from recipes.run import BAD_CONFIG, INTERRUPTED, is_out_of_memory, run_recipe
+from recipes.common import replay, signatures
+from recipes.common.cli import BAD_CONFIG, INTERRUPTED, check_command_line, is_out_of_memory, run_recipe
+from recipes.common.hints import RECIPES, composed, environments, options
+from recipes.experiments import cliffwalk, sset_tabular, stylized
 from tests.recipes.runs import ROOT, command, tiny
+from torchrl_replay_ext import (
+    DecoupledSampler,
+    EventTableSampler,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+)
 
 
 def processes(session):
@@ -20,22 +35,24 @@ def processes(session):
     return [line for line in found.splitlines() if "<defunct>" not in line]
 
 
-FUNCTIONS = {"study": "run_study", "dper_analysis": "analyse"}
+FUNCTIONS = {"study": "run_study", "experiments.dper_analysis": "analyse"}
 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Runs a command line that must be refused; gives what stderr says."""
+    """Runs a command line that must be refused without leaving files; gives what stderr says."""
 
     def run(recipe, *words):
-        monkeypatch.setattr(sys, "argv", [recipe, f"hydra.run.dir={tmp_path / 'run'}", *words])
+        monkeypatch.setattr(sys, "argv", [recipe, *words])
         monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        monkeypatch.chdir(tmp_path)
+        before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as exit:
             run_recipe(recipe, FUNCTIONS.get(recipe, "train"))
         errors = capsys.readouterr().err
         assert exit.value.code == BAD_CONFIG
         assert errors.startswith("bad configuration: ") and errors.count("\n") == 1
-        assert not (tmp_path / "run").exists()
+        assert sorted(tmp_path.rglob("*")) == before
         return errors
 
     return run
@@ -45,10 +62,18 @@ def refused(tmp_path, monkeypatch, capsys):
     ("command", "hint"),
     [
         ("dqn sampler.alhpa=.5", "sampler.alhpa=.5: sampler has no key alhpa; did you mean alpha?"),
-        ("dqn +sampler.alhpa=.5", "did you mean alpha?"),
+        ("dqn +sampler.alhpa=.5", "sampler has no key alhpa; did you mean alpha?"),
+        ("dqn +sampler.epsilon=1", "did you mean eps?"),
+        ("dqn +sampler.beta.strat=.4", "sampler.beta has no key strat; did you mean start?"),
+        ("dqn sampler=uniform +sampler.beta=.4", "sampler has no key beta; its keys are none"),
         ("dqn dqn.gama=.9", "did you mean gamma?"),
-        ("dqn +dqn.gama=.9", "did you mean gamma?"),
+        ("dqn +dqn.gama=.9", "dqn has no key gama; did you mean gamma?"),
         ("dqn gamma=.9", "did you mean dqn.gamma?"),
+        ("dqn lr=.9", "did you mean dqn.learning_rate?"),
+        ("sac sac.alpha=.2", "did you mean alpha_learning_rate, initial_alpha or sampler.alpha?"),
+        ("td3 td3.learning_rate=.2", "did you mean actor_learning_rate or critic_learning_rate?"),
+        ("dqn +dqn.optimizer={name:adam,wieght_decay:1}", "did you mean weight_decay?"),
+        ("acer +acer.optimizer={name:rmsprop,decy:1}", "acer.optimizer has no key decy; did you mean decay?"),
         ("dqn sede=3", "did you mean seed?"),
         ("dqn samplr=per", "did you mean sampler?"),
         ("dqn env.nmae=x", "did you mean name?"),
@@ -56,13 +81,24 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn seed.x=3", "seed is a value and has no keys"),
         ("dqn sampler.num_streams=4", "add a keyword that the file does not list with +sampler.num_streams=4"),
         ("dqn env.truncation=terminal", "write +env.truncation=terminal"),
+        ("dqn +env.trunctation=terminal", "env has no key trunctation; did you mean truncation?"),
+        (
+            "dqn env=threerooms +env.events.x={histroy:3,eta:.1}",
+            "env.events.x has no key histroy; did you mean history?",
+        ),
+        ("dqn env=threerooms env.events.at_gop.eta=.1", "env.events has no key at_gop; did you mean at_gap?"),
+        ("dqn env=atari/pong env.atari.num_frame=3", "did you mean num_frames?"),
         ("dqn sampler=reapr", "did you mean reaper?"),
+        ("dqn sampler=RePER", "did you mean reaper, per or sset_per?"),
         ("dqn logger=tensorbord", "did you mean tensorboard?"),
         ("dqn dqn=cartpol", "did you mean cartpole?"),
         ("dqn env=cartpol", "did you mean cartpole?"),
+        ("dqn env=CartPole-v1", "did you mean cartpole?"),
         ("dqn env=atari/pongg", "did you mean atari/pong?"),
         ("dqn env=gridworld", "or atari/<game> (python -m recipes.dqn --help atari lists the games)"),
+        ("dqn +env=cartpole", "write env=..., without the +"),
         ("study study=reper", "did you mean reaper or dper?"),
+        ("study study.colum=x", "did you mean column?"),
         ("dqn env=pendulum", "use recipes.sac or recipes.td3"),
         ("distributed env=pendulum", "use recipes.sac or recipes.td3"),
         ("td3 env=cartpole", "use recipes.dqn"),
@@ -70,6 +106,19 @@ def refused(tmp_path, monkeypatch, capsys):
         ("sac env=ant", "use recipes.td3"),
         ("acer env=ant", "use recipes.td3"),
         ("dqn env.id=Pendulum-v1", "use recipes.sac, recipes.td3 or recipes.acer"),
+        ("dqn env.id=CartPol-v1", "Did you mean: CartPole?"),
+        ("dqn env=threerooms +env.options.gama=.9", "env.options.gama: recipes.envs:ThreeRooms-v0 has no option gama"),
+        ("dqn env=threerooms +env.evaluations.a.shaping=gpa", "env.evaluations.a: ThreeRooms(shaping='gpa')"),
+        ("dqn sampler=dper", "recipes.dqn does not support it; use recipes.td3 or recipes.sac"),
+        ("acer sampler=dper", "recipes.acer does not support it; use recipes.td3 or recipes.sac"),
+        ("dqn sampler=sset", "env=cartpole has no events"),
+        ("dqn --seed=3", "--seed=3: there is no such flag; options have no dashes: seed=<value>"),
+        ("dqn --cgf job", "--cgf: there is no such flag; did you mean --cfg?"),
+        ("dqn seed 3", "seed: write seed=<value>, without spaces around the equals sign"),
+        ("dqn seed=1,2", "add -m for one run with each of them"),
+        ("dqn hydra.run.dri=x", "did you mean hydra.run.dir"),
+        ("dqn --help atri", "--help atri: there is no such topic; did you mean atari?"),
+        ("dqn --help sampler=reapr", "did you mean reaper?"),
     ],
 )
 def test_mistakes_are_answered_with_the_right_name(refused, command, hint):
@@ -78,25 +127,112 @@ def test_mistakes_are_answered_with_the_right_name(refused, command, hint):
 
 
 @pytest.mark.parametrize(
+    ("command", "choice"),
+    [
+        ("dqn compile=ture", "true"),
+        ("dqn stop_at_threshold=Flase", "false"),
+        ("dqn device=cud", "cuda, cuda:1 or cpu"),
+        ("dqn logger.backend=tensorbord", "tensorboard"),
+        ("dqn dqn.loss_function=smooth", "smooth_l1"),
+        ("dqn +env.truncation=terminate", "terminal"),
+        ("dqn env=threerooms env.training.shaping=gpa", "gap"),
+        ("dqn sampler.name=pre", "per"),
+        ("dqn +dqn.optimizer.name=adm", "adam"),
+        ("dqn sampler=rank +sampler.segments=piecwise", "piecewise"),
+        ("dqn env=threerooms sampler=sset sampler.retention=pined", "pinned"),
+        ("dqn env=threerooms sampler=sset sampler.allocation=sistematic", "systematic"),
+        ("dqn env=threerooms sampler=sset sampler.correction=mixtur", "mixture"),
+        ("dqn env=threerooms sampler=sset_per sampler.priority.kind=rnak", "rank"),
+        ("td3 sampler=dper sampler.score=kld", "kl"),
+        ("td3 sampler=dper sampler.granularity=bach", "batch"),
+        ("td3 sampler=dper sampler.critic.name=pre", "per"),
+        ("td3 td3.noise=gausian", "gaussian"),
+        ("acer acer.returns=retrase", "retrace"),
+        ("acer acer.statistics=prob", "probs or log_probs"),
+        ("sac env=lunarlander_continuous env.events.land_near_middle.function=land_near_midle", "land_near_middle"),
+        ("study study.recipe=dqm", "dqn"),
+        ("experiments.dper_analysis granularity=[bach]", "batch"),
+    ],
+)
+def test_mistyped_values_are_answered_with_the_right_one(refused, command, choice):
+    recipe, *words = command.split()
+    assert refused(recipe, *words).endswith(f"did you mean {choice}?\n")
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("dqn dqn.gamma", "dqn.gamma: missing EQUAL"),
+        ("dqn dqn.gamma", "dqn.gamma: write dqn.gamma=<value>"),
         ("dqn device=gpu", "device=gpu: choose auto, cpu, cuda"),
+        ("dqn seed=abc", "seed=abc: must be a whole number"),
+        ("dqn seed=null", "seed=null: must have a value"),
+        ("dqn dqn.gamma=high", "dqn.gamma=high: must be a number"),
+        ("dqn dqn.hidden_sizes=64", "dqn.hidden_sizes=64: must be a list, as in dqn.hidden_sizes=[64]"),
+        ("dqn sampler.alpha=abc", "sampler.alpha=abc: must be a number or {start, end}"),
+        ("dqn +sampler.eps=true", "sampler.eps=True: must be a number"),
+        ("dqn +sampler.eps={start:.4}", "sampler.eps={'start': 0.4}: must be a number"),
+        ("dqn sampler=recency +sampler.beta={start:.4}", "sampler.beta={'start': 0.4}: must be a number"),
+        ("dqn ~sampler.beta +sampler.beta={start:.4}", "sampler.beta: needs end, as in sampler.beta={start: "),
+        ("dqn env=threerooms sampler=sset_per sampler.priority=per", "sampler.priority=per: must be a group, as in"),
+        (
+            "td3 sampler=dper sampler.critic=per",
+            "sampler.critic=per: must be a group, as in sampler.critic={name: per}",
+        ),
+        (
+            "dqn env=atari/pong env.atari.repeat_action_probability=2",
+            "repeat_action_probability=2.0: must be in [0, 1]",
+        ),
         ("dqn num_threads=1000000000000", "num_threads=1000000000000: must be <= 1024"),
         ("dqn dqn.buffer_size=0", "dqn.buffer_size=0: must be > 0"),
-        ("dqn sampler.name=pre", "sampler.name=pre: choose uniform, per, rank, reaper"),
         ("dqn logger.backend=paper", "logger.backend=paper: choose null or tensorboard"),
+        ("dqn sampler.alpha=-1", "ReaPERSampler(alpha=-1): alpha must be >= 0"),
         ("dqn dqn.buffer_size=1000000000000", "dqn.buffer_size=1000000000000: needs at least 44,000 GB, and cpu has "),
         ("dqn dqn.batch_size=1000000000000", "dqn.batch_size=1000000000000: needs at least 44,000 GB"),
         ("dqn dqn.hidden_sizes=[10000000,10000000]", "not enough memory ("),
         ("td3 td3.buffer_size=1000000000000", "td3.buffer_size=1000000000000: needs at least "),
         ("acer acer.buffer_size=1000000000000", "acer.buffer_size=1000000000000: needs at least "),
+        ("experiments.dper_analysis", "run=null: pass the directory of a run of recipes.td3"),
+        ("experiments.dper_analysis run=nowhere", "run=nowhere: no config.yaml there"),
+        ("dqn resume=nowhere", "resume=nowhere: no config.yaml there"),
         ("dqn --run --multirun", "Only one of --run, --multirun"),
     ],
 )
 def test_values_that_cannot_be_are_refused_before_training_starts(refused, command, message):
     recipe, *words = command.split()
     assert message in refused(recipe, *words)
+
+
+@pytest.mark.parametrize("word", ["sampler=per,reaper,pre", "dqn.gamma=.9,2"])
+def test_all_jobs_of_a_sweep_are_checked_before_the_first_starts(refused, word):
+    assert f"{word.split('=')[0]}={word.split(',')[-1]}" in refused("dqn", "-m", "seed=1,2", word)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_samplers_and_environments_of_a_recipe_pass_the_checks(recipe):
+    schema = import_module(f"recipes.common.schemas.{recipe}").Config
+    own = environments(recipe)
+    with_events = next(env for env in ("threerooms", "halfcheetah") if env in own)
+    commands = [f"env={own[0]}"] + [f"env={with_events} sampler={name}" for name in options("sampler", recipe)]
+    for words in commands:
+        assert check_command_line(recipe, schema, words.split())
+
+
+def test_the_names_of_samplers_and_their_classes_agree_with_those_that_are_built():
+    built = {name: None if kind is RandomSampler else kind.__name__ for name, kind in replay.SAMPLERS.items()}
+    assert {name: signatures.SAMPLERS[name] for name in built} == built
+    assert set(signatures.SAMPLERS) == set(options("sampler"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler, torch.optim.Adam],
+)
+def test_signatures_read_from_source_agree_with_the_classes(kind):
+    module = "torchrl_replay_ext" if kind.__module__.startswith("torchrl_replay_ext") else "torch.optim.adam"
+    found, true = signatures.arguments(module, kind.__name__), inspect.signature(kind).parameters
+    assert list(found) == list(true)
+    for name, argument in found.items():
+        assert (argument.default is None) == (true[name].default is inspect.Parameter.empty)
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/dev/null/run", "/proc/nowhere/run"])
@@ -107,6 +243,14 @@ def test_directories_that_cannot_be_made_are_named(refused, tmp_path, place):
     assert (tmp_path / "file").is_file()
 
 
+@pytest.mark.parametrize("experiment", [cliffwalk, sset_tabular, stylized])
+def test_experiments_name_an_output_directory_that_cannot_be_made(capsys, experiment):
+    with pytest.raises(SystemExit) as exit:
+        experiment.main(["--out", "/dev/null/run"])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.endswith("error: --out /dev/null/run: Not a directory\n")
+
+
 def test_mistakes_are_reported_before_torch_is_imported():
     code = (
         "import runpy, sys\n"
@@ -114,29 +258,83 @@ def test_mistakes_are_reported_before_torch_is_imported():
         "try:\n    runpy.run_module('recipes.dqn', run_name='__main__')\n"
         "except SystemExit as exit:\n    print(exit.code, 'torch' in sys.modules)\n"
     )
-    for word in ("dqn.gama=3", "dqn.gamma=3", "env=pendulum", "--help"):
-        found = subprocess.run([sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True)
-        assert found.stdout.splitlines()[-1] == ("0 False" if word == "--help" else "2 False"), found.stderr
+    for words in ("dqn.gama=3", "dqn.gamma=3", "env=pendulum", "+sampler.alhpa=3", "env.id=CartPol-v1", "--help"):
+        found = subprocess.run([sys.executable, "-c", code, words], cwd=ROOT, capture_output=True, text=True)
+        assert found.stdout.splitlines()[-1] == ("0 False" if words == "--help" else "2 False"), found.stderr
 
 
-def test_help_explains_every_option_and_lists_games_on_request(monkeypatch, capsys):
-    def shown(*words):
-        monkeypatch.setattr(sys, "argv", ["dqn", "--help", *words])
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    """The text of --help on a terminal of 100 columns."""
+
+    def run(recipe, *words):
+        monkeypatch.setattr(sys, "argv", [recipe, "--help", *words])
+        monkeypatch.setenv("COLUMNS", "100")
         with pytest.raises(SystemExit) as exit:
-            run_recipe("dqn")
+            run_recipe(recipe)
         assert exit.value.code == 0
         return capsys.readouterr().out
 
-    text = shown("sampler=sset", "env=threerooms")
-    for option in (
-        "  seed=1                      seed of environments, networks and sampling, in [0, 2^31)\n",
-        "  num_threads=1               CPU threads of torch, 1 to 1024; more than 1 slow such small networks down\n",
-        "dqn.gradient_steps=",
-        "sampler.retention=pinned",
-        "env.reward_threshold=",
-    ):
-        assert option in text
-    assert "breakout" not in text and "breakout" in shown("atari")
+    return run
+
+
+def explained(text):
+    """Options and explanations in a text of --help."""
+    lines = text.split("as key=value with their defaults")[1].splitlines()
+    rows = []
+    for line in lines:
+        if match := re.match(r"  (\+?[\w.<>]+)(?:=\S.*?)?(?:  +(\S.*))?$", line):
+            rows.append([match[1], match[2] or ""])
+        elif rows and line.startswith("    "):
+            rows[-1][1] += line
+    return dict(rows)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "dqn env=threerooms sampler=sset_per",
+        "dqn env=atari/pong sampler=rank",
+        "distributed",
+        "sac env=humanoid sampler=sset",
+        "td3 env=lunarlander_continuous sampler=dper",
+        "acer env=halfcheetah sampler=recency",
+        "experiments.dper_analysis",
+        "study study=sset_tworooms",
+    ],
+)
+def test_help_explains_every_option(shown, command):
+    recipe, *words = command.split()
+    text = shown(recipe, *words)
+    options = explained(text)
+    # values of an entry are explained with the entry
+    whole = ("env.events", "study.variants", "study.claims", "study.envs")
+    for option, explanation in options.items():
+        assert explanation or option.rpartition(".")[0] in whole, option
+    config = composed(recipe, words)
+    for group, value in config.items():
+        for key in value if isinstance(value, DictConfig) else ():
+            assert f"{group}.{key}" in options
+    assert all(len(line) <= 100 for line in text.splitlines() if "=[" not in line and "={" not in line)
+
+
+def test_help_explains_options_that_no_file_lists(shown):
+    options = explained(shown("dqn", "env=threerooms", "sampler=reaper"))
+    for option, words in {
+        "+env.truncation": "how targets treat a time limit",
+        "+env.evaluations": "columns return_<name> of progress.csv",
+        "env.events.<name>.history": "number of transitions, up to and including the event",
+        "+env.events.<name>.above": "the reward is larger than this value",
+        "+dqn.optimizer": "name and keyword arguments",
+        "+sampler.weight_norm": "largest weight of the batch",
+    }.items():
+        assert words in " ".join(options[option].split())
+
+
+def test_help_lists_games_and_their_options_on_request(shown):
+    assert "breakout" not in shown("dqn")
+    text = shown("dqn", "atari")
+    assert "breakout" in text and "env.atari.frame_skip=4  " in text
 
 
 def test_running_out_of_memory_is_told_from_other_errors():

@@ -11,10 +11,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipes import distributed, remote, training
-from recipes.remote import ReplayActor, from_arrays, stored_rows
-from recipes.replay import STORED_KEYS, make_sampler
-from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes import distributed
+from recipes.common import evaluation, remote
+from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.remote import ReplayActor, from_arrays, stored_rows
+from recipes.common.replay import STORED_KEYS, make_sampler
 from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
 from torchrl_replay_ext import CompilableTensorStorage
 
@@ -120,14 +121,14 @@ def ray_runtime():
 
 
 def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
-    evaluate = training.evaluate
+    evaluate = evaluation.evaluate
 
     def interrupting(*arguments, **keywords):
         if keywords["seed"][1] == 2:
             signal.raise_signal(signal.SIGINT)
         return evaluate(*arguments, **keywords)
 
-    monkeypatch.setattr(training, "evaluate", interrupting)
+    monkeypatch.setattr(evaluation, "evaluate", interrupting)
     assert distributed.train(composer.configuration("num_envs=2"), tmp_path) == INTERRUPTED
     assert "interrupted at step 64" in capsys.readouterr().out
     assert distributed.train(composer.resumed(tmp_path), tmp_path) == DONE
@@ -152,7 +153,7 @@ def test_killed_actor(ray_runtime, tmp_path, monkeypatch, capsys, which, saved):
     import ray
 
     collectors = []
-    evaluate, collector = training.evaluate, remote.RemoteCollector
+    evaluate, collector = evaluation.evaluate, remote.RemoteCollector
 
     def noted(*arguments, **keywords):
         collectors.append(collector(*arguments, **keywords))
@@ -167,7 +168,7 @@ def test_killed_actor(ray_runtime, tmp_path, monkeypatch, capsys, which, saved):
 
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "RemoteCollector", noted)
-        patch.setattr(training, "evaluate", killing)
+        patch.setattr(evaluation, "evaluate", killing)
         configuration = composer.configuration("num_envs=2", "num_collectors=2", "checkpoint_interval=32")
         assert distributed.train(configuration, tmp_path) == FAILED
     errors = capsys.readouterr().err

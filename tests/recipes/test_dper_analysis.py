@@ -12,8 +12,9 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
-from recipes import dper_analysis, sac, td3
-from recipes.run import DONE, ConfigError
+from recipes import sac, td3
+from recipes.common.cli import DONE, ConfigError
+from recipes.experiments import dper_analysis
 from tests.recipes.runs import ROOT, assert_config_error, composed, tiny
 from torchrl_replay_ext import DecoupledSampler
 
@@ -60,6 +61,19 @@ def test_rows(tmp_path, run_dir, capsys):
     assert score == sorted(score, reverse=True)
     assert "transition    10" in capsys.readouterr().out
     assert (tmp_path / "dper_analysis.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_of_an_earlier_analysis_is_drawn_again(tmp_path, capsys):
+    path = ROOT / "recipes/results/dper_analysis.csv"
+    assert dper_analysis.analyse(composed("dper_analysis", f"read={path}"), tmp_path) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"dper_analysis.png", "dper_analysis.svg"}
+    assert "newest 0.1                                 0.085" in capsys.readouterr().out
+    for wrong, message in (
+        (tmp_path / "none.csv", "no such file"),
+        (path.parent / "stylized.csv", "not a dper_analysis"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dper_analysis.analyse(composed("dper_analysis", f"read={wrong}"), tmp_path)
 
 
 def test_the_seed_decides(tmp_path, run_dir):
@@ -124,9 +138,9 @@ def test_ratio_of_means():
         ("seed=-1", "seed=-1: must be >= 0"),
         ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
         ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
-        ("granularity=[row]", "granularity must be 'batch', 'group' or 'transition'"),
+        ("granularity=[row]", "granularity=row: choose batch, group, transition"),
         ("granularity=batch", "granularity"),
-        ("+beta=1", "Key 'beta' not in 'Config'"),
+        ("+beta=1", "the configuration has no key beta; its keys are run, "),
         ("run=null", "run=null: pass the directory of a run of recipes.td3"),
         ("run=nowhere", "run=nowhere: no config.yaml there; pass the directory of a run of recipes.td3"),
     ],
@@ -159,11 +173,17 @@ def test_command_line(tmp_path, run_dir):
         f"run={run_dir} draws=2 hydra.run.dir={tmp_path / 'out'}": (0, ""),
     }
     processes = [
-        subprocess.Popen([sys.executable, "-m", "recipes.dper_analysis", *line.split()], cwd=ROOT, stderr=-1, text=True)
+        subprocess.Popen(
+            [sys.executable, "-m", "recipes.experiments.dper_analysis", *line.split()], cwd=ROOT, stderr=-1, text=True
+        )
         for line in words
     ]
     for process, (code, message) in zip(processes, words.values(), strict=True):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == code and errors.startswith(message), errors
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dper_analysis.csv", "dper_analysis.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "dper_analysis.csv",
+        "dper_analysis.png",
+        "dper_analysis.svg",
+    }
     assert not (tmp_path / "none").exists()

@@ -13,12 +13,13 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from recipes import dqn, training
-from recipes.collect import VectorCollector
-from recipes.replay import end_last_episodes
-from recipes.replayable_env import ReplayableEnv
-from recipes.run import CONFIG, DONE, INTERRUPTED, ConfigError
-from recipes.update import Learner
+from recipes import dqn
+from recipes.common import evaluation
+from recipes.common import run as training
+from recipes.common.cli import CONFIG, DONE, INTERRUPTED, ConfigError
+from recipes.common.collector import VectorCollector
+from recipes.common.replay import end_last_episodes
+from recipes.common.replayable_env import ReplayableEnv
 from tests.params import slow_but
 from tests.recipes.runs import (
     Composer,
@@ -63,6 +64,7 @@ PAPER = {  # appendix D of the ReaPER paper
     "batch_size": (64, 128, 128),
     "train_interval": (256, 4, 4),
     "gradient_steps": (128, 4, 4),
+    "n_step": (1, 1, 1),
     "exploration_fraction": (0.16, 0.12, 0.12),
     "initial_epsilon": (1, 1, 1),
     "final_epsilon": (0.04, 0.1, 0.1),
@@ -101,15 +103,19 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     config = composer.configuration("env.reward_threshold=1", "sampler=uniform")
     assert dqn.train(config, tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
-    assert "reached 1 at step 32" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "reached 1 at step 32" in printed.out
+    assert "cartpole uniform seed 1, solved:  33%" in printed.err
     assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
-    assert "reached 1 at step 32" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "reached 1 at step 32" in printed.out
+    assert "cartpole uniform seed 1, done: 100%" in printed.err
 
 
 def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     """Ctrl-C at the first evaluation; how other runs resume is in test_resume.py."""
-    evaluate = training.evaluate
+    evaluate = evaluation.evaluate
 
     def interrupt(*arguments, **options):
         os.kill(os.getpid(), signal.SIGINT)
@@ -117,10 +123,13 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
 
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     run_dir.mkdir(), whole.mkdir()
-    monkeypatch.setattr(training, "evaluate", interrupt)
+    monkeypatch.setattr(evaluation, "evaluate", interrupt)
     assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
-    monkeypatch.setattr(training, "evaluate", evaluate)
+    printed = capsys.readouterr()
+    assert printed.out == f"interrupted at step 32; continue with resume={run_dir}\n"
+    assert ", interrupted:  33%" in printed.err
+    assert (run_dir / "learning_curve.png").is_file()
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     first = rows(run_dir)
     assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
     table = rows(run_dir)
@@ -166,7 +175,7 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
 @pytest.mark.parametrize("truncation", ["bootstrap", "terminal"])
 def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     stored = []
-    monkeypatch.setattr(Learner, "__call__", lambda learner, data, **_: stored.append(data.clone()) or [])
+    monkeypatch.setattr(dqn, "make_round", lambda *_: lambda data: stored.append(data.clone()) or [])
     words = ["+env.options={max_episode_steps: 5}", f"+env.truncation={truncation}"]
     assert dqn.train(composer.configuration(*words), tmp_path) == DONE
     following = torch.cat(stored)["next"]
@@ -213,8 +222,8 @@ def test_cut_off_episode_ends_as_truncated(written):
         ("dqn.gamma=2", "dqn.gamma=2.0: must be in [0, 1]"),
         ("dqn.batch_size=0", "dqn.batch_size=0: must be > 0"),
         ("seed=-1", "seed=-1: must be in [0, 2^31)"),
-        ("seed=one", "'one' of type 'str' could not be converted to Integer (key: seed)"),
-        ("+dqn.momentum=1", "Key 'momentum' not in 'DQNConfig' (key: dqn.momentum)"),
+        ("seed=one", "seed=one: must be a whole number"),
+        ("+dqn.momentum=1", "dqn.momentum: dqn has no key momentum"),
         ("+sampler.gamma=1", "sampler=reaper: "),
         ("sampler.alpha=-1", "alpha"),
         ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),

@@ -11,13 +11,14 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from recipes import dqn, sac
-from recipes.collect import EpsilonRandom, VectorCollector
-from recipes.config import EnvConfig, EventConfig
-from recipes.environment import make_discrete_env
-from recipes.events import land_between_flags, land_near_middle, make_tables
-from recipes.remote import FlagReader
-from recipes.replay import end_last_episodes, make_replay
-from recipes.run import DONE, ConfigError, parse_config
+from recipes.common.cli import DONE, ConfigError, parse_config
+from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.config import EnvConfig, EventConfig
+from recipes.common.environment import make_discrete_env
+from recipes.common.events import land_between_flags, land_near_middle, make_tables
+from recipes.common.q_values import TargetValues, room_columns
+from recipes.common.remote import FlagReader
+from recipes.common.replay import end_last_episodes, make_replay
 from tests.params import slow_but
 from tests.recipes.runs import Composer, assert_config_error, composed, eager_and_compiled, needs, rows, tiny
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
@@ -178,14 +179,14 @@ def test_priorities_by_reliability_know_the_environments():
             "+env.events.done.function=land",
             "env.events.done.function=land: choose land_between_flags, land_near_middle",
         ),
-        ("+env.events.done.table=x", "Key 'table' not in 'EventConfig'"),
+        ("+env.events.done.table=x", "env.events.done has no key table"),
         ("env.events.done.history=50", "history=50, more than the 38 transitions"),
         (
             "+env.events.at_lava={history: 1, eta: 0.1}",
             "env.events: the info of recipes.envs:TwoRooms-v0 has no flag at_lava; its flags are at_gap, done",
         ),
         ("+env.options.size=9", "env.id=recipes.envs:TwoRooms-v0: "),
-        ("env.options.shaping=none", "must be one of None, 'gap'"),
+        ("env.training.shaping=none", "must be one of None, 'gap'"),
         ("env.id=recipes.worlds:TwoRooms-v0", "env.id=recipes.worlds:TwoRooms-v0: "),
         ("sampler.retention=forever", "retention must be 'ring' or 'pinned'"),
         ("sampler.allocation=fair", "sampler=sset: "),
@@ -237,12 +238,12 @@ class TestCAGrad:
 
 def test_q_columns_are_those_of_the_target_network():
     torch.manual_seed(0)
-    env = make_discrete_env(EnvConfig("threerooms", "recipes.envs:ThreeRooms-v0", None))
+    config = EnvConfig("threerooms", "recipes.envs:ThreeRooms-v0", None)
     actor = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], action_space="categorical")
     loss_module = DQNLoss(actor, delay_value=True, action_space="categorical")
     SoftUpdate(loss_module, tau=0.5)
-    columns = dqn.q_columns(env, loss_module, 0.9, torch.device("cpu"))
-    world = env.unwrapped
+    columns = room_columns(config, TargetValues(loss_module, torch.device("cpu")), 0.9)
+    world = make_discrete_env(config).unwrapped
     q = actor(observation=torch.from_numpy(world.observations[:-4]))[1].detach().numpy()
     for parameter in loss_module.parameters():
         parameter.data.zero_()  # the network itself has nothing to do with it
@@ -250,7 +251,7 @@ def test_q_columns_are_those_of_the_target_network():
     assert values["q_sum"] == pytest.approx(q.sum(), rel=1e-5)
     error = q - world.optimal_q(0.9)[:-4]
     assert values["q_error"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
-    assert dqn.q_columns(gymnasium.make("CartPole-v1"), loss_module, 0.9, torch.device("cpu"))() == {}
+    assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 
 
 SHARES = {  # table 1

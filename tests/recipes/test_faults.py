@@ -12,9 +12,11 @@ import zipfile
 
 import pytest
 
-from recipes import dqn, progress, training
-from recipes.progress import Progress, read_progress
-from recipes.run import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes import dqn
+from recipes.common import progress
+from recipes.common import run as training
+from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.progress import Progress, read_progress
 from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
 composer = Composer("dqn", dqn.Config, [*tiny("dqn"), "sampler=per"])

@@ -3,13 +3,14 @@ import sys
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from scipy.stats import bootstrap
 
 from recipes import plot
-from recipes.run import ConfigError
+from recipes.common import figures, intervals
+from recipes.common.cli import ConfigError
+from recipes.common.curves import smooth
+from tests.recipes.runs import ROOT
 
 
 def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold=None, every=10):
@@ -23,7 +24,7 @@ def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold
     return run_dir
 
 
-def test_two_runs_make_a_png(tmp_path, monkeypatch, capsys):
+def test_runs_make_a_png_and_an_svg(tmp_path, monkeypatch, capsys):
     runs = [write_run(tmp_path / f"{seed}", [1.0, 2.0, seed], seed=seed) for seed in (1, 2)]
     runs.append(write_run(tmp_path / "other", [5.0], env="acrobot", sampler="reaper", threshold=3))
     out = tmp_path / "figure.png"
@@ -32,7 +33,85 @@ def test_two_runs_make_a_png(tmp_path, monkeypatch, capsys):
     )
     plot.main()
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{out}\n"
+    svg = out.with_suffix(".svg")
+    assert "<image" not in svg.read_text()
+    assert capsys.readouterr().out == f"{out} {svg}\n"
+    before = [path.read_bytes() for path in (out, svg)]
+    plot.main()
+    assert [path.read_bytes() for path in (out, svg)] == before
+
+
+def test_the_ending_of_out_is_checked_first(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run", [1.0])
+    monkeypatch.setattr(sys, "argv", ["plot", str(run), "--out", str(tmp_path / "figure.pdf")])
+    with pytest.raises(SystemExit) as exit_:
+        plot.main()
+    assert exit_.value.code == 2 and "figures are written as .png and .svg" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: pass directories of runs"),
+        (["run", "--read", "a.csv"], "error: pass directories of runs"),
+        (["run", "--smooth", "0"], "error: --smooth 0: must be at least 1"),
+    ],
+)
+def test_bad_command_lines_are_explained(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot", *words])
+    with pytest.raises(SystemExit) as exit_:
+        plot.main()
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_published_evaluations_are_drawn_without_their_runs(tmp_path, monkeypatch, capsys):
+    data = ROOT / "recipes/results/threerooms.csv"
+    words = ["--read", str(data), "--columns", "q_sum", "return_mean", "--solved", "-8.8"]
+    monkeypatch.setattr(sys, "argv", ["plot", *words, "--out", str(tmp_path / "figure")])
+    plot.main()
+    lines = {line[16:31].strip(): line.split()[-11:] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert lines["sset"][0] == "37000" and len(lines["sset"]) == 11
+    assert {path.name for path in tmp_path.iterdir()} == {"figure.png", "figure.svg"}
+    with pytest.raises(ConfigError, match=r"no column missing, only env, sampler, seed"):
+        plot.read_table(data, ["missing"])
+
+
+def test_smoothing_averages_neighbours_and_keeps_the_ends():
+    values = np.array([[0.0, 3.0, 6.0, 0.0, 3.0]])
+    np.testing.assert_allclose(smooth(values, 3), [[1.5, 3.0, 3.0, 3.0, 1.5]])
+    np.testing.assert_array_equal(smooth(values, 1), values)
+    np.testing.assert_allclose(smooth(np.ones((2, 4)), 9), np.ones((2, 4)))
+
+
+def test_a_sampler_has_the_same_colour_and_marker_in_every_figure():
+    first, second = figures.looks(["gap", "sset", "uniform"]), figures.looks(["sset", "per"])
+    assert first["sset"] == second["sset"] == figures.looks(["history 60"])["history 60"]
+    assert list(first) == ["uniform", "sset", "gap"]
+    every = figures.looks([*figures.LOOKS, *map(str, range(8))])
+    assert len({*every.values()}) == len(every)
+    assert len({look.color for look in figures.LOOKS.values()}) == len(figures.LOOKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sset_per", "event tables + PER"),
+        ("alpha .4 omega .2", "α = 0.4, ω = 0.2"),
+        ("gap and goal, eta0 .9", "gap and goal, η₀ = 0.9"),
+        ("trust_region True", "trust_region True"),
+    ],
+)
+def test_labels_are_words(name, text):
+    assert figures.label(name) == text
+
+
+def test_environments_have_titles():
+    assert [figures.env_label(name) for name in ("threerooms", "atari/ms_pacman", "acrobot")] == [
+        "Three Rooms",
+        "Ms Pacman",
+        "Acrobot",
+    ]
 
 
 def test_directory_without_progress_is_a_clear_error(tmp_path, monkeypatch, capsys):
@@ -63,7 +142,7 @@ def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp
         write_run(tmp_path / "b", [5, 5, 0], seed=2),
         write_run(tmp_path / "c", [5, 6, 7], seed=3, sampler="sset"),
     ]
-    lines = plot.format_solved(runs, 5.0).splitlines()
+    lines = plot.format_solved([plot.read_run(run) for run in runs], 5.0).splitlines()
     assert lines[1].split() == ["cartpole", "per", "≥35", "40", "≥30"]
     assert lines[2].split() == ["cartpole", "sset", "10", "10"]
 
@@ -82,28 +161,25 @@ def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp
     ],
 )
 def test_a_median_is_a_lower_bound_if_longer_runs_could_change_it(steps, censored, median, bounded):
-    assert plot.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
+    assert intervals.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 5, 12])
-def test_the_legend_does_not_cover_the_curves(tmp_path, number):
-    figure = Figure(figsize=(plot.panel_width(number), 4.8), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    groups = {
-        f"sampler{i}": [
-            plot.read_run(write_run(tmp_path / f"{i}-{seed}", [1, 2], seed=seed, threshold=2)) for seed in range(2)
-        ]
+@pytest.mark.parametrize("number", [1, 5, 12])
+def test_the_legend_is_below_the_panels_and_explains_them(tmp_path, number):
+    runs = [
+        plot.read_run(write_run(tmp_path / f"{i}-{seed}", [1, 2], f"sampler{i}", seed, threshold=2))
         for i in range(number)
-    }
-    plot.draw_curves(axes, groups, plot.RETURN)
-    axes.set(title="cartpole", xlabel="environment steps", ylabel="return")
-    canvas.draw()
-    legend = axes.get_legend()
-    assert legend is not None
+        for seed in range(4)
+    ]
+    figure = plot.draw_runs(runs)
+    plot.save(figure, tmp_path / "figure.png")
+    (legend,) = figure.legends
+    note = "Line: interquartile mean of 4 seeds; band: 95 % bootstrap interval over seeds."
+    assert legend.get_title().get_text() == note
+    assert [text.get_text() for text in legend.get_texts()] == [*(f"sampler{i}" for i in range(number)), "threshold 2"]
     place = legend.get_window_extent()
-    assert not place.overlaps(axes.get_window_extent())
-    assert not place.overlaps(axes.xaxis.label.get_window_extent())
+    (axes,) = figure.axes
+    assert not place.overlaps(axes.get_tightbbox())
     # the figure holds all of it
     assert min(place.x0, place.y0) >= 0
     assert place.x1 <= figure.bbox.width and place.y1 <= figure.bbox.height
@@ -111,18 +187,19 @@ def test_the_legend_does_not_cover_the_curves(tmp_path, number):
 
 def test_interquartile_mean_and_its_band():
     returns = np.array([[0.0], [1.0], [2.0], [100.0]])
-    assert plot.interquartile_mean(returns) == 1.5
+    assert intervals.interquartile_mean(returns) == 1.5
     rng = np.random.default_rng(1)
-    low, high = plot.bootstrap_interval(rng.normal(size=(100, 3)))
+    low, high = intervals.bootstrap_interval(rng.normal(size=(100, 3)))
     # the interquartile mean of n normals has a standard deviation of about 1.1 / sqrt(n)
     np.testing.assert_allclose(high - low, 2 * 1.96 * 0.11, rtol=0.3)
-    low, high = plot.bootstrap_interval(np.ones((5, 2)))
+    low, high = intervals.bootstrap_interval(np.ones((5, 2)))
     np.testing.assert_array_equal([low, high], np.ones((2, 2)))
 
 
 def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
     runs = [write_run(tmp_path / str(seed), [5, 5, 5], seed=seed) for seed in (1, 2)]
-    lines = plot.format_solved(runs, 5.0, by=["env.name", "seed"]).splitlines()
+    by = ["env.name", "seed"]
+    lines = plot.format_solved([plot.read_run(run, by=by) for run in runs], 5.0).splitlines()
     assert [line.split()[1:7] for line in lines[1:]] == [
         ["name", "cartpole,", "seed", seed, "10", "10"] for seed in "12"
     ]
@@ -137,16 +214,16 @@ def test_bca_percentiles_are_the_published_ones():
     values = np.array(text.split(), dtype=float)
     rng = np.random.default_rng(0)
     found = values[rng.integers(len(values), size=(20_000, len(values)))].var(1)
-    low, high = plot.bca_percentiles(found, values, lambda sample: sample.var(0), [0.05, 0.95])
+    low, high = intervals.bca_percentiles(found, values, lambda sample: sample.var(0), [0.05, 0.95])
     assert (low, high) == (pytest.approx(115.8, abs=3), pytest.approx(259.6, abs=6))
 
 
-@pytest.mark.parametrize("count", [2, 4, plot.FEW, plot.FEW + 1])
+@pytest.mark.parametrize("count", [2, 4, intervals.FEW, intervals.FEW + 1])
 def test_intervals_of_few_seeds_are_those_of_scipys_bca(monkeypatch, count):
-    monkeypatch.setattr(plot, "RESAMPLES", 20_000)
+    monkeypatch.setattr(intervals, "RESAMPLES", 20_000)
     values = np.random.default_rng(3).lognormal(size=(count, 2))
-    method = "BCa" if count <= plot.FEW else "percentile"
-    low, high = plot.bootstrap_interval(values, lambda sample: sample.mean(0))
+    method = "BCa" if count <= intervals.FEW else "percentile"
+    low, high = intervals.bootstrap_interval(values, lambda sample: sample.mean(0))
     rng = np.random.default_rng(0)
     expected = bootstrap((values,), np.mean, method=method, n_resamples=20_000, axis=0, rng=rng).confidence_interval
     width = expected.high - expected.low
@@ -156,5 +233,5 @@ def test_intervals_of_few_seeds_are_those_of_scipys_bca(monkeypatch, count):
 
 def test_intervals_of_equal_or_single_values_have_no_width():
     for values in (np.full((4, 2), 3.0), np.array([[3.0, 3.0]])):
-        low, high = plot.bootstrap_interval(values)
+        low, high = intervals.bootstrap_interval(values)
         assert low.tolist() == high.tolist() == [3.0, 3.0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes import dqn, sac, td3
-from recipes.run import DONE, ConfigError
+from recipes.common.cli import DONE, ConfigError
 from tests.recipes.runs import composed, rows, tiny
 
 TINY = {"total_steps": 64, "batch_size": 16, "num_evaluations": 2, "hidden_sizes": "[16, 16]"}

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipes.atari import make_atari
-from recipes.atari_presets import AtariConfig
-from recipes.config import EnvConfig
-from recipes.environment import make_env
-from recipes.replayable_env import ReplayableEnv
-from recipes.run import parse_config
+from recipes.common.atari_presets import AtariConfig
+from recipes.common.cli import parse_config
+from recipes.common.config import EnvConfig
+from recipes.common.environment import make_env
+from recipes.common.replayable_env import ReplayableEnv
+from recipes.envs.atari import make_atari
 from tests.recipes.runs import ROOT, needs
 
 PRESETS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes import acer, dqn, sac, td3
-from recipes.run import DONE, INTERRUPTED
+from recipes.common.cli import DONE, INTERRUPTED
 from tests.recipes.runs import Composer, assert_same_runs, needs, stop_after, tiny
 
 RECIPES = {

@@ -3,7 +3,7 @@ import csv
 import numpy as np
 import pytest
 
-from recipes import sset_tabular
+from recipes.experiments import sset_tabular
 
 
 @pytest.fixture
@@ -56,6 +56,9 @@ def test_command_line(tmp_path, capsys):
     assert "history 60" in capsys.readouterr().out
     with (tmp_path / "sset_tabular.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 5
-    assert (tmp_path / "sset_tabular.png").stat().st_size > 0
+    again = tmp_path / "again"
+    assert len(sset_tabular.main(["--out", str(again), "--read", str(tmp_path / "sset_tabular.csv")])) == 5
+    assert sorted(path.name for path in again.iterdir()) == ["sset_tabular.png", "sset_tabular.svg"]
+    assert (tmp_path / "sset_tabular.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         sset_tabular.main(["--out", str(tmp_path), "--seeds", "0"])

@@ -13,11 +13,13 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from recipes import plot, report, study
-from recipes.run import DONE, INTERRUPTED, ConfigError
+from recipes import plot, study
+from recipes.common import intervals, report
+from recipes.common.cli import DONE, INTERRUPTED, ConfigError
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
+RESULTS = ROOT / "recipes" / "results"
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
 
@@ -58,9 +60,14 @@ class FakeRun:
         self.code = INTERRUPTED
 
 
+SHOW = study.show
+
+
 @pytest.fixture
 def processes(monkeypatch):
+    """Fake runs, and studies that draw nothing, which takes seconds."""
     FakeRun.started = []
+    monkeypatch.setattr(study, "show", lambda out: None)
     popen = study.subprocess.Popen
     monkeypatch.setattr(
         study.subprocess,
@@ -199,16 +206,103 @@ def test_a_report(finished, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plot", f"study={finished}"])
     plot.main()
     table = capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| c")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| C")]
     by_variant = {line[1]: line[2:] for line in lines}
-    assert by_variant["per"][:5] == ["5 of 5", "300 [300, 300]", "300", "", ""]
-    assert by_variant["reaper"][:5] == ["5 of 5", "200 [200, 200]", "200", "0.67 [0.67, 0.67]", "0.77"]
+    assert by_variant["PER"][:5] == ["5 of 5", "300 [300, 300]", "300", "", ""]
+    assert by_variant["ReaPER"][:5] == ["5 of 5", "200 [200, 200]", "200", "0.67 [0.67, 0.67]", "0.77"]
     # no run reached the threshold: all its steps, as a lower bound
-    assert by_variant["uniform"][:4] == ["0 of 5", "≥ 300", "≥ 300", "≥ 1.00"]
+    assert by_variant["uniform replay"][:4] == ["0 of 5", "≥ 300", "≥ 300", "≥ 1.00"]
     assert "seeds 0 to 4; commit" in table
-    assert "mean steps of the variant divided by the mean steps of per, over the seeds that both have" in table
-    assert (finished / report.TABLE).read_text(encoding="utf-8").strip() == table.strip()
-    assert (finished / report.FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert "mean steps of the variant divided by the mean steps of PER, over the seeds that both have" in table
+    assert table.startswith((finished / report.TABLE).read_text(encoding="utf-8"))
+    assert {path.suffix for path in finished.glob("figure.*")} == {".png", ".svg"}
+
+
+def test_the_last_lines_compare_each_variant_with_the_baseline_in_the_numbers_of_the_table(finished):
+    lines = report.report(finished).splitlines()
+    cells = {}
+    for line in lines:
+        if line.startswith("| C") or line.startswith("| A"):
+            env, variant, _, _, mean, ratio, *_ = (cell.strip() for cell in line.split("|")[1:])
+            cells[env, variant] = mean, ratio
+    sentences = lines[-4:]
+    for env in ("CartPole", "Acrobot"):
+        mean, ratio = cells[env, "ReaPER"]
+        theirs = cells[env, "PER"][0]
+        reaper = f"{env}: ReaPER reached the threshold after {mean} steps, PER after {theirs}: {ratio} times as many"
+        assert f"{reaper} (5 seeds)" in sentences
+        mean, ratio = cells[env, "uniform replay"]
+        uniform = f"uniform replay did not reach the threshold ({mean} steps), PER after {theirs}: {ratio}"
+        assert f"{env}: {uniform} times as many (5 seeds)" in sentences
+    assert cells["CartPole", "ReaPER"] == ("200", "0.67 [0.67, 0.67]")
+
+
+def test_the_last_line_says_if_neither_reached_the_threshold_or_if_seeds_are_missing(finished):
+    found = report.read_study(finished)
+    cells_of(found, ["200+ 300+"] * 5)
+    assert "CartPole: ReaPER and PER did not reach the threshold, with ≥ 300 and ≥ 200 steps (5 seeds)" in (
+        report.conclusions(found)
+    )
+    cells_of(found, ["200 300"] * 5)
+    del found.rows["cartpole"]["reaper"][0]
+    last = next(line for line in report.conclusions(found) if line.startswith("CartPole: ReaPER"))
+    assert last.endswith(": 1.50 [1.50, 1.50] times as many (ratio over the 4 seeds that both have)")
+
+
+def test_a_study_ends_with_its_table_its_figure_and_what_it_found(tmp_path, processes, monkeypatch, capsys):
+    monkeypatch.setattr(study, "show", SHOW)
+    words = ["study.envs=[cartpole]", "~study.variants.rank", "seeds=1"]
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    printed = capsys.readouterr().out
+    assert (tmp_path / report.TABLE).read_text(encoding="utf-8") in printed
+    assert printed.splitlines()[-1] == report.conclusions(report.read_study(tmp_path))[-1]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_study_draws_the_runs_that_have_finished(tmp_path, processes, monkeypatch, capsys):
+    wait, finished = FakeRun.wait, []
+
+    def interrupting(run):
+        if finished:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        finished.append(run)
+        return wait(run)
+
+    monkeypatch.setattr(FakeRun, "wait", interrupting)
+    monkeypatch.setattr(study, "show", SHOW)
+    words = ["study.envs=[cartpole,acrobot]", "seeds=1", "workers=1"]
+    assert study.run_study(configuration(*words), tmp_path) == INTERRUPTED
+    assert len(study.read_rows(tmp_path / study.RUNS)) == 1
+    printed = capsys.readouterr().out
+    assert "| CartPole | uniform replay | 0 of 1 |" in printed
+    assert "repeat the command to continue" in printed.splitlines()[-1]
+    assert {path.suffix for path in tmp_path.glob("figure.*")} == {".png", ".svg"}
+
+
+def texts(figure):
+    legend = figure.legends[0] if figure.legends else figure.subfigs[-1].legends[0]
+    return legend.get_title().get_text().replace("\n", " "), [text.get_text() for text in legend.get_texts()]
+
+
+def test_the_figure_explains_lines_bands_and_marks(finished):
+    note, entries = texts(report.draw(report.read_study(finished)))
+    assert note == (
+        "Line: interquartile mean of 5 seeds; band: 95 % bootstrap interval over seeds. "
+        "Small dots: runs; large markers: medians with 95 % intervals."
+    )
+    assert entries[:3] == ["uniform replay", "PER", "ReaPER"]
+    assert entries[3:] == ["threshold", "run that did not reach the threshold", "lower bound of a median"]
+
+
+def test_many_variants_are_split_into_panels_that_all_show_the_baseline():
+    assert report.panels_of(["a", "b", "base"], "base") == [["base", "a", "b"]]
+    family = ["b", "b, 1", "b, 2", "b, 3"]
+    assert report.panels_of(["a", "base", *family, "c", "d"], "base") == [["base", *family], ["base", "a", "c", "d"]]
+    panels = report.panels_of([*"abcdefghi"], "a")
+    assert [len(panel) for panel in panels] == [5, 5] and all(panel[0] == "a" for panel in panels)
+    # the runs of the baseline may be missing
+    assert report.panels_of(["b"], "a") == [["b"]]
 
 
 def test_what_was_written_twice_counts_once(finished):
@@ -230,7 +324,7 @@ def test_pairs_are_of_the_same_seed(finished):
     del rows["per"][4]
     pairs = found.pairs("cartpole", "reaper", report.steps_of)
     assert pairs.tolist() == [[100, 50], [200, 300], [400, 100], [100, 100]]
-    line = next(line for line in report.format_table(found).splitlines() if "| cartpole | reaper" in line)
+    line = next(line for line in report.format_table(found).splitlines() if "| CartPole | ReaPER" in line)
     # the means are 200 and 137.5
     assert "| 0.69 [" in line
     assert line.endswith("| 10.0 [10.0, 10.0] |")
@@ -246,7 +340,7 @@ def cells_of(found, steps):
         for variant, text in zip(("per", "reaper"), pair.split(), strict=True):
             number = text.removesuffix("+")
             rows[variant][seed] |= {"reached": number if number == text else "", "env_steps": number}
-    line = next(line for line in report.format_table(found).splitlines() if "| cartpole | reaper" in line)
+    line = next(line for line in report.format_table(found).splitlines() if "| CartPole | ReaPER" in line)
     return [cell.strip() for cell in line.split("|")[3:7]]
 
 
@@ -258,8 +352,8 @@ def test_a_slower_method_has_a_ratio_above_1(finished):
 def test_the_interval_of_the_ratio_is_that_of_the_means_over_resampled_pairs(finished):
     steps = np.array([[100, 250], [200, 300], [400, 900], [100, 150], [300, 800]])
     rng = np.random.default_rng(0)
-    found = np.array([report.ratio_of_means(steps[rng.integers(5, size=5)]) for _ in range(plot.RESAMPLES)])
-    low, high = plot.bca_percentiles(found, steps, report.ratio_of_means, [0.025, 0.975])
+    found = np.array([report.ratio_of_means(steps[rng.integers(5, size=5)]) for _ in range(intervals.RESAMPLES)])
+    low, high = intervals.bca_percentiles(found, steps, report.ratio_of_means, [0.025, 0.975])
     ratio = cells_of(report.read_study(finished), [f"{a} {b}" for a, b in steps])[-1]
     assert ratio == f"{2400 / 1100:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -285,8 +379,7 @@ def test_numbers_from_censored_runs_are_marked(finished, steps, cells):
 def test_censored_runs_can_be_drawn(finished):
     found = report.read_study(finished)
     cells_of(found, ["100 100"] * 2 + ["100 600+"] * 3)
-    report.draw(found, finished)
-    assert (finished / report.FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert "lower bound of a median" in texts(report.draw(found))[1]
 
 
 def test_no_study_there(tmp_path, monkeypatch, capsys):
@@ -296,9 +389,10 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
     assert exit_.value.code == 2 and "python -m recipes.study writes it" in capsys.readouterr().err
 
 
-def test_published_studies_can_be_drawn(tmp_path):
-    results = study.Path(report.__file__).parent / "results"
-    for path in results.glob(f"*/{study.RUNS}"):
+def test_published_tables_are_those_of_the_published_runs():
+    paths = sorted(RESULTS.glob(f"*/{study.RUNS}"))
+    assert [path.parent.name for path in paths] == STUDIES
+    for path in paths:
         found = report.read_study(path.parent)
         assert OmegaConf.structured(found.config).name == path.parent.name
         assert (path.parent / report.TABLE).read_text(encoding="utf-8") == report.full_table(found)
@@ -307,17 +401,16 @@ def test_published_studies_can_be_drawn(tmp_path):
 @pytest.mark.parametrize("name", STUDIES)
 def test_published_studies_are_those_of_the_configurations(name):
     """Else, `python -m recipes.study` would refuse to add runs to them."""
-    published = OmegaConf.load(study.Path(report.__file__).parent / "results" / name / study.STUDY)
+    published = OmegaConf.load(RESULTS / name / study.STUDY)
     config = OmegaConf.structured(study.parse_config(configuration(name=name), study.Config).study)
     assert {**dict(published), "seeds": None} == {**dict(config), "seeds": None}
 
 
 @pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
 def test_published_ratios_are_those_of_the_tables(page):
-    results = study.Path(report.__file__).parent / "results"
-    found = {cell for path in results.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
+    found = {cell for path in RESULTS.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
     # the only ratio to another variant than the baseline
-    sset = report.read_study(results / "sset")
+    sset = report.read_study(RESULTS / "sset")
     sset.config.baseline = "sset"
     found |= set(report.format_table(sset).split(" | "))
     ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", (ROOT / page).read_text("utf-8"))

@@ -3,7 +3,7 @@ import csv
 import pytest
 import torch
 
-from recipes import stylized
+from recipes.experiments import stylized
 
 LENGTHS = list(range(10, 101, 10))
 
@@ -82,6 +82,11 @@ def test_command_line(tmp_path, capsys):
     assert [row["strategy"] for row in written] == [row["strategy"] for row in rows]
     assert all(float(row["extra"]) == 0 for row in written if row["strategy"] in ("ReaPER-g", "oracle"))
     assert (tmp_path / "out" / "stylized.png").read_bytes().startswith(b"\x89PNG")
+    again = tmp_path / "again"
+    assert stylized.main(["--out", str(again), "--read", str(tmp_path / "out" / "stylized.csv")]) == rows
+    assert sorted(path.name for path in again.iterdir()) == ["stylized.png", "stylized.svg"]
+    for path in again.iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
     printed = capsys.readouterr().out
     assert "ReaPER-g" in printed and "stylized.png" in printed
 

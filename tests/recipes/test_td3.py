@@ -10,11 +10,12 @@ from omegaconf import OmegaConf
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
-from recipes.run import DONE, ConfigError
-from recipes.update import Delayed, eager_update
+from recipes.common.cli import DONE, ConfigError
+from recipes.common.replay import make_replay
 from tests.data import learnable
 from tests.recipes.runs import (
     Composer,
+    Replay,
     assert_commands,
     assert_config_error,
     assert_trained,
@@ -24,22 +25,9 @@ from tests.recipes.runs import (
     tiny,
 )
 
-SAMPLERS = ["uniform", "per", "rank", "reaper"]
+SAMPLERS = ["uniform", "per", "rank", "reaper", "lap"]
 composer = Composer("td3", td3.Config, tiny("td3", evaluation_episodes=2, hidden_sizes="[16, 16]"))
 transitions = partial(learnable, observation=3, action=2, done=0.3)
-
-
-class Replay:
-    """Returns these batches one after the other and keeps the batches of the updates."""
-
-    def __init__(self, *batches):
-        self.batches, self.returned = list(batches), []
-
-    def sample(self):
-        return self.batches.pop(0).clone()
-
-    def update_tensordict_priority(self, sample):
-        self.returned.append(sample)
 
 
 class Plain:
@@ -113,49 +101,44 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
     plain = Plain(policy, loss_module)
-    target_update = SoftUpdate(loss_module, tau=plain.tau)
-    actor_optimizer, critic_optimizer = (
+    optimizers = [
         torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
-    )
+    ]
     batches, own = (
         [transitions(32) for _ in range(4)],
         [transitions(8) for _ in range(2)],
     )
     replay = Replay(*batches)
-    delayed = Delayed(
-        interval=2,
-        loss_function=partial(td3.actor_loss, loss_module),
-        optimizers=[actor_optimizer],
-        sample=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
-        target_step=target_update.step,
+    update = td3.make_update(
+        cfg,
+        replay,
+        loss_module,
+        SoftUpdate(loss_module, tau=plain.tau),
+        *optimizers,
+        num_updates=2,
+        actor_batch=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
     )
-    update = eager_update(replay, partial(td3.critic_loss, loss_module), [critic_optimizer], delayed=delayed)
 
-    for i, batch in enumerate(batches):
-        before = parameters_of(loss_module)
-        torch.manual_seed(i)
-        losses = update(i + 1)
-        torch.manual_seed(i)
-        loss, td_error = plain.update_critics(batch)
-        assert all(0.1 < share < 0.9 for share in plain.share_clipped)
-        torch.testing.assert_close(losses["loss_qvalue"], loss.unsqueeze(0))
-        torch.testing.assert_close(replay.returned[-1]["td_error"], td_error)
-        if i % 2:
-            loss = plain.update_actor_and_targets(own[i // 2] if own_batch else batch)
-            torch.testing.assert_close(losses["loss_actor"], loss.unsqueeze(0))
-        else:
-            assert losses.keys() == {"loss_qvalue"}
-        after = parameters_of(loss_module)
-        for mine, reference in zip(after, plain.parameters(), strict=True):
+    for cycle in range(2):
+        torch.manual_seed(cycle)
+        losses = update(None)
+        torch.manual_seed(cycle)
+        for number, batch in enumerate(batches[2 * cycle : 2 * cycle + 2]):
+            loss, td_error = plain.update_critics(batch)
+            assert all(0.1 < share < 0.9 for share in plain.share_clipped)
+            torch.testing.assert_close(losses["loss_qvalue"][number], loss)
+            torch.testing.assert_close(replay.returned[2 * cycle + number]["td_error"], td_error)
+        loss = plain.update_actor_and_targets(own[cycle] if own_batch else batch)
+        torch.testing.assert_close(losses["loss_actor"], loss.unsqueeze(0))
+        for mine, reference in zip(parameters_of(loss_module), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, reference.detach(), rtol=1e-4, atol=1e-5)
-        moved = [not torch.equal(new, old) for new, old in zip(after, before, strict=True)]
-        assert moved == [bool(i % 2)] * 4 + [True] * 4 + [bool(i % 2)] * 8
 
 
 def test_weights_are_for_the_critics_and_td_errors_are_squared():
     torch.manual_seed(0)
-    _, loss_module = td3.make_loss(composer.settings(), 3, 2, torch.device("cpu"))
-    SoftUpdate(loss_module, tau=0.5)
+    settings = composer.settings("td3.policy_delay=1")
+    _, loss_module = td3.make_loss(settings, 3, 2, torch.device("cpu"))
+    target = SoftUpdate(loss_module, tau=0.5)
     data = transitions(5, done=1.0)  # then the targets are the rewards
     values = []
     for parameters in loss_module.qvalue_network_params.data.unbind(0):
@@ -165,8 +148,12 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
 
     results = []
     for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
-        sample = data.clone().set("priority_weight", weight)
-        results.append(td3.critic_loss(loss_module, sample) | td3.actor_loss(loss_module, sample))
+        replay = Replay(data.clone().set("priority_weight", weight))
+        settings.actor_learning_rate = settings.critic_learning_rate = 0.0
+        optimizers = td3.make_optimizers(settings, loss_module)
+        losses = td3.make_update(settings, replay, loss_module, target, *optimizers, num_updates=1)(None)
+        results.append({name: value.squeeze(0) for name, value in losses.items()})
+        (sample,) = replay.returned
         assert not sample["td_error"].requires_grad
         torch.testing.assert_close(sample["td_error"], squared.amax(0))
     even, one = results
@@ -233,6 +220,40 @@ def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interv
     assert config.updates_per_graph == delay
 
 
+def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
+    cfg = td3.parse_config(composer.composed("sampler=lap"), td3.Config)
+    torch.manual_seed(0)
+    _, loss_module = td3.make_loss(cfg.td3, 3, 1, torch.device("cpu"))
+    target = SoftUpdate(loss_module, tau=0.5)
+    replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
+    data = transitions(64, action=1, done=1.0)  # then the targets are the rewards
+    data["next", "reward"] = torch.linspace(-9, 9, 64).unsqueeze(1)
+    replay.extend(data)
+    with torch.no_grad():
+        values = []
+        for parameters in loss_module.qvalue_network_params.data.unbind(0):
+            with parameters.to_module(loss_module.qvalue_network):
+                values.append(loss_module.qvalue_network(data.clone())["state_action_value"])
+    replay.sampler.update_priority(torch.arange(64), torch.full((64,), 0.01))  # as if all errors were small
+    batch = replay.sample()
+    assert (batch["priority_weight"] == 1).all()
+    own = Replay(batch)
+    cfg.td3.actor_learning_rate = cfg.td3.critic_learning_rate = 0.0
+    optimizers = td3.make_optimizers(cfg.td3, loss_module)
+    loss = td3.make_update(cfg.td3, own, loss_module, target, *optimizers, num_updates=1)(None)["loss_qvalue"]
+    rewards = batch["next", "reward"]
+    drawn = [value[batch["index"]] for value in values]
+    expected = sum(torch.nn.functional.smooth_l1_loss(value, rewards) for value in drawn)
+    torch.testing.assert_close(loss.squeeze(0), expected)
+    replay.update_tensordict_priority(own.returned[0])
+    largest = torch.stack([(value - data["next", "reward"]).abs().squeeze(1) for value in values]).amax(0)
+    drawn_rows = batch["index"].unique()
+    priorities = torch.ones(64, dtype=torch.float64)
+    priorities[drawn_rows] = largest[drawn_rows].double().clamp_min(1).pow(0.4)
+    probabilities = replay.sampler.probabilities(replay.storage)
+    torch.testing.assert_close(probabilities, priorities / priorities.sum(), rtol=1e-4, atol=1e-6)
+
+
 def test_random_actions_first_then_the_noisy_policy(tmp_path, monkeypatch):
     epsilons, noises = [], []
     monkeypatch.setattr(td3.EpsilonRandom, "__call__", spy(td3.EpsilonRandom.__call__, epsilons))
@@ -294,6 +315,7 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
         ("td3.gamma=2", "td3.gamma=2.0: must be in [0, 1]"),
         ("td3.tau=0", "td3.tau=0.0: must be in (0, 0.5]"),
         ("td3.actor_learning_rate=0", "td3.actor_learning_rate=0.0: must be > 0"),
+        ("sampler=lap td3.loss_function=l2", "sampler=lap: needs the Huber loss; set td3.loss_function=smooth_l1"),
         ("td3.policy_noise=-1", "td3.policy_noise=-1.0: must be >= 0"),
         ("td3.noise=pink", "td3.noise=pink: choose gaussian, ou"),
         ("td3.policy_delay=0", "td3.policy_delay=0: must be > 0"),
@@ -301,7 +323,7 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
         ("updates_per_graph=1", "updates_per_graph=1: must be a multiple of td3.policy_delay"),
         ("updates_per_graph=4", "updates_per_graph=4: must divide td3.gradient_steps=2"),
         ("td3.learning_starts=96", "td3.learning_starts=96: must be in [0, td3.total_steps)"),
-        ("+td3.momentum=1", "Key 'momentum' not in 'TD3Config' (key: td3.momentum)"),
+        ("+td3.momentum=1", "td3.momentum: td3 has no key momentum"),
         ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
         ("sampler=sset", "sampler=sset: env=pendulum has no events"),
         ("env.id=CartPole-v1", "needs bounded continuous actions"),
@@ -310,12 +332,15 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
     ],
 )
 def test_bad_values_are_config_errors(tmp_path, override, message):
-    assert_config_error(td3.train, composer.configuration(override), tmp_path, message)
+    assert_config_error(td3.train, composer.configuration(*override.split()), tmp_path, message)
 
 
 def test_a_delay_that_is_no_number_is_a_config_error(tmp_path):
     """Although it enters train_interval too."""
-    for value, message in (("often", "'often'"), ("0", "td3.policy_delay=0: must be > 0")):
+    for value, message in (
+        ("often", "td3.policy_delay=often: must be a whole number"),
+        ("0", "td3.policy_delay=0: must be > 0"),
+    ):
         with pytest.raises(ConfigError) as error:
             td3.train(composer.composed(f"td3.policy_delay={value}"), tmp_path)
         assert message in str(error.value) and "\n" not in str(error.value)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes import dqn, progress, video
-from recipes.run import DONE, ConfigError
+from recipes import dqn
+from recipes.common import progress, video
+from recipes.common.cli import DONE, ConfigError
 from tests.recipes.runs import Composer, rows
 
 TINY = [

@@ -1,10 +1,12 @@
 """Buffers that expand each draw to a window of steps (TorchRL's sample_unit=Sequence): priorities belong to anchors."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torchrl.data import Sequence
 
 from tests.data import buffer_with, event_sampler, linear_policy, random_rows
@@ -17,20 +19,25 @@ from torchrl_replay_ext import (
     TrajectoryRetraceSampler,
     compile_step,
 )
+from torchrl_replay_ext.buffers.sequences import CompilableSequence
 
 CAPACITY, EPISODE, EPS = 40, 10, 1e-6
 events = partial(event_sampler, CAPACITY, "event", priority={"kind": "proportional"})
 policy = partial(linear_policy, 3, 2)
 
 
-def make(sampler, stock, lanes=1, capacity=CAPACITY):
+UNIT = Sequence(length=3, burn_in=1, bootstrap=1)
+
+
+def make(sampler, stock, lanes=1, capacity=CAPACITY, unit=UNIT, **arguments):
     rb = buffer_with(
         sampler,
         capacity,
         compilable=not stock,
         ndim=2 if lanes > 1 else 1,
         batch_size=8,
-        sample_unit=Sequence(length=3, burn_in=1, bootstrap=1),
+        sample_unit=unit,
+        **arguments,
     )
     data = random_rows(CAPACITY, episode=EPISODE)
     if lanes > 1:
@@ -114,19 +121,155 @@ def test_anchors_that_were_overwritten_since_keep_the_default_priority():
     assert 0 < rb.sampler.stats()["dropped_updates"] == len(anchors) - len(fresh)
 
 
-@pytest.mark.parametrize("what", ["sample", "update"])
-def test_in_a_graph_sequences_are_refused_by_name(what):
-    rb = make(ProportionalSampler(CAPACITY), stock=False)
-    batch, before = rb.sample(), probabilities(rb)
-    batch["td_error"] = torch.ones(len(batch))
+# --- the windows of a CompilableReplayBuffer, in graphs too
 
-    def step():
-        return rb.sample() if what == "sample" else rb.update_tensordict_priority(batch)
 
-    with pytest.raises(Exception, match=r"Call sample\(\) and update_tensordict_priority\(\) outside"):
-        compile_step(step)()
-    assert torch.equal(probabilities(rb), before)
-    rb.update_tensordict_priority(batch)
+def stacked(index):
+    return torch.stack(index, -1) if isinstance(index, tuple) else index
+
+
+def assert_same_windows(unit, rb, anchors):
+    weight = torch.rand(len(anchors[0]) if isinstance(anchors, tuple) else len(anchors))
+    results = [each.expand(anchors, {"weight": weight}, rb.storage) for each in (unit, CompilableSequence(unit))]
+    (index, info), (other, other_info) = results
+    assert torch.equal(stacked(index), stacked(other)) and info.keys() == other_info.keys()
+    for key, value in info.items():
+        assert torch.equal(value, other_info[key]), key
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("writes", [[7], [40], [30, 26], [40, 40, 4]], ids=str)
+@pytest.mark.parametrize("episode", [3, 7, 100])
+def test_windows_are_those_of_torchrl(episode, writes, lanes):
+    """All combinations of the arguments, from every stored step, in partly filled and overwritten rings."""
+    rb, first = buffer_with(ProportionalSampler(), CAPACITY, compilable=True, ndim=lanes), 0
+    for count in writes:
+        data = random_rows(count - count % lanes, first=first, episode=episode)
+        rb.extend(data if lanes == 1 else data.reshape(-1, lanes).transpose(0, 1).contiguous())
+        first += count
+    anchors = torch.arange(len(rb))
+    anchors = anchors if lanes == 1 else (anchors // lanes, anchors % lanes)
+    values = ((1, 3, 8), (0, 2), (0, 2), (1, 3), ("pad", "stop", "include_reset"), (("next", "done"), None))
+    for length, burn_in, bootstrap, dilation, boundary, done_key in itertools.product(*values):
+        assert_same_windows(Sequence(length, boundary, done_key, burn_in, bootstrap, dilation), rb, anchors)
+
+
+def test_without_the_entry_that_marks_ends_of_episodes_windows_are_an_error():
+    rb = make(ProportionalSampler(CAPACITY), stock=False, unit=Sequence(length=3, done_key="ended"))
+    with pytest.raises(KeyError, match="no entry 'ended', which marks ends of episodes"):
+        rb.sample()
+
+
+def learn_in_graph(rb, backend):
+    def step(data):
+        rb.extend(data)
+        batch = rb.sample()
+        # exact in float32; all anchors differ, so that their ranks are unique
+        batch["td_error"] = 1.0 + batch["anchor_index"].reshape(len(batch), -1)[:, 0] / 64 + batch["step_in_sequence"]
+        rb.update_tensordict_priority(batch)
+        return batch
+
+    return torch.compile(step, fullgraph=True, backend=backend)
+
+
+@pytest.mark.usefixtures("from_scratch")
+@pytest.mark.parametrize(
+    ("name", "lanes", "boundary", "backend"),
+    [
+        ("proportional", 1, "stop", "inductor"),
+        ("proportional", 2, "pad", "eager"),
+        ("rank", 1, "pad", "eager"),
+        ("reaper", 1, "stop", "eager"),
+        ("reaper", 2, "pad", "eager"),
+    ],
+)
+def test_in_a_graph_windows_and_priorities_are_those_of_eager_code(name, lanes, boundary, backend):
+    unit = Sequence(length=3, burn_in=1, bootstrap=1, dilation=2, episode_boundary=boundary)
+    # a sort keeps the order of equal priorities, so both buffers must sort at the same times
+    sampler = RankBasedSampler(CAPACITY, stale_fraction=1.0) if name == "rank" else MAKERS[name]()
+    rb = make(sampler, stock=False, lanes=lanes, unit=unit)
+    twin = copy.deepcopy(rb)
+    graph = learn_in_graph(rb, CompileCounterWithBackend(backend))
+    sort(rb, twin)
+    for number in range(4):
+        data = random_rows(8, first=CAPACITY + 8 * number, episode=EPISODE)
+        data = data if lanes == 1 else data.reshape(lanes, -1)
+        twin.extend(data.clone())
+        batch = graph(data)
+        anchors = batch["anchor_index"].reshape(8, -1, *batch["anchor_index"].shape[1:])[:, 0]
+        index, info = unit.expand(anchors if lanes == 1 else tuple(anchors.unbind(1)), {}, twin.storage)
+        assert torch.equal(batch["index"], stacked(index))
+        assert all(torch.equal(batch[key], value) for key, value in info.items())
+        assert torch.equal(batch["number"], rb.storage.get(index)["number"])
+        twin.update_tensordict_priority(batch)
+        sort(rb, twin)
+        torch.testing.assert_close(probabilities(rb), probabilities(twin))
+    assert rb.sampler.stats()["rejected_updates"] == rb.sampler.stats()["dropped_updates"] == 0
+    rb.sampler.check_valid()
+
+
+def sort(*buffers):
+    for rb in buffers:
+        getattr(rb.sampler, "sort", lambda: None)()
+
+
+@pytest.mark.usefixtures("from_scratch")
+def test_in_a_graph_rows_of_overwritten_anchors_and_of_older_draws_are_dropped():
+    rb = make(ProportionalSampler(CAPACITY, eps=0.0, alpha=1.0, td_error="absolute"), stock=False)
+    old = rb.sample()
+    rb.extend(random_rows(20, first=CAPACITY, episode=EPISODE))
+    new = rb.sample()
+    both = torch.cat([old, new])
+    both["td_error"] = torch.cat([torch.full((len(old),), 64.0), torch.full((len(new),), 2.0)])
+    # slots that were overwritten must not get the TD errors of the first batch
+    expected_rows = {slot: 1.0 for slot in range(CAPACITY)}
+    for batch, error in ((new, 2.0), (old, 64.0)):
+        for slot, valid in zip(batch["anchor_index"].tolist(), batch["validity_mask"].tolist(), strict=True):
+            if valid and (batch is new or slot >= 20):
+                expected_rows[slot] = max(expected_rows[slot], error)
+
+    def update(batch):
+        rb.update_tensordict_priority(batch)
+
+    torch.compile(update, fullgraph=True, backend="eager")(both)
+    wanted = torch.tensor(list(expected_rows.values()), dtype=torch.float64)
+    torch.testing.assert_close(probabilities(rb), wanted / wanted.sum())
+    assert rb.sampler.stats()["dropped_updates"] > 0
+    rb.sampler.check_valid()
+
+
+@pytest.mark.usefixtures("from_scratch")
+def test_calls_of_an_eager_loop_may_run_as_graphs():
+    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False, compile=True)
+    for _ in range(3):
+        batch = rb.sample()
+        batch["td_error"] = torch.rand(len(batch)) + 0.1
+        wanted, _ = expected(rb, batch)
+        rb.update_tensordict_priority(batch)
+        torch.testing.assert_close(probabilities(rb), wanted)
+    rb.sampler.check_valid()
+
+
+class Other(Sequence):
+    """A sample unit of the user."""
+
+
+@pytest.mark.parametrize("what", ["sample", "compile=True"])
+def test_in_a_graph_other_sample_units_are_refused_by_name(what):
+    rb = make(ProportionalSampler(CAPACITY), stock=False, unit=Other(3))
+    with pytest.raises(Exception, match=r"sample_unit=Other\(...\)\): a graph can contain no sample unit other than"):
+        make(ProportionalSampler(CAPACITY), False, unit=Other(3), compile=True) if what != "sample" else compile_step(
+            lambda: rb.sample()
+        )()
+    assert rb.sample().shape == (24,)
+
+
+def test_in_a_graph_samplers_of_slices_and_pinned_tables_are_refused_too():
+    slices, pinned = TrajectoryRetraceSampler(slice_len=4), events(default=CAPACITY)
+    for sampler, message in ((slices, "sample_unit=Sequence"), (pinned, "retention='pinned'")):
+        rb = make(sampler, stock=False, capacity=2 * CAPACITY)
+        with pytest.raises(Exception, match=message):
+            torch.compile(lambda rb=rb: rb.sample(), fullgraph=True, backend="eager")()
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])

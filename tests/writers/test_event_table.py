@@ -9,12 +9,19 @@ import torch
 from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from torchrl.collectors import MultiSyncCollector
-from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs import GymEnv
 
 from tests.events import NaiveTables, scripted
-from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter, Threshold
+from torchrl_replay_ext import (
+    CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    Threshold,
+)
 
 ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
 # (event, history, table), capacities, storage size
@@ -393,6 +400,25 @@ def test_a_write_that_fails_in_the_storage_leaves_the_tables_whole(retention, mo
         assert len(index) == len(tables[name]) == len(index.unique())
         assert stored[index].tolist() == sorted(stored[index].tolist())
     assert len(stored[live.unique()].unique()) == len(live.unique())
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, CompilableTensorStorage])
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_a_write_leaves_the_storage_as_its_own_set_does(retention, kind):
+    capacity = {"event": 10, **({"default": 30} if retention == "pinned" else {})}
+    tables = EventTables([EventSpec("event", ("next", "a"), 3)], capacity=capacity, retention=retention)
+    sampler = EventTableSampler(tables, eta={"default": 0.5, "event": 0.5})
+    rb = TensorDictReplayBuffer(storage=kind(40), sampler=sampler, writer=EventTableWriter(tables), batch_size=4)
+    own = kind(40)
+    for chunk in scripted(200, seed=4).split(9):
+        chunk = chunk.clone()
+        # also writes that wrap around the ring, and writes to scattered slots
+        own.set(rb.extend(chunk), chunk)
+        assert len(rb.storage) == len(own)
+        assert_equal_states(rb.storage[:].exclude("index").to_dict(), own[:].to_dict())
+        assert torch.equal(torch.as_tensor(rb.storage._last_cursor), torch.as_tensor(own._last_cursor))
+        assert rb.storage._last_cursor_index == own._last_cursor_index
+        assert rb.storage._mutation_revision == own._mutation_revision
 
 
 def test_a_storage_that_was_filled_before():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
 import torch
+import torchrl
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right
 from torch import Tensor
@@ -14,20 +15,26 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, Storage
 from torchrl.envs import Compose
 
-from torchrl_replay_ext._torchrl import stored_data
+from torchrl_replay_ext._torchrl import count_sample, expands_draws, stored_data
 from torchrl_replay_ext.arguments import require_bool
-from torchrl_replay_ext.compilation import is_traced, refuse_in_graph
+from torchrl_replay_ext.buffers.sequences import CompilableSequence, largest_of_anchors
+from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.steps import compile_checked
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
-_NO_SEQUENCES = (
-    "CompilableReplayBuffer(sample_unit=Sequence(...)): TorchRL's Sequence cannot be part of a graph. Call sample() "
-    "and update_tensordict_priority() outside the compiled function and pass the sample to the function, or use "
-    "TrajectoryRetraceSampler, which draws sequences in a graph."
+_NO_UNIT = (
+    "CompilableReplayBuffer(sample_unit={name}(...)): a graph can contain no sample unit other than TorchRL's "
+    "Sequence. Call sample() and update_tensordict_priority() outside the compiled function, without compile=True, and "
+    "pass the sample to the function."
 )
 _NO_GRAPH = "CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use compile=False."
+_CAN_WAIT = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
+_CANNOT_WAIT = (
+    f"CompilableReplayBuffer.sample(wait=True): torchrl {torchrl.__version__} cannot wait for data. Leave wait= out "
+    "and write before the first sample, or install a later release of torchrl."
+)
 
 
 class _TakesStamps(Protocol):
@@ -58,7 +65,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     * Samples of this package's prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each
       row. ``update_tensordict_priority`` uses the stamps to drop rows whose slot was overwritten after the draw.
     * ``mark_update`` in a graph needs distinct rows.
-    * ``sample_unit=Sequence(...)`` works outside graphs only.
+    * ``sample_unit=Sequence(...)`` works in graphs too. Other sample units, and subclasses of ``Sequence``, work
+      outside graphs only.
 
     With ``compile=True``, ``sample`` and ``update_tensordict_priority`` run as graphs although the loop that calls them
     is eager. Each batch size is compiled at its first call. What is said above about graphs then applies to them, but
@@ -73,8 +81,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     Raises:
         TypeError: if the storage is of another class.
-        ValueError: if ``compile`` is combined with ``prefetch``, ``generator`` or ``sample_unit``, which graphs ignore
-            or cannot contain.
+        ValueError: if ``compile`` is combined with ``prefetch``, ``generator`` or a sample unit, which graphs ignore or
+            cannot contain.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -100,13 +108,18 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(self, *, compile: bool = False, **arguments: Any):
         require_bool("CompilableReplayBuffer", "compile", compile)
-        for name in ("prefetch", "generator", "sample_unit"):
+        for name in ("prefetch", "generator"):
             if compile and arguments.get(name):
                 raise ValueError(_NO_GRAPH.format(name=name))
+        unit = arguments.get("sample_unit")
+        if isinstance(unit, Sequence) and type(unit) is Sequence:
+            arguments["sample_unit"] = CompilableSequence(unit)
         self.compiles, self._graphs = compile, {}
         if arguments.get("writer") is None:
             arguments["writer"] = CompilableWriter
         super().__init__(**arguments)
+        if compile:
+            self._require_unit_of_graphs(ValueError)
 
     def _init(self) -> None:
         super()._init()
@@ -121,15 +134,53 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         super().load_state_dict(state_dict)
         bind_samplers(self._storage)
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Any | None = None,
+    ) -> Any:
+        """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`.
+
+        Args:
+            batch_size: number of rows. None (default): that of the buffer.
+            return_info: return a tuple of the batch and a dict with the columns that the sampler adds. Default: False.
+            include_info: deprecated in TorchRL.
+            wait: wait until there is data, with releases of torchrl after 0.14. Default: False.
+            timeout: the longest wait, in seconds. None (default): no limit.
+            cancel_event: an object whose ``is_set()`` ends the wait. Default: None.
+
+        Raises:
+            RuntimeError: if there is no batch size, or the buffer is empty; in a graph, with ``wait``.
+            TimeoutError: if there is no data after ``timeout`` seconds.
+            TypeError: with ``wait``, if torchrl cannot wait.
+        """
         size = self._batch_size if batch_size is None else batch_size
         if is_traced():
+            if wait:
+                raise RuntimeError("CompilableReplayBuffer.sample(wait=True): a graph cannot wait; leave wait= out.")
             return self._draw(size, return_info)
-        if not self.compiles or size is None or not len(self) or self._has_transforms:
-            return super().sample(batch_size, return_info, include_info)
+        is_cancelled = cancel_event is not None and cancel_event.is_set()
+        if not self.compiles or size is None or not len(self) or self._has_transforms or is_cancelled:
+            if not wait:
+                return super().sample(batch_size, return_info, include_info)
+            if not _CAN_WAIT:
+                raise TypeError(_CANNOT_WAIT)
+            waiting = {"wait": True, "timeout": timeout, "cancel_event": cancel_event}
+            return super().sample(batch_size, return_info, include_info, **waiting)
         key = ("sample", size, return_info, self._collate_fn)
-        return self._in_graph(key, lambda: self._draw(size, return_info))
+        drawn = self._in_graph(key, lambda: self._draw(size, return_info))
+        count_sample(self, len(drawn[0] if return_info else drawn))
+        return drawn
+
+    def _notify_replay_state_change(self) -> None:
+        # torch cannot trace the condition variable that wakes other threads; they must not wait while a graph runs
+        if not is_traced():
+            super()._notify_replay_state_change()  # pyright: ignore[reportAttributeAccessIssue]: not in torchrl 0.14
 
     @property
     def _has_transforms(self) -> bool:
@@ -139,20 +190,25 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         """:meth:`sample` in a graph."""
         if batch_size is None:
             raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
-        if isinstance(self._sample_unit, Sequence):
-            raise NotImplementedError(_NO_SEQUENCES)
+        self._require_unit_of_graphs(NotImplementedError)
         data, info = self._sample_in_graph(batch_size)
         for key, value in info.items():
             value = torch.stack(value, -1) if isinstance(value, tuple) else value
             data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
         return (data, info) if return_info else data
 
+    def _require_unit_of_graphs(self, error: type[Exception]) -> None:
+        if expands_draws(self) and not isinstance(self._sample_unit, CompilableSequence):
+            raise error(_NO_UNIT.format(name=type(self._sample_unit).__name__))
+
     def _sample_in_graph(self, batch_size: int) -> tuple[Any, dict]:
-        storage = self._storage
-        simple = storage.ndim == 1 and is_tensor_collection(stored_data(storage)) and self._sample_unit is None
-        if not simple or self._has_transforms:
+        storage, unit = self._storage, self._sample_unit
+        if storage.ndim > 1 or not is_tensor_collection(stored_data(storage)) or self._has_transforms:
             return self._sample(batch_size)
         index, info = self._sampler.sample(storage, batch_size)
+        if unit is not None:
+            index, info = unit.expand(index, info, storage)
+        assert isinstance(index, Tensor)
         info["index"] = index
         return self._collate_fn(storage.take(index)), info
 
@@ -209,7 +265,6 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             KeyError: if the entry ``priority_key`` is missing. Nothing is changed.
-            NotImplementedError: in a graph, if the buffer has ``sample_unit=Sequence(...)``.
         """
         sampler = self._sampler
         if not isinstance(sampler, PrioritizedSampler):
@@ -222,49 +277,28 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
                 "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
-        anchored = isinstance(self._sample_unit, Sequence) and data.get("anchor_index", None) is not None
+        anchored = expands_draws(self) and data.get("anchor_index", None) is not None
         if anchored:
-            refuse_in_graph(lambda: NotImplementedError(_NO_SEQUENCES))
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
             data = data.select(*needed, strict=False).reshape(-1)
         stamp = data.get(STAMP_KEY, None) if data.ndim == 1 else None
         if stamp is None or not _takes_stamps(sampler):
             super().update_tensordict_priority(data)
             return
-        index, priority = data["index"], self._get_priority_vector(data)
-        if anchored:
-            index, stamp, priority = _largest_of_anchors(data["anchor_index"], stamp, priority, data["validity_mask"])
+        index, priority = data["anchor_index" if anchored else "index"], self._get_priority_vector(data).detach()
+
+        def update(index: Tensor, priority: Tensor, stamp: Tensor, *valid: Tensor) -> None:
+            if valid:
+                index, stamp, priority = largest_of_anchors(self._storage, index, stamp, priority, *valid)
+            # not the local variable: the sampler may be replaced
+            self._sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
+
+        rows = (index, priority, stamp, *([data["validity_mask"]] if anchored else []))
         if self.compiles and not is_traced():
-
-            def update(index: Tensor, priority: Tensor, stamp: Tensor) -> None:
-                # not the local variable: the sampler may be replaced
-                self._sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
-
-            self._in_graph(("update", len(stamp)), update, index, priority.detach(), stamp)
+            self._in_graph(("update", len(stamp), anchored), update, *rows)
             return
         with self._locks():
-            sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
+            update(*rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_graphs": {}}
-
-
-def _largest_of_anchors(
-    anchor: Tensor, stamp: Tensor, priority: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct pairs of anchor and stamp, and the largest priority of each pair's valid rows.
-
-    Args:
-        anchor: index of each row's anchor, int64 [n] or [n, ndim].
-        stamp: write stamp of the anchor, int64 [n].
-        priority: float [n].
-        valid: bool [n].
-
-    Returns:
-        Index [m] or [m, ndim], stamps [m], priorities [m].
-    """
-    pairs = torch.cat([anchor.reshape(len(stamp), -1), stamp.unsqueeze(1)], 1)[valid]
-    distinct, place = torch.unique(pairs, dim=0, return_inverse=True)
-    largest = torch.zeros_like(distinct[:, 0], dtype=priority.dtype)
-    largest.scatter_reduce_(0, place, priority[valid], reduce="amax", include_self=False)
-    return distinct[:, :-1].reshape(-1, *anchor.shape[1:]), distinct[:, -1], largest

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
-from torchrl_replay_ext.core.reduction_tree import ReductionTree
+from torchrl_replay_ext.core.reduction_tree import ReductionTree, ancestors
 from torchrl_replay_ext.functional.priorities import FEW
 
 
@@ -21,8 +21,8 @@ def refresh(trees: list[ReductionTree], place: Array, block: Array) -> None:
 
     Args:
         trees: trees with the same leaves, and with the same layout unless they are prepared.
-        place: positions of the leaves among the stored leaves, int64 [n].
-        block: blocks of the leaves, int64 [n].
+        place: positions of the leaves among the stored leaves, int64 [n], or a slice.
+        block: blocks of the leaves, int64 [n], or a slice.
     """
     first = trees[0]
     groups = first.groups[0]
@@ -31,12 +31,12 @@ def refresh(trees: list[ReductionTree], place: Array, block: Array) -> None:
     if is_block and isinstance(block, np.ndarray) and len(block) > FEW:
         # large writes fill whole blocks
         block = np.unique(block)
-    group = block if is_block else place >> (groups.shape[1].bit_length() - 1)
+    group = block if is_block else ancestors(place, groups.shape[1].bit_length() - 1)
     contents = gather_in_bounds(groups, group)
     for tree in trees:
         if tree.groups[0].shape != groups.shape:
             groups = tree.groups[0]
-            group = place >> (groups.shape[1].bit_length() - 1)
+            group = ancestors(place, groups.shape[1].bit_length() - 1)
             contents = gather_in_bounds(groups, group)
         _refresh(tree, group, tree.of_leaves(contents), block)
 
@@ -49,7 +49,7 @@ def _refresh(tree: ReductionTree, node: Array, values: Array, block: Array) -> N
         scatter_in_bounds(tree.levels[number], node, tree.reduced(values))
         if number < top:
             groups = tree.groups[number]
-            node = node >> (groups.shape[1].bit_length() - 1)
+            node = ancestors(node, groups.shape[1].bit_length() - 1)
             values = gather_in_bounds(groups, node)
     for number in range(top + 1, len(tree.levels)):
         tree.recompute(number)

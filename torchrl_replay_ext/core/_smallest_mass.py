@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import numpy as np
 import torch
 
-from torchrl_replay_ext.compilation import Array
+from torchrl_replay_ext.compilation import Array, increase
 from torchrl_replay_ext.core import _eager_tree
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
 from torchrl_replay_ext.functional.priorities import FEW
@@ -40,7 +41,7 @@ class SmallestMass:
         # stale minima
         self._noticed = 0
         self._value: int | None = None
-        self._stale: list[np.ndarray] = []
+        self._stale: list[Array] = []
 
     def value(self) -> int:
         """The smallest positive mass; requires a positive total."""
@@ -58,36 +59,38 @@ class SmallestMass:
     def catch_up(self) -> None:
         """Recompute the minima that are stale because of writes of this process."""
         if self._stale:
-            block, place = self._minima.leaves.address(np.concatenate(self._stale))
+            # np.r_ concatenates arrays and slices
+            block, place = self._minima.leaves.address(np.r_[tuple(self._stale)])
             _eager_tree.refresh([self._minima], place, block)
             self._stale = []
             self._late.sub_(1)
 
     def may_be_late(self, index: Array) -> bool:
-        """Whether a write to the leaves ``index`` [n] may leave their minima stale."""
-        return self._value is not None and index.shape[0] <= FEW
+        """Whether a write to the leaves ``index`` may leave their minima stale."""
+        count = index.stop - index.start if isinstance(index, slice) else len(index)
+        return self._value is not None and count <= FEW
 
     def written(self, value: int | None = None) -> None:
         """Count a write and cache ``value``, the smallest mass after it; None if it must be read from the minima."""
-        writes = self._writes.numpy()
-        writes += 1
+        increase(self._writes, 1)
         self._noticed += 1
         self._value = value
 
-    def written_lazily(self, index: np.ndarray, before: list[int], mass: np.ndarray) -> None:
+    def written_lazily(self, index: Array, before: list[int], mass: np.ndarray | int) -> None:
         """Count a write of ``mass`` [n] to the leaves ``index`` [n] that leaves their minima stale.
 
         Args:
-            index: int64 [n].
+            index: int64 [n], or a slice.
             before: the masses of the leaves before the write.
-            mass: int64 [n].
+            mass: int64 [n], or one number.
         """
         # of duplicates, the last one wins
-        after = dict(zip(index.tolist(), mass.tolist(), strict=True)).values()
+        after = [mass] if isinstance(mass, int) else dict(zip(index.tolist(), mass.tolist(), strict=True)).values()
         smallest, value = min(filter(None, after), default=sys.maxsize), self._value
         if not self._stale:
             self._late.add_(1)
-        self._stale.append(index)
+        # a copy, because the caller may change an array in place
+        self._stale.append(copy.copy(index))
         if value is None or smallest <= value:
             value = smallest
         elif value in before or len(self._stale) > _MAX_STALE:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrl_replay_ext.core.table_state import TableState
+from torchrl_replay_ext.functional.priorities import as_index
 
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -124,8 +125,9 @@ class EventList:
             head = size
         positions = self._place_at(head, slots)
         ends[0], ends[2] = head + count, size + count
-        ordered[number] &= self._follow(numbers)
-        newest[number] = max(newest[number], numbers.max())
+        follows = self._follow(numbers)
+        ordered[number] &= follows
+        newest[number] = numbers[-1] if follows else max(newest[number], numbers.max())
         self.state.inserted(self._row, positions, slots)
 
     def stays_ordered(self, numbers: np.ndarray) -> bool:
@@ -133,7 +135,8 @@ class EventList:
         return bool(self.state.ordered.numpy()[self.number]) and self._follow(numbers)
 
     def _follow(self, numbers: np.ndarray) -> bool:
-        return bool(numbers[0] > self.state.newest.numpy()[self.number] and (numbers[1:] > numbers[:-1]).all())
+        is_increasing = isinstance(as_index(numbers), slice) or (numbers[1:] > numbers[:-1]).all()
+        return bool(is_increasing and numbers[0] > self.state.newest.numpy()[self.number])
 
     def _place_at(self, first: int, slots: np.ndarray) -> np.ndarray:
         """Store ``slots`` [n] as entries ``first`` to ``first + n - 1``; returns their positions."""

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import increase
 from torchrl_replay_ext.core.event_list import EventList
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.recoverable import Recoverable
 from torchrl_replay_ext.core.table_state import Listener, Listeners, TableState
+from torchrl_replay_ext.functional.priorities import as_index
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
@@ -323,7 +325,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def holding(self, slots: np.ndarray) -> np.ndarray:
         """:meth:`holds` for NumPy arrays, without a read from the device."""
-        return self._state.places.numpy()[:, slots] != self.nowhere
+        return self._state.places.numpy()[:, as_index(slots)] != self.nowhere
 
     def _is_listed(self, slots: np.ndarray) -> np.ndarray:
         return np.logical_or.reduce(self.holding(slots))
@@ -384,7 +386,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def written(self, slots: np.ndarray) -> None:
         """Count a write of ``slots`` [n], given in the order of writing."""
-        self._written.add_(len(slots))
+        increase(self._written, len(slots))
         if not self._pinned and self.size(0) < self.num_slots:
             self._set_default_size(max(self.size(0), int(slots.max()) + 1))
 
@@ -416,15 +418,15 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
             slots: int64 [n], distinct.
             in_turn: True (default) if these transitions were the oldest ones of the storage.
         """
-        places = self._state.places.numpy()
-        positions = places[:, slots]
+        places, index = self._state.places.numpy(), as_index(slots)
+        positions = places[:, index]
         held = positions != self.nowhere
         if not held.any():
             return
         with self.transaction():
             positions = positions.astype(np.int64)
             removed = held.sum(1)
-            places[:, slots] = self.nowhere
+            places[:, index] = self.nowhere
             ends = self._state.ends.numpy()[:, self._first :]
             ends[2] -= removed
             if in_turn:

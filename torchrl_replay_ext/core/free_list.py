@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import where_int64
+from torchrl_replay_ext.compilation import increase, where_int64
 
 
 class FreeList:
@@ -45,16 +45,20 @@ class FreeList:
 
     def take(self, count: int) -> np.ndarray:
         """Like :meth:`pop` for ``count`` ids, for a queue on the CPU; int64 [count]."""
-        first = int(self.head) % self.size
-        ids = self.queue.numpy()[np.arange(first, first + count) % self.size].astype(np.int64)
-        self.head.add_(count)
+        ids = self.queue.numpy()[self._places(self.head, count)].astype(np.int64)
+        increase(self.head, count)
         return ids
 
     def give_back(self, ids: np.ndarray) -> None:
         """Like :meth:`push` for all ``ids`` [n], for a queue on the CPU."""
-        first = int(self.tail) % self.size
-        self.queue.numpy()[np.arange(first, first + len(ids)) % self.size] = ids
-        self.tail.add_(len(ids))
+        self.queue.numpy()[self._places(self.tail, len(ids))] = ids
+        increase(self.tail, len(ids))
+
+    def _places(self, end: Tensor, count: int) -> slice | np.ndarray:
+        """The places of ``count`` ids in the queue, from ``end`` on."""
+        first = int(end) % self.size
+        behind = first + count
+        return slice(first, behind) if behind <= self.size else np.arange(first, behind) % self.size
 
     def clear_(self) -> None:
         """Make all ids free."""

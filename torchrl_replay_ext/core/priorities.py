@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.functional.priorities import write_last
 
@@ -23,10 +23,11 @@ def as_float32(number: float) -> float:
 
 
 class Priorities:
-    """The priority d = |δ| + eps of each slot, and the priority of new transitions.
+    """The priority d = max(|δ| + eps, min_priority) of each slot, and the priority of new transitions.
 
-    New transitions get the largest d seen so far, 1 before the first update. With ``within_buffer`` they get the
-    largest d of the stored transitions that have been updated; if there are none, the last such value is kept.
+    New transitions get the largest d seen so far, max(1, min_priority) before the first update. With ``within_buffer``
+    they get the largest d of the stored transitions that have been updated; if there are none, the last such value is
+    kept.
 
     Args:
         size: number of slots.
@@ -34,14 +35,24 @@ class Priorities:
         eps: constant added to |δ|.
         td_error: ``"squared"`` if updates contain δ², ``"absolute"`` if they contain |δ|.
         within_buffer: see above.
+        min_priority: the smallest d of an updated transition. Default: 0.
     """
 
-    def __init__(self, size: int, device: torch.device, *, eps: float, td_error: TDError, within_buffer: bool):
-        self.eps, self.td_error, self.within_buffer = eps, td_error, within_buffer
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        *,
+        eps: float,
+        td_error: TDError,
+        within_buffer: bool,
+        min_priority: float = 0.0,
+    ):
+        self.eps, self.td_error, self.within_buffer, self._smallest = eps, td_error, within_buffer, min_priority
         # d of each slot, float32; negative if the transition was never updated
         self.of_slot = torch.zeros(size, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
-        self.largest = torch.ones(1, dtype=torch.float64, device=device)
+        self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
 
@@ -50,10 +61,16 @@ class Priorities:
     @overload
     def from_td_error(self, error: float) -> float: ...
     def from_td_error(self, error: Tensor | float) -> Tensor | float:
-        """The priority d = |δ| + eps of a TD error."""
+        """The priority d = max(|δ| + eps, min_priority) of a TD error."""
         if isinstance(error, Tensor):
-            return error.sqrt().add_(self.eps) if self.td_error == "squared" else error + self.eps
-        return (math.sqrt(error) if self.td_error == "squared" else error) + self.eps
+            priority = error.sqrt().add_(self.eps) if self.td_error == "squared" else error + self.eps
+            return priority.clamp_min_(self._smallest) if self._smallest else priority
+        return max((math.sqrt(error) if self.td_error == "squared" else error) + self.eps, self._smallest)
+
+    @property
+    def _first(self) -> float:
+        """The priority of new transitions before the first update."""
+        return max(1.0, self._smallest)
 
     def default_td_error(self) -> float:
         """The TD error that gives the priority of a new transition."""
@@ -70,8 +87,8 @@ class Priorities:
             self._updated.prepare()
 
     def insert(self, slots: Array) -> None:
-        """Set the priorities of new transitions in ``slots`` [n]."""
-        scatter_in_bounds(self.of_slot, as_array(slots), -as_array(self.largest))
+        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.places`."""
+        scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
 
     def overwrite(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
@@ -127,7 +144,7 @@ class Priorities:
 
     def reset(self) -> None:
         """Restore the initial state."""
-        self.largest.fill_(1.0)
+        self.largest.fill_(self._first)
         self.clear()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -33,6 +33,13 @@ class UpdateMask(NamedTuple):
     is_last: Tensor
 
 
+def ancestors(nodes: Array, bits: int) -> Array:
+    """The ancestors of ``nodes`` [n], where 2^bits nodes have the same one; of a slice, a slice without duplicates."""
+    if isinstance(nodes, slice):
+        return slice(nodes.start >> bits, (nodes.stop - 1 >> bits) + 1)
+    return nodes >> bits
+
+
 class LeafRows:
     """int64 leaves in blocks of ``fanout``, one block per row. With a page table, only some of the blocks are stored.
 
@@ -58,9 +65,11 @@ class LeafRows:
 
     def address(self, index: Array) -> tuple[Array, Array]:
         """The blocks of the leaves ``index`` [n], and the positions of the leaves in ``flat``."""
-        block = index >> self.shift
         if self.page_table is None:
-            return block, index
+            return ancestors(index, self.shift), index
+        if isinstance(index, slice):
+            index = np.arange(index.start, index.stop)
+        block = index >> self.shift
         return block, (gather_in_bounds(self.page_table, block) << self.shift) + (index & (self.fanout - 1))
 
     def in_order(self, of_rows: Tensor) -> Tensor:

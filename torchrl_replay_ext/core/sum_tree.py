@@ -191,7 +191,7 @@ class SumTree:
         """Set int64 masses without checking arguments.
 
         Args:
-            index: the leaves, int64 [n] in [0, capacity).
+            index: the leaves, int64 [n] in [0, capacity), or a slice.
             mass: int64 [n] or [1], or one number, >= 0. Without ``mask``, the last one of duplicates wins.
             lazy: allow the tree to update the minima later. This makes frequent small writes faster in eager code.
                 Default: False.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, read, scalar, values_can_be_read
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, increase, read, scalar
 from torchrl_replay_ext.core.recoverable import Recoverable
-from torchrl_replay_ext.functional.priorities import FEW
+from torchrl_replay_ext.functional.priorities import as_index
 
 # Special values of last_seen_step.
 UNKNOWN = -1
@@ -77,15 +78,17 @@ class Layout(NamedTuple):
 
 
 class RingWrite(NamedTuple):
-    """Where a write lies in the ring, as numbers.
+    """Where a write lies in the ring.
 
     Args:
+        places: its slots as an index, see :func:`~torchrl_replay_ext.functional.priorities.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         newest: the step that was last written to the storage; -1 if unknown.
         last_seen: the step at which the last write ended that the log has seen, or a special value.
     """
 
+    places: Array
     first: int
     last: int
     smallest: int
@@ -120,7 +123,7 @@ class WriteLog(Recoverable):
         self._has_writes = torch.zeros((), dtype=torch.bool, device="cpu")
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
-        self._written: np.ndarray | None = None
+        self._written: Array | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -135,14 +138,11 @@ class WriteLog(Recoverable):
         return (self.generation > 0).nonzero().squeeze(1)
 
     def record(self, slots: Array) -> None:
-        """Register one write of ``slots`` [n]."""
-        slots = as_array(slots)
-        if isinstance(slots, np.ndarray):
-            number = self.num_writes.numpy()
-            number += 1
-            self.generation.numpy()[slots] = number
+        """Register one write of ``slots``, an index as :attr:`RingWrite.places`."""
+        increase(self.num_writes, 1)
+        if not isinstance(slots, Tensor):
+            self.generation.numpy()[slots] = self.num_writes.item()
             return
-        self.num_writes.add_(1)
         number = scalar(self.num_writes)
         if isinstance(number, Tensor):
             # index_fill_ would read the number from the device
@@ -156,14 +156,14 @@ class WriteLog(Recoverable):
             return self.num_writes
         return torch.full((), self.num_writes.item(), device=self.generation.device)
 
-    def announce(self, index: int | Tensor | None, slots: Tensor | None = None) -> None:
-        """Remember the index in the notification of the last write, and its slots [n].
+    def announce(self, index: int | Tensor | None, places: Array | None = None) -> None:
+        """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.places`.
 
         None: no update for its rows is expected.
         """
         self._announced = index
         # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = slots.numpy().copy() if slots is not None and values_can_be_read(slots) else None
+        self._written = None if isinstance(places, Tensor) else copy.copy(places)
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
         """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
@@ -172,7 +172,7 @@ class WriteLog(Recoverable):
         index tensor.
         """
         announced, written = self._announced, self._written
-        if announced is None or (written is not None and not np.array_equal(written, slots.numpy())):
+        if announced is None or (written is not None and not np.array_equal(written, as_index(slots))):
             return False
         if isinstance(index, Tensor) and index.ndim:
             if not isinstance(announced, Tensor) or announced.shape != index.shape:
@@ -224,14 +224,16 @@ class WriteLog(Recoverable):
 
     def locate(self, slots: Tensor, newest: int | Tensor | None) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring. ``newest``: see :class:`RingWrite`; None: unknown."""
-        newest, lanes = -1 if newest is None else newest, self.layout.slots_per_step
-        if slots.shape[0] <= FEW and values_can_be_read(slots):
-            numbers = slots.tolist()
-            first, last, *others = numbers[0], numbers[-1], min(numbers), max(numbers)
+        newest, lanes, places = -1 if newest is None else newest, self.layout.slots_per_step, as_index(slots)
+        if isinstance(places, slice):
+            first, last = places.start, places.stop - 1
+            others = [first, last, *read(newest, self.last_seen_step)]
+        elif isinstance(places, np.ndarray):
+            first, last, *others = map(int, (places[0], places[-1], places.min(), places.max()))
             others += read(newest, self.last_seen_step)
         else:
             first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
-        return RingWrite(first // lanes, last // lanes, *others)
+        return RingWrite(places, first // lanes, last // lanes, *others)
 
     def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor | None]:
         """Find the step of the ring at which a write ends, and the slots that it skipped.
@@ -266,10 +268,8 @@ class WriteLog(Recoverable):
             ValueError: if the rows are new and not consecutive in the ring.
         """
         size = self.layout.num_slots
-        if slots.shape[0] <= FEW and values_can_be_read(slots):
-            numbers = slots.tolist()
-            were_stored = 0 not in gather_in_bounds(self.generation, slots.numpy()).tolist()
-            consecutive = numbers == [slot % size for slot in range(numbers[0], numbers[0] + len(numbers))]
+        if isinstance(write.places, slice):
+            were_stored, consecutive = bool(gather_in_bounds(self.generation, write.places).all()), True
         else:
             order = torch.arange(slots.shape[0], device=slots.device)
             were_stored, consecutive = read(

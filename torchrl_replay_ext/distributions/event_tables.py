@@ -119,17 +119,14 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
-        """Masses of ``slots`` [n] at ``positions`` [n].
-
-        ``priority`` [n]: d, negative if never updated; None: that of the slots.
-        """
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+        """Masses at ``positions`` [n], or one number for all; ``priority`` [n]: d of ``slots``, None: their last d."""
         if self._correction == "priority":
             eta = 1 - self._shares.current[0]
             inside = self._tables.holds(slots).any(0)
             return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
         if self._kind is None:
-            return torch.full_like(slots, SumTree.UNIT)
+            return SumTree.UNIT
         if priority is None:
             priority = gather_in_bounds(self._priorities.of_slot, slots)
         if self._kind == "rank":
@@ -156,7 +153,7 @@ class EventTableMixture(Distribution):
         if self._correction == "priority":
             self._entries.add(slots, slots)
         else:
-            self._entries.add(positions, slots)
+            self._entries.add(positions, slots, constant=self._plain and not self._is_incomplete)
             self._weights.move(slots)
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
@@ -196,7 +193,9 @@ class EventTableMixture(Distribution):
         self._count_changes(len(slots))
         # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
         everywhere = self._is_incomplete or not self._tables.is_changing
-        if not everywhere and not self.slots_in_ring_order:
+        if not everywhere and (self._plain or not self.slots_in_ring_order):
+            if self.slots_in_ring_order:
+                self._entries.write(rows.places, SumTree.UNIT)
             return
         positions, repeated = self._everywhere(slots) if everywhere else (slots, slots)
         self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
@@ -465,10 +464,11 @@ class EventTableMixture(Distribution):
         if self._reliability is not None:
             self._reliability.check_valid()
         if self._correction != "priority" and self._tables.num_slots:
-            positions = self._tables.positions(self._log.stored_slots()).unique()
-            drawn = (self._tree.leaves > 0).nonzero().squeeze(1)
-            if not bool(torch.isin(drawn, positions).all()) or bool((drawn == self._nowhere).any()):
-                raise AssertionError("EventTableMixture: an entry outside all tables can be drawn")
+            positions = self._tables.positions(self._log.stored_slots())
+            held, drawn = positions[positions != self._nowhere].unique(), (self._tree.leaves > 0).nonzero().squeeze(1)
+            is_complete = self._plain and not self._is_incomplete
+            if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
+                raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
 
     def stats(self) -> dict[str, Tensor]:
         names, eta = self._tables.names, self._shares.current

@@ -52,9 +52,9 @@ class PowerTree:
             priority = priority.astype(np.float64, copy=False)
         return SumTree.to_mass(priority ** self._alpha.current())
 
-    def insert(self, slots: Tensor, priority: Tensor) -> None:
-        """Set the masses of new transitions in ``slots`` [n] from their ``priority`` [1]."""
-        self.tree.write(slots, self.mass(scalar(priority)), distinct=True)
+    def insert(self, places: Array, priority: Tensor) -> None:
+        """Set the masses of new transitions in the slots ``places`` (:attr:`RowView.places`) from ``priority`` [1]."""
+        self.tree.write(places, self.mass(scalar(priority)), lazy=True, distinct=True)
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
@@ -111,7 +111,7 @@ class Proportional(Distribution):
         return self._power.max_priority
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        self._power.insert(slots, priority)
+        self._power.insert(rows.places, priority)
 
     def remove(self, slots: Tensor) -> None:
         self._power.remove(slots)

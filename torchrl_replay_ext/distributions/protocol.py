@@ -10,6 +10,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 
@@ -37,9 +38,15 @@ class Draw(NamedTuple):
 
 
 class RowView(Protocol):
-    """Access to the rows of a write."""
+    """Access to the rows of a write.
+
+    Args:
+        slots: int64 [n].
+        places: the same slots as an index, see :func:`~torchrl_replay_ext.functional.priorities.as_index`.
+    """
 
     slots: Tensor
+    places: Array
 
     def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
         """One number per row, [n]; None if the entry is missing.

@@ -12,6 +12,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
 from torchrl_replay_ext.compilation import (
     gather_in_bounds,
+    increase,
     is_traced,
     scalar,
     scatter_in_bounds,
@@ -24,7 +25,7 @@ from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, last_occurrence
+from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
 
 # Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)
@@ -145,15 +146,14 @@ class RankBased(Distribution):
             self._sort_if_due()
         if not is_traced() and int(self._written) + count > self._size:
             self.sort()
-        if all_different(slots):
-            first = self._written.item()
-            self._move_all(slots.numpy(), self._size - 1 - np.arange(first, first + count) % self._size)
+        if isinstance(rows.places, slice):
+            self._place_consecutive(rows.places, self._size - int(self._written))
         else:
             number = torch.arange(count, device=self._device)
             place = self._size - 1 - (self._written + number) % self._size
             self._move(slots, place, is_last_occurrence(slots))
-        self._written.add_(count)
-        self._order.changes.add_(count)
+        increase(self._written, count)
+        increase(self._order.changes, count)
 
     def remove(self, slots: Tensor) -> None:
         left = self._place[slots]
@@ -191,12 +191,15 @@ class RankBased(Distribution):
         scatter_in_bounds(self._slot_at, taken, slots)
         scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
 
-    def _move_all(self, slots: np.ndarray, place: np.ndarray) -> None:
-        """Move all ``slots`` [n] to ``place`` [n], both distinct."""
-        left = gather_in_bounds(self._place, slots)
-        self._tree.write(np.concatenate([left, place]), np.repeat([0, 1], len(slots)))
-        scatter_in_bounds(self._slot_at, place, slots)
-        scatter_in_bounds(self._place, slots, place)
+    def _place_consecutive(self, slots: slice, end: int) -> None:
+        """Move ``slots`` to the places before ``end``, the first slot to the last place."""
+        place_of, count = self._place.numpy(), slots.stop - slots.start
+        place = np.arange(end - 1, end - count - 1, -1)
+        mass = np.zeros(2 * count, np.int64)
+        mass[count:] = 1
+        self._tree.write(np.concatenate([place_of[slots], place]), mass)
+        self._slot_at.numpy()[end - count : end] = np.arange(slots.stop - 1, slots.start - 1, -1)
+        place_of[slots] = place
 
     def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gaps for priorities above all, and for priorities below all, of the last sort."""

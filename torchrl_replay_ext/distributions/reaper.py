@@ -58,7 +58,7 @@ class ReliabilityAdjusted(Distribution):
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._reliability.insert(slots, priority, rows)
-        self._power.insert(slots, priority)
+        self._power.insert(rows.places, priority)
 
     def remove(self, slots: Tensor) -> None:
         self._reliability.remove(slots)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import values_can_be_read
+from torchrl_replay_ext.compilation import Array, as_array, values_can_be_read
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.functional.priorities import as_index
 
 
 class TableMasses:
@@ -24,29 +25,41 @@ class TableMasses:
         # positions, and the slots that entered there; None: the entries were removed
         self._changes: list[tuple[Tensor, Tensor | None]] = []
 
-    def add(self, positions: Tensor, slots: Tensor | None) -> None:
-        """Remember that ``slots`` [n] entered at ``positions`` [n], or that the entries there were removed (None)."""
+    def add(self, positions: Tensor, slots: Tensor | None, *, constant: bool = False) -> None:
+        """Remember that ``slots`` [n] entered at ``positions`` [n], or that the entries there were removed (None).
+
+        ``constant``: True if all entries have the same mass, and the tree is complete. Default: False.
+        """
         if self._may_be_equal and slots is not None and values_can_be_read(positions):
             # in a full list new entries replace the oldest ones
-            self._changes = [change for change in self._changes if not torch.equal(change[0], positions)]
+            pending = self._changes
+            self._changes = [change for change in pending if not torch.equal(change[0], positions)]
+            if constant and not self._changes and len(pending) == 1 and pending[0][1] is None:
+                # the tree still has the masses of the removed entries
+                return
         self._changes.append((positions, slots))
 
-    def flush(self, masses: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def flush(self, masses: Callable[[Tensor, Tensor], Tensor | int]) -> None:
         """Write all changes; ``masses(positions, slots)`` are the masses of entries."""
         changes, self._changes = self._changes, []
-        if changes:
-            positions = [positions for positions, _ in changes]
-            values = [torch.zeros_like(p) if slots is None else masses(p, slots) for p, slots in changes]
+        values = [0 if slots is None else masses(positions, slots) for positions, slots in changes]
+        if len(changes) == 1:
+            self.write(changes[0][0], values[0])
+        elif changes:
             # of several changes at a position the last one wins
-            several = len(changes) > 1
-            self.write(torch.cat(positions) if several else positions[0], torch.cat(values) if several else values[0])
+            positions = [positions for positions, _ in changes]
+            masses_of_rows = [torch.zeros_like(p) + value for p, value in zip(positions, values, strict=True)]
+            self.write(torch.cat(positions), torch.cat(masses_of_rows))
 
     def clear(self) -> None:
         """Discard all changes."""
         self._changes.clear()
 
-    def write(self, positions: Tensor, mass: Tensor, mask: UpdateMask | None = None) -> None:
+    def write(self, positions: Array, mass: Tensor | int, mask: UpdateMask | None = None) -> None:
         """Set the masses at ``positions`` [n]; see :meth:`SumTree.write`."""
-        if self._may_be_equal and values_can_be_read(mass) and torch.equal(self._tree.get(positions), mass):
+        positions = as_index(positions) if mask is None else positions
+        if isinstance(positions, Tensor):
+            mass = torch.full_like(positions, mass) if isinstance(mass, int) else mass
+        elif self._may_be_equal and (self._tree.get(positions) == as_array(mass)).all():
             return
         self._tree.write(positions, mass, mask=mask)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, is_traced, values_can_be_read
+from torchrl_replay_ext.compilation import Array, as_array, is_traced, values_can_be_read
 
 # Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
@@ -160,6 +160,32 @@ def all_different(index: Tensor) -> bool:
     return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count
 
 
+def as_index(numbers: Array) -> Array:
+    """``numbers`` as an index: a slice if they are consecutive, which saves most of the time of a write.
+
+    Args:
+        numbers: integers, int64 [n].
+
+    Returns:
+        A slice or a NumPy array; where values cannot be read (in a compiled graph, on an accelerator), ``numbers``.
+
+    Examples:
+        >>> as_index(torch.tensor([3, 4, 5]))
+        slice(3, 6, None)
+    """
+    array = as_array(numbers)
+    if isinstance(array, (Tensor, slice)) or not len(array):
+        return array
+    first, end = int(array[0]), int(array[-1]) + 1
+    if end - first != len(array):
+        return array
+    if len(array) <= FEW:
+        is_range = array.tolist() == [*range(first, end)]
+    else:
+        is_range = np.array_equal(array, np.arange(first, end))
+    return slice(first, end) if is_range else array
+
+
 def write_last(destination: Tensor, index: Array, values: Array) -> None:
     """``destination[index] = values`` in place; of duplicates in ``index`` the last one wins.
 
@@ -169,10 +195,10 @@ def write_last(destination: Tensor, index: Array, values: Array) -> None:
 
     Args:
         destination: tensor [N], changed in place.
-        index: positions, int64 [n] in [0, N).
+        index: positions, int64 [n] in [0, N), or a slice.
         values: new values, [n] or [1], in the dtype of ``destination``.
     """
-    if isinstance(index, np.ndarray):
+    if not isinstance(index, Tensor):
         destination.numpy()[index] = values
         return
     values = values.expand(index.shape[0])

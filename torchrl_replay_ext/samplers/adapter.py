@@ -49,8 +49,8 @@ class PrioritySampler(ShowsArguments, Sampler):
         capacity: number of slots, at least the capacity of the storage. None: the capacity of the storage.
         make: creates the distribution from a log and priorities; must be picklable.
         hyperparameters: by name; their schedules count updates. ``"beta"`` is the exponent of the weights.
-        eps, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`. Defaults: 0.0,
-            ``"absolute"`` and False.
+        eps, min_priority, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
+            Defaults: 0.0, 0.0, ``"absolute"`` and False.
         validate: see :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
         on_bind: called with each new storage; returns True if the distribution must be created again. Default: None.
     """
@@ -71,6 +71,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         *,
         hyperparameters: dict[str, Hyperparameter],
         eps: float = 0.0,
+        min_priority: float = 0.0,
         td_error: TDError = "absolute",
         max_priority_within_buffer: bool = False,
         validate: bool = False,
@@ -84,7 +85,10 @@ class PrioritySampler(ShowsArguments, Sampler):
         require_bool(name, "validate", validate)
         self.capacity, self._validate = capacity, validate
         self._priority_arguments = PriorityArguments(
-            eps=require_finite(name, "eps", eps), td_error=td_error, within_buffer=max_priority_within_buffer
+            eps=require_finite(name, "eps", eps),
+            td_error=td_error,
+            within_buffer=max_priority_within_buffer,
+            min_priority=require_finite(name, "min_priority", min_priority),
         )
         self.hyperparameters = hyperparameters
         self.make, self._make_observers, self._on_bind = make, list[MakeObserver](), on_bind
@@ -200,12 +204,11 @@ class PrioritySampler(ShowsArguments, Sampler):
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
         self.ready(storage)
         raise_if(lambda: self.state.log.is_empty, lambda: RuntimeError(f"{name}: cannot sample from an empty storage."))
-        if not self.distribution.slots_in_ring_order:
-            refusal = (
+        if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
+            raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
                 "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
             )
-            raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(refusal))
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
         if self._validate and density is not None and not values_can_be_read(density):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."

@@ -22,6 +22,9 @@ class ProportionalSampler(PrioritySampler):
     transitions get the largest d seen so far, 1 before the first update. A single outlier then determines the priority
     of all later transitions; ``max_priority_within_buffer`` limits this.
 
+    LAP (Fujimoto et al. 2020) is ``ProportionalSampler(alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0)`` with a Huber
+    loss: P(i) ∝ max(\|δ_i\|^α, 1) and no importance-sampling weights.
+
     It can be used as the ``sampler`` of a :class:`~torchrl.data.TensorDictReplayBuffer`. Sums are exact: d^α is stored
     in fixed point, in units of 2^-23 = 1.2e-7 (rounded up). At a capacity of 10^6, d^α can be up to 5 · 10^5.
 
@@ -30,7 +33,8 @@ class ProportionalSampler(PrioritySampler):
         alpha: priority exponent, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform. Default: 0.6.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.4.
-        eps: constant added to \|δ\|, >= 0; with 0, transitions with a TD error of 0 are never drawn. Default: 1e-6.
+        eps: constant added to \|δ\|, >= 0; with 0, transitions with a TD error of 0 are never drawn, unless
+            ``min_priority`` is positive. Default: 1e-6.
         stratified: draw one transition from each of B segments of equal mass instead of B independent ones. Default:
             False.
         td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
@@ -41,6 +45,8 @@ class ProportionalSampler(PrioritySampler):
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated, instead of the largest d ever seen; rows that the same write overwrites are not included. If no
             stored transition has been updated, the last such value is kept. Default: False.
+        min_priority: the smallest d of an updated transition, >= 0: smaller values of \|δ\| + eps are raised to it.
+            Default: 0.
         validate: if True, invalid input raises errors on accelerators too; to see it, the host must wait for the
             device. If False (default), invalid rows of updates are left out there and counted in :meth:`stats`, as in
             a compiled step.
@@ -75,6 +81,7 @@ class ProportionalSampler(PrioritySampler):
         td_error: TDError = "squared",
         weight_norm: WeightNorm = "buffer",
         max_priority_within_buffer: bool = False,
+        min_priority: float = 0.0,
         validate: bool = False,
     ):
         name = "ProportionalSampler"
@@ -86,6 +93,7 @@ class ProportionalSampler(PrioritySampler):
             partial(Proportional, alpha=hyperparameters["alpha"], stratified=stratified, weight_norm=weight_norm),
             hyperparameters=hyperparameters,
             eps=eps,
+            min_priority=min_priority,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
             validate=validate,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 
 
@@ -30,12 +31,21 @@ class StoredRows:
         owner: class name of the sampler, for error messages.
         storage: the storage.
         slots: int64 [n].
+        places: the same slots as an index, see :func:`~torchrl_replay_ext.functional.priorities.as_index`.
         log: the log of earlier writes.
         write: where the write lies in the ring. None: the rows are known to be new, or are written in a graph.
     """
 
-    def __init__(self, owner: str, storage: Storage | None, slots: Tensor, log: WriteLog, write: RingWrite | None):
-        self.owner, self.slots = owner, slots
+    def __init__(
+        self,
+        owner: str,
+        storage: Storage | None,
+        slots: Tensor,
+        places: Array,
+        log: WriteLog,
+        write: RingWrite | None,
+    ):
+        self.owner, self.slots, self.places = owner, slots, places
         self._storage, self._log, self._num_slots = storage, log, log.layout.num_slots
         self._write, self._is_rewrite = write, None if write is not None else False
 

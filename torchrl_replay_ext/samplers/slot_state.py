@@ -12,10 +12,11 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import as_array, gather_in_bounds, to_device
+from torchrl_replay_ext.compilation import gather_in_bounds, to_device
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, Layout, RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
+from torchrl_replay_ext.functional.priorities import as_index
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
@@ -33,6 +34,7 @@ class PriorityArguments(TypedDict):
     eps: float
     td_error: TDError
     within_buffer: bool
+    min_priority: float
 
 
 class SlotState:
@@ -216,7 +218,9 @@ class SlotState:
             write = self._locate(slots, storage)
         if write.smallest < 0 or write.largest >= self.layout.num_slots:
             require_in_range(self.owner, slots, self.layout.num_slots, self.layout.shape)
-        slots = to_device(slots, self.layout.device)
+        if slots.device != self.layout.device:
+            slots = to_device(slots, self.layout.device)
+            write = write._replace(places=as_index(slots))
         self.recover(storage, slots)
         self._accepting_parts = 0
         try:
@@ -229,7 +233,7 @@ class SlotState:
             raise
         if sets is not None and end == write.newest:
             self._seen_sets.fill_(sets)
-        self.log.announce(index if slots.numel() == count else None, slots)
+        self.log.announce(index if slots.numel() == count else None, write.places)
 
     def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> int:
         """Apply a write of ``slots`` [n]; returns the ring position after it, as :meth:`WriteLog.place_write`.
@@ -256,7 +260,9 @@ class SlotState:
             for part in self._parts:
                 part.before_full_overwrite()
             self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
-        self.insert(slots[-self.layout.num_slots :], storage, write)
+            slots = slots[-self.layout.num_slots :]
+            write = write._replace(places=as_index(slots))
+        self.insert(slots, storage, write)
         # last, because the write may be rejected
         log.see_step(end)
         return end
@@ -282,7 +288,8 @@ class SlotState:
 
     def insert(self, slots: Tensor, storage: Storage | None, write: RingWrite | None = None) -> None:
         """Insert the transitions in ``slots`` [n], new ones if ``write`` does not say where they lie in the ring."""
-        rows = StoredRows(self.owner, storage, slots, self.log, write)
+        places = as_index(slots) if write is None else write.places
+        rows = StoredRows(self.owner, storage, slots, places, self.log, write)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.overwrite(slots)
         accepting = 0
@@ -295,7 +302,6 @@ class SlotState:
             if largest is not None:
                 self.priorities.undo_overwrite(slots, largest)
             raise
-        places = as_array(slots)
         self.log.record(places)
         self.priorities.insert(places)
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext import _torchrl
@@ -241,7 +241,8 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
                 f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
                 f"multiple of slice_len={self._slice_len}."
             )
-        raise_if(lambda: _torchrl.draws_sequences(self, storage), lambda: ValueError(_NO_SEQUENCES))
+        if _torchrl.draws_sequences(self, storage):
+            raise ValueError(_NO_SEQUENCES)
         start, drawn = self._sampler.draw(storage, batch_size // self._slice_len)
         starts = self._starts
         slots = starts.slices.walk(start)
@@ -424,7 +425,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         )
 
 
-class _Newest:
+class _Newest(RandomSampler):
     """Replaces the sampler of a buffer; samples are the newest slices."""
 
     def __init__(self, sampler: TrajectoryRetraceSampler):

@@ -7,12 +7,12 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
 
-from torchrl_replay_ext._torchrl import map_tensors, stored_columns, stored_data
+from torchrl_replay_ext._torchrl import map_tensors, set_columns, stored_columns, stored_data
 from torchrl_replay_ext.compilation import (
     gather_in_bounds,
     is_traced,
@@ -63,6 +63,11 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def __len__(self) -> int:
         return self.max_size if is_traced() else self._len
+
+    @property
+    def num_rows(self) -> Tensor:
+        """The number of stored rows, int64 []; its value can change in place."""
+        return self._len_value
 
     @property
     def counters_device(self) -> torch.device:
@@ -118,24 +123,18 @@ class CompilableTensorStorage(LazyTensorStorage):
             self._require_columns()
         else:
             self.num_sets.add_(1)
-        stored = stored_data(self)
-        rows = dict(data.items(True, True)) if isinstance(data, TensorDict) else {}
-        columns = dict(stored.items(True, True)) if isinstance(stored, TensorDict) else {}
-        if not rows or rows.keys() != columns.keys():
-            if is_traced():
-                raise KeyError(
-                    f"CompilableTensorStorage: the data has the entries {sorted(map(str, rows))}, the storage "
-                    f"{sorted(map(str, columns))}; in a graph both must be the same."
-                )
-            super().set(cursor, data, set_cursor=set_cursor)
+        if set_columns(self, cursor, data, set_cursor=set_cursor):
             return
-        if set_cursor:
-            self._set_last_cursor(cursor)
-            self._get_new_len(data, cursor)
-        # faster than the assignment to a TensorDict
-        for key, column in columns.items():
-            column[cursor] = rows[key].to(column.device)
-        self._bump_mutation_revision()
+        if is_traced():
+            rows, columns = (
+                sorted(map(str, entries.keys(True, True))) if is_tensor_collection(entries) else []
+                for entries in (data, stored_data(self))
+            )
+            raise KeyError(
+                f"CompilableTensorStorage: the data has the entries {rows}, the storage {columns}; in a graph both "
+                "must be the same."
+            )
+        super().set(cursor, data, set_cursor=set_cursor)
 
     def _require_columns(self) -> None:
         if not self.initialized:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.utils import is_nested_key
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import is_traced, to_device
@@ -26,7 +25,8 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 
 
 def _is_key(index: Any) -> bool:
-    return isinstance(index, (str, tuple)) and is_nested_key(index)
+    is_path = isinstance(index, tuple) and bool(index) and all(isinstance(part, str) for part in index)
+    return is_path or isinstance(index, str)
 
 
 class FrameStackStorage(CompilableTensorStorage):

@@ -33,7 +33,7 @@ def holds_integers(column: Tensor) -> bool:
 
 def on_cpu(columns: dict[str | int, Tensor]) -> dict[str | int, np.ndarray]:
     """Copy ``columns``, n bools or integers each, to the CPU, [n]. A copy from an accelerator waits: make only one."""
-    remote = {key: column.reshape(-1) for key, column in columns.items() if column.device.type != "cpu"}
+    remote = {key: column.reshape(-1) for key, column in columns.items() if not column.is_cpu}
     result = {key: column.numpy().reshape(-1) for key, column in columns.items() if key not in remote}
     if remote:
         device = next(iter(remote.values())).device

@@ -13,10 +13,11 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext._torchrl import length, rows_of_ring, set_consecutive, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import length, rows_of_ring, set_rows, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import refuse_in_graph
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.functional.priorities import as_index
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
 from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Rows, Timeline
@@ -362,10 +363,7 @@ class EventTableWriter(CompilableWriter):
         )
         data.set("index", expand_as_right(index, data))
         try:
-            if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
-                set_consecutive(storage, to_write, int(slots[0]), data)
-            else:
-                storage.set(to_write, data)  # pyright: ignore[reportArgumentType]: the annotation names one slot only
+            set_rows(storage, to_write, data, first=int(slots[0]) if isinstance(as_index(slots), slice) else None)
             self._mark_update_entities(to_write)
         except BaseException:
             # transitions that were about to enter a table may have left the default one

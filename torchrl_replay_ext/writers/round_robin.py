@@ -17,11 +17,11 @@ from torchrl_replay_ext._torchrl import (
     last_step,
     last_step_value,
     rows_of_ring,
-    set_consecutive,
+    set_rows,
     shape_and_device,
     stored_data,
 )
-from torchrl_replay_ext.compilation import is_traced, mark_static, scalar, values_can_be_read
+from torchrl_replay_ext.compilation import increase, is_traced, mark_static, scalar, values_can_be_read
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
@@ -202,9 +202,9 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             self._cursor_value.fill_((first + count) % steps)
         else:
             self._cursor_value.add_(count).remainder_(steps)
-        self._write_count_value.add_(count)
+        increase(self._write_count_value, count)
         if fits:
-            set_consecutive(storage, index, first, data)
+            set_rows(storage, index, data, first=first)
         elif count > steps and isinstance(storage, TensorStorage):
             # skip rows that later rows would overwrite, because the order of writes is undefined in a compiled graph
             storage.set(index[-steps:], data[-steps:])

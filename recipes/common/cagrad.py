@@ -1,0 +1,161 @@
+"""Conflict-averse gradient descent (CAGrad; Liu et al., 2021): combines the gradients of several event tables.
+
+The SSET paper tests it in appendix A.2 (Figure 13).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+_RIDGE = 1e-12
+MOST_GRADIENTS = 12
+
+
+def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) -> Tensor:
+    """The update that maximizes the smallest improvement over all losses, in a ball around the average gradient.
+
+        d = argmax min_i <g_i, d>  subject to  ||d - g_0|| <= c ||g_0||,   g_0 = mean_i g_i
+
+    With √φ = c ||g_0|| and g_w = Σ_i w_i g_i, the solution is
+
+        d = g_0 + √φ g_w / ||g_w||,   w = argmin <g_w, g_0> + √φ ||g_w||  over the simplex.
+
+    With c = 0, d = g_0. With a single gradient, or equal gradients, d = (1 + c) g_0: as in the paper, d is not
+    rescaled. Divide d by 1 + c to keep the norm of equal gradients.
+
+    If no d in the ball improves all losses, g_w = 0 and g_w / ||g_w|| is undefined; the result is then its limit. The
+    function does not branch on values, so torch.compile can trace it.
+
+    Args:
+        gradients: g_i, floating point [K, P] with 1 <= K <= 12; all zeros give d = 0.
+        c: radius of the ball relative to ||g_0||, in [0, 1). May be a tensor, whose value is not checked.
+        weights: weights of the mean, [K], >= 0, such as the number of rows of each table in the batch; they need not
+            sum to 1. A gradient with weight 0 is ignored and may hold any values. Default: None, equal weights.
+
+    Returns:
+        d, [P], with the dtype of the gradients and without autograd graph.
+
+    Raises:
+        ValueError: if a shape or `c` is invalid.
+    """
+    if gradients.ndim != 2 or len(gradients) == 0:
+        raise ValueError(f"cagrad: gradients must be [K, P] with K >= 1, found {list(gradients.shape)}")
+    if len(gradients) > MOST_GRADIENTS:
+        raise ValueError(
+            f"cagrad: at most {MOST_GRADIENTS} gradients (the cost doubles with each), found {len(gradients)}"
+        )
+    if weights is not None and weights.shape != gradients.shape[:1]:
+        raise ValueError(f"cagrad: weights must be [{len(gradients)}], found {list(weights.shape)}")
+    if not isinstance(c, Tensor) and not 0 <= c < 1:
+        raise ValueError(f"cagrad(c={c}): must be in [0, 1)")
+    gradients = gradients.detach()
+    num_gradients = len(gradients)
+    if weights is None:
+        weights = gradients.new_ones(num_gradients)
+    present = weights > 0
+    # torch.where instead of a product: an ignored gradient may hold inf or NaN.
+    gradients = torch.where(present[:, None], gradients, 0.0)
+    share = torch.where(present, weights, 0.0).double()
+    share = share / torch.where(present.any(), share.sum(), 1.0)
+    # g_0 replaces ignored gradients. It is a mean of the other gradients, so the set of possible g_w does not change.
+    mixing = torch.where(present[:, None], torch.eye(num_gradients, dtype=share.dtype, device=share.device), share)
+    double = gradients.double()
+    gram = mixing @ (double @ double.mT) @ mixing.mT
+    w = mixing.mT @ _dual(gram, share, c)
+    return (share + w).to(gradients.dtype) @ gradients
+
+
+def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
+    """The weighted mean loss of each table's rows. The weighted mean of these losses is the loss of all rows.
+
+    Args:
+        rows: loss of each row times its weight, [B].
+        weights: weights of the rows, [B].
+        tables: table number of each row, int64 [B].
+        num_tables: K, number of tables.
+
+    Returns:
+        Losses [K], differentiable, 0 for a table without rows; and the sum of each table's weights [K], detached.
+    """
+    member = (tables == torch.arange(num_tables, device=tables.device)[:, None]).to(rows.dtype)
+    total = member @ weights.to(rows.dtype)
+    return (member @ rows) / torch.where(total > 0, total, 1.0), total.detach()
+
+
+def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a batch from event tables, and the loss of each table's rows.
+
+    Args:
+        rows: loss of each row times its weight, [B]: the result of a loss with reduction="none".
+        batch: the batch, [B].
+        num_tables: K, number of tables including the default table.
+
+    Returns:
+        The loss of the batch, []; the mean loss of each table's rows [K]; the weight of each table in the loss of the
+        batch [K].
+    """
+    weights = batch["priority_weight"]
+    return rows.sum() / weights.sum(), *losses_by_table(rows, weights, batch["table"], num_tables)
+
+
+def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
+    """CAGrad gradients of `parameters` for `losses` [K] with `weights` [K]; see :func:`cagrad`."""
+    rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses.unbind()]
+    flat = torch.stack([torch.cat([gradient.reshape(-1) for gradient in row]) for row in rows])
+    parts = cagrad(flat, c, weights).split([parameter.numel() for parameter in parameters])
+    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+
+
+def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
+    """√φ / ||g_w|| w, for the w that minimises <g_w, g_0> + √φ ||g_w|| over the simplex.
+
+    Solves all 2^K - 1 faces of the simplex at once in closed form and takes the best solution. Let M = (<g_i, g_j>),
+    b_i = <g_i, g_0> and v = √φ / ||g_w|| w, all restricted to a face. The minimum over the affine hull of the face
+    satisfies
+
+        M v = λ 1 - b,  vᵀ M v = φ,
+
+    a quadratic equation in λ, the value of the minimum. The solution is valid if v >= 0, which is always true in the
+    corners. No term is divided by ||g_w|| or √φ.
+
+    Args:
+        gram: <g_i, g_j>, float64 [K, K].
+        share: weights of g_0, [K], summing to 1.
+        c: in [0, 1).
+
+    Returns:
+        v, float64 [K].
+    """
+    num_gradients = len(gram)
+    identity = torch.eye(num_gradients, dtype=gram.dtype, device=gram.device)
+    norms = (gram * identity).sum(1)
+    largest = norms.amax()
+    b = gram @ share
+    phi = c * c * (share @ b).clamp(min=0.0)
+    # Makes all faces regular. Equivalent to an extra component √ridge ||g_i|| per gradient, orthogonal to all others.
+    ridge = torch.where(norms > 0, norms, torch.where(largest > 0, largest, 1.0))
+    gram = gram + _RIDGE * ridge * identity
+
+    bits = torch.arange(num_gradients, device=gram.device)
+    faces = torch.arange(1, 2**num_gradients, device=gram.device)[:, None] >> bits & 1
+    on_face = faces.to(gram.dtype)
+    matrices = on_face[:, :, None] * gram * on_face[:, None] + (1 - on_face)[:, :, None] * identity
+    factors = torch.linalg.cholesky_ex(matrices).L
+
+    def solve(right: Tensor) -> Tensor:
+        return torch.cholesky_solve(right[..., None], factors)[..., 0]
+
+    ones = solve(on_face)
+    total = ones.sum(1)
+    # Split λ 1 - b into a part along 1 and a part orthogonal to 1 in the metric of M⁻¹.
+    centre = (ones @ b) / total
+    rest = on_face * (b - centre[:, None])
+    tilt = solve(rest)
+    height = (phi - (rest * tilt).sum(1)) / total
+    height_root = height.clamp(min=0.0).sqrt()
+    v = height_root[:, None] * ones - tilt
+    is_minimum = (height >= 0) & (v >= 0).all(1)
+    value = torch.where(is_minimum, centre + height_root, torch.inf)
+    return v[value.argmin()[None]][0]

@@ -1,0 +1,253 @@
+"""Collects transitions from one or more environments that are stepped together."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from tensordict import TensorDict
+
+from recipes.common.n_step import NStep
+from recipes.common.replayable_env import ReplayableEnv
+
+# Number of finished episodes whose returns are kept.
+_RECENT = 100
+
+
+class EpsilonRandom:
+    """A behaviour policy: a uniformly random action with probability ``epsilon``, else the action of ``policy``.
+
+    With a greedy ``policy`` this is epsilon-greedy. With ``epsilon`` 1 at first and then 0 it is a random warm-up.
+    ``epsilon`` starts at 1.
+
+    Args:
+        policy: maps observations [envs, ...] to actions, [envs] if they are discrete, else [envs, size].
+        action_space: action space of one environment, discrete or bounded.
+        seed: seed of the random actions.
+
+    Raises:
+        TypeError: if the action space is neither Discrete nor Box.
+    """
+
+    def __init__(self, policy: Callable[[np.ndarray], np.ndarray], action_space: gymnasium.Space, *, seed: int):
+        self.epsilon = 1.0
+        if not isinstance(action_space, (Discrete, Box)):
+            raise TypeError(f"EpsilonRandom(action_space={action_space}): must be Discrete or Box.")
+        self._policy = policy
+        self._space = action_space
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, observations: np.ndarray) -> np.ndarray:
+        """The actions for ``observations``."""
+        count = len(observations)
+        random = self._rng.random(count) < self.epsilon
+        action = self._random_actions(count)
+        if random.all():
+            return action
+        return np.where(random.reshape(-1, *[1] * (action.ndim - 1)), action, self._policy(observations))
+
+    def _random_actions(self, count: int) -> np.ndarray:
+        space = self._space
+        if isinstance(space, Discrete):
+            return self._rng.integers(int(space.n), size=count)
+        return self._rng.uniform(space.low, space.high, size=(count, *space.shape)).astype(np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generator of random actions."""
+        return {"rng": self._rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        self._rng.bit_generator.state = state["rng"]
+
+
+class Behaviour(Protocol):
+    """A policy that collects, with its random state."""
+
+    def __call__(self, observations: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
+        """The actions for ``observations``, or a dict of "action" and further entries to store."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        ...
+
+
+class VectorCollector:
+    """Steps ``len(envs)`` environments together and yields batches of transitions.
+
+    The policy is called once per step for all environments. With 8 or more environments, a step costs a fraction of a
+    step of a general-purpose collector. Batches are flat: the transitions of all environments at the first step, then
+    at the second, and so on. ``("collector", "traj_ids")`` holds the trajectory of each transition.
+
+    Args:
+        envs: functions that make the environments.
+        behaviour: maps observations [envs, ...] to actions [envs, ...], or to a dict of "action" and further entries to
+            store, each [envs, ...]. ``state_dict`` holds its random state.
+        frames_per_batch: transitions per batch, a multiple of the number of environments.
+        seed: seed of the first environment; the next environments use the next integers.
+        flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
+            Default: ().
+        n_step: n of n-step transitions, see :class:`~recipes.common.n_step.NStep`. The first batch then takes n more
+            steps of each environment. Default: 1.
+        gamma: discount factor of n-step transitions. Default: 1.
+
+    Raises:
+        ValueError: if ``frames_per_batch`` is not a multiple of the number of environments.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Callable[[], gymnasium.Env]],
+        behaviour: Behaviour,
+        *,
+        frames_per_batch: int,
+        seed: int,
+        flags: Sequence[str] = (),
+        n_step: int = 1,
+        gamma: float = 1.0,
+    ):
+        if frames_per_batch % len(envs):
+            raise ValueError(f"frames_per_batch={frames_per_batch}: must be a multiple of the {len(envs)} environments")
+        self._envs = [ReplayableEnv(make(), seed + number) for number, make in enumerate(envs)]
+        self._behaviour = behaviour
+        self._flags = flags
+        self._steps = frames_per_batch // len(envs)
+        space = self._envs[0].env.observation_space
+        self._shape, self._dtype = (len(envs), *(space.shape or ())), space.dtype
+        self._observation = self._stack([env.observation for env in self._envs])
+        self._trajectory = np.arange(len(envs))
+        self._next_trajectory = len(envs)
+        self._return = np.zeros(len(envs))
+        # returns of the most recently finished episodes
+        self.returns: deque[float] = deque(maxlen=_RECENT)
+        self._lost: list[int] = []
+        self._n_step = NStep(n_step, gamma, len(envs), flags) if n_step > 1 else None
+        # env steps of the last batch
+        self.steps_of_batch = 0
+
+    def _stack(self, observations: Sequence[Any]) -> np.ndarray:
+        stacked = np.empty(self._shape, self._dtype)
+        for row, observation in zip(stacked, observations, strict=True):
+            row[...] = observation
+        return stacked
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while True:
+            yield self.collect()
+
+    def collect(self) -> TensorDict:
+        """Collect one batch of ``frames_per_batch`` transitions."""
+        if self._n_step is None:
+            return self._collect(self._steps)
+        return self._n_step(self._collect(self._steps + self._n_step.missing))
+
+    def _collect(self, steps: int) -> TensorDict:
+        self.steps_of_batch = steps * len(self._envs)
+        rows: list[tuple[np.ndarray, ...]] = []
+        names: list[str] = []
+        for _ in range(steps):
+            action = self._behaviour(self._observation)
+            kept: list[np.ndarray] = []
+            if isinstance(action, dict):
+                names = [name for name in action if name != "action"]
+                kept, action = [action[name] for name in names], action["action"]
+            rows.append((self._observation, action, self._trajectory, *self._step(action), *kept))
+        before, action, trajectory, after, reward, terminated, truncated, flags, *others = (
+            torch.from_numpy(np.concatenate(column)) for column in zip(*rows, strict=True)
+        )
+        following: dict[str, Any] = {
+            "observation": _observed(after),
+            "reward": reward.float().unsqueeze(1),
+            "done": (terminated | truncated).unsqueeze(1),
+            "terminated": terminated.unsqueeze(1),
+            "truncated": truncated.unsqueeze(1),
+        }
+        if self._flags:
+            following["events"] = {name: flags[:, i : i + 1] for i, name in enumerate(self._flags)}
+        data = {"observation": _observed(before), "action": action, "collector": {"traj_ids": trajectory}}
+        data |= dict(zip(names, others, strict=True))
+        return TensorDict({**data, "next": following}, [len(action)], device="cpu")
+
+    def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Step all environments and reset those whose episodes ended.
+
+        Returns:
+            Next observations, rewards, terminated, truncated, flags.
+        """
+        results = [env.step(action) for env, action in zip(self._envs, actions, strict=True)]
+        after, *columns, infos = zip(*results, strict=True)
+        reward, terminated, truncated = (
+            np.array(column, dtype) for column, dtype in zip(columns, (np.float64, bool, bool), strict=True)
+        )
+        flags = np.array([[bool(info.get(name, False)) for name in self._flags] for info in infos], dtype=bool)
+        self._return += reward
+        self._observation = after = self._stack(after)
+        done = (terminated | truncated).nonzero()[0]
+        if len(done):
+            self._observation = after.copy()
+            for i in done:
+                self._observation[i] = self._envs[i].reset()
+            self.returns.extend(self._return[done].tolist())
+            self._begin(done)
+        return after, reward, terminated, truncated, flags
+
+    def _begin(self, envs: Sequence[int] | np.ndarray) -> None:
+        """Start new trajectories in these environments."""
+        self._trajectory = self._trajectory.copy()
+        self._trajectory[envs] = np.arange(self._next_trajectory, self._next_trajectory + len(envs))
+        self._next_trajectory += len(envs)
+        self._return[envs] = 0.0
+
+    def resume(self) -> list[int]:
+        """After a resume: the indices of environments that could not continue their episodes and started new ones."""
+        return self._lost
+
+    @property
+    def holds_newest(self) -> bool:
+        """Whether the newest steps are held back; the collector then ends the episodes of lost environments itself."""
+        return self._n_step is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next batches depend on."""
+        return {
+            "next_trajectory": self._next_trajectory,
+            "trajectory": self._trajectory.tolist(),
+            "return": self._return.tolist(),
+            "returns": list(self.returns),
+            "behaviour": self._behaviour.state_dict(),
+            "envs": [env.state_dict() for env in self._envs],
+            **({} if self._n_step is None else {"n_step": self._n_step.state_dict()}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict` by replaying the current episodes; see :meth:`resume`."""
+        self._next_trajectory = state["next_trajectory"]
+        self._trajectory = np.array(state["trajectory"])
+        self._return = np.array(state["return"])
+        self.returns = deque(state["returns"], maxlen=_RECENT)
+        self._behaviour.load_state_dict(state["behaviour"])
+        whole = [env.load_state_dict(saved) for env, saved in zip(self._envs, state["envs"], strict=True)]
+        self._observation = self._stack([env.observation for env in self._envs])
+        self._lost = [number for number, there in enumerate(whole) if not there]
+        self._begin(self._lost)
+        if self._n_step is not None:
+            self._n_step.load_state_dict(state["n_step"])
+            self._n_step.end_episodes(self._lost)
+
+    def shutdown(self) -> None:
+        """Close the environments."""
+        for env in self._envs:
+            env.env.close()
+
+
+def _observed(observations: torch.Tensor) -> torch.Tensor:
+    """Observations as float32; images stay uint8."""
+    return observations if observations.dtype == torch.uint8 else observations.float()

@@ -1,0 +1,167 @@
+"""Logs a run: progress.csv and an optional TorchRL logger."""
+
+import csv
+import importlib.util
+import io
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrl.record.loggers import get_logger
+from tqdm import tqdm
+
+from recipes.common.cli import ConfigError, reason
+from recipes.common.files import atomic_write
+
+PROGRESS = "progress.csv"
+VIDEO = "evaluation"  # name of videos in the logger
+
+
+class Progress:
+    """Writes one row of numbers per evaluation, without delay.
+
+    Args:
+        run_dir: directory of the run.
+        write_csv: whether to write progress.csv.
+        backend: a TorchRL logger ("tensorboard", "wandb", ...) or None.
+        until: existing rows with more env steps than this are removed. They were written after the checkpoint that a
+            resumed run starts from, and will be written again. Default: 0.
+
+    Raises:
+        ConfigError: if the backend's package is not installed.
+    """
+
+    def __init__(self, run_dir: Path, write_csv: bool, backend: str | None, until: int = 0) -> None:
+        self.path = run_dir / PROGRESS if write_csv else None
+        self._backend = backend
+        self._waiting: list[dict[str, float]] = []
+        try:
+            self.logger = get_logger(
+                backend or "",  # pyright: ignore[reportArgumentType]: NotImplementedError for unknown names
+                logger_name=str(run_dir),
+                experiment_name=backend or "",
+            )
+        except (ImportError, NotImplementedError) as error:
+            raise ConfigError(f"logger={backend}: {error}; install the package or use logger=csv") from error
+        if self.path is not None and self.path.is_file():
+            rewrite(self.path, [row for row in read_progress(self.path) if int(row["env_steps"]) <= until])
+
+    def write(self, row: dict[str, float], histograms: Mapping[str, Tensor] | None = None) -> None:
+        """Append a row, which must have the keys of the first row. If it cannot be written, keep it for the next call.
+
+        Args:
+            row: numbers by column.
+            histograms: tensors by name, sent only to the backend. Default: None.
+        """
+        if self.path is not None:
+            self._waiting.append(row)
+            try:
+                self.flush()
+            except OSError as error:
+                warn(f"{self.path}: {reason(error)}; {len(self._waiting)} rows are kept and written later")
+        if self.logger:
+            for name, value in row.items():
+                self.logger.log_scalar(name, value, step=int(row["env_steps"]))
+            for name, values in (histograms or {}).items():
+                bins: Any = "auto" if self._backend == "tensorboard" else 64
+                data: Any = values.cpu().numpy()
+                self.logger.log_histogram(name, data, step=int(row["env_steps"]), bins=bins)
+
+    def show(self, frames: np.ndarray, step: int) -> None:
+        """Send a video [frames, height, width, 3] to the backend; does nothing without backend or moviepy."""
+        if self.logger and importlib.util.find_spec("moviepy") is not None:
+            self.logger.log_video(VIDEO, torch.from_numpy(frames).movedim(-1, 1).unsqueeze(0), step=step)
+
+    def flush(self) -> None:
+        """Write the rows that could not be written before. If it raises OSError, the file is unchanged."""
+        if self.path is None or not self._waiting:
+            return
+        append_rows(self.path, self._waiting)
+        self._waiting.clear()
+
+
+class Means:
+    """Means of the numbers that were added since the last row."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add tensors [n] by name."""
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def take(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the means of these numbers, NaN if nothing was added, and remove all values."""
+        means = {name: torch.cat(self._values[name]).mean().item() if self._values else math.nan for name in names}
+        self._values.clear()
+        return means
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The values since the last row."""
+        return {name: torch.cat(values) for name, values in self._values.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        self._values.clear()
+        self.add(state)
+
+
+def warn(message: str) -> None:
+    """Print a warning to stderr, above the progress bar."""
+    tqdm.write(f"warning: {message}", file=sys.stderr)
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Append rows to a CSV and sync it to the disk. If it raises OSError, the file is unchanged."""
+    length = path.stat().st_size if path.is_file() else 0
+    try:
+        with path.open("a", newline="") as file:
+            file.write(_lines(rows, header=not length))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        if path.is_file():
+            os.truncate(path, length)
+        raise
+
+
+def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
+    """Replace the content of a CSV by `rows`, atomically; without rows, delete the file."""
+    if not rows:
+        path.unlink()
+        return
+    with atomic_write(path) as partial, partial.open("w", newline="") as file:
+        file.write(_lines(rows, header=True))
+
+
+def _lines(rows: Sequence[Mapping[str, object]], *, header: bool) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if header:
+        writer.writerow(rows[0])
+    writer.writerows(row.values() for row in rows)
+    return text.getvalue()
+
+
+def read_progress(path: Path) -> list[dict[str, str]]:
+    """The rows of a progress.csv, oldest first. An incomplete last line is ignored."""
+    with path.open(newline="") as file:
+        whole, _, _ = file.read().rpartition("\n")
+    return list(csv.DictReader(io.StringIO(whole, newline="")))
+
+
+def steps_to_reach(steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int) -> int | None:
+    """Env steps at the first of `in_a_row` consecutive evaluations with values >= `least`; None if there are none."""
+    reached = [value >= least - 1e-6 for value in values]
+    for first in range(len(reached) - in_a_row + 1):
+        if all(reached[first : first + in_a_row]):
+            return steps[first]
+    return None

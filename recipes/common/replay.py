@@ -1,0 +1,304 @@
+"""Builds the replay buffers of the recipes: storage, sampler and writer."""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+
+from recipes.common.cli import ConfigError
+from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig
+from recipes.common.events import FLAGS, make_tables
+from recipes.common.hints import keyword_hint
+from recipes.common.n_step import TERMINATED
+from torchrl_replay_ext import (
+    Anneal,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    FrameStackStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    RecencySampler,
+)
+
+# in the order of PLAIN
+_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler, ProportionalSampler)
+SAMPLERS: dict[str, Callable[..., Sampler]] = dict(zip(PLAIN, _CLASSES, strict=True))
+PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
+
+# Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
+STORED_KEYS = (
+    "observation",
+    "action",
+    ("collector", "traj_ids"),
+    ("next", "observation"),
+    ("next", "reward"),
+    ("next", "done"),
+    ("next", "terminated"),
+    ("next", "truncated"),
+)
+
+
+def stored_keys(env: EnvConfig, n_step: int = 1) -> tuple[NestedKey, ...]:
+    """The entries stored for each transition: STORED_KEYS, the events of the environment, and those of n steps."""
+    of_n_steps = ("steps_to_next_obs", ("next", TERMINATED)) if n_step > 1 else ()
+    return *STORED_KEYS, *((*FLAGS, name) for name in env.flags), *of_n_steps
+
+
+def loss_keys(n_step: int) -> dict[str, str]:
+    """The keys that differ from the loss's own: with n steps, whether the last of them terminated the episode."""
+    return {"terminated": TERMINATED} if n_step > 1 else {}
+
+
+def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
+    """Check that the buffer and a batch fit into the memory of the device.
+
+    Only observations, actions and rewards are counted, so the real sizes are larger.
+
+    Raises:
+        ConfigError: if the buffer or a batch is larger than the total memory.
+    """
+    learning = config.learning
+    actions, frames = env.action_space, 1 if config.env.atari is None else config.env.atari.num_frames
+    # The buffer stores each frame once: stacks of consecutive steps share frames, and so do the next observations.
+    observation = _num_bytes(env.observation_space)
+    rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
+    stored = rest + (observation // frames if frames > 1 else 2 * observation)
+    memory = total_memory(device)
+    for key, each in (("buffer_size", stored), ("batch_size", 2 * observation + rest)):
+        value = getattr(learning, key)
+        if value * each > memory:
+            raise ConfigError(
+                f"{learning.group}.{key}={value}: needs at least {value * each / 1e9:,.0f} GB, and {device} has "
+                f"{memory / 1e9:,.1f} GB; choose at most {memory // each}"
+            )
+
+
+def _num_bytes(space: gymnasium.Space) -> int:
+    """Bytes of a stored observation: 1 per pixel of an image, 4 (float32) per other number."""
+    return math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)
+
+
+def total_memory(device: torch.device) -> int:
+    """Total memory in bytes: of the GPU, or the part of the host's that this process may use; 2^63 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    sizes = [2**63]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # limits of the container, cgroup v2 and v1
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
+
+
+def make_replay(
+    config: RunConfig,
+    device: torch.device,
+    *,
+    td_error: str,
+    policy: TensorDictModuleBase | None = None,
+    noise_scale: float = 1.0,
+    wrap: Callable[[Sampler], Sampler] | None = None,
+) -> CompilableReplayBuffer:
+    """Build the buffer of a run, with the configured sampler and the writer that it needs.
+
+    Args:
+        config: the run's configuration.
+        device: device of the storage.
+        td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
+        policy: the actor. Required by the samplers in DECOUPLED, which draw separate batches for it; see
+            actor_batches. Default: None.
+        noise_scale: standard deviation of the exploration noise, used by the samplers in DECOUPLED. Default: 1.
+        wrap: maps the configured sampler to the buffer's sampler. Default: None, use the configured sampler.
+
+    Raises:
+        ConfigError: see make_sampler and make_event_tables; also if a sampler in DECOUPLED has no actor or no critic.
+    """
+    learning, settings = config.learning, dict(config.sampler)
+    name = settings["name"]
+    if name in DECOUPLED:
+        if policy is None:
+            raise ConfigError(f"sampler={name}: this recipe does not support it; use recipes.td3 or recipes.sac")
+        settings = settings.pop("critic", None) or {}
+        if not isinstance(settings, dict) or "name" not in settings:
+            raise ConfigError(f"sampler={name}: sampler.critic must be a sampler, for example {{name: per}}")
+    arguments = settings, learning.buffer_size, learning.num_updates(), config.num_envs, td_error
+    if settings["name"] in EVENT_TABLES:
+        tables, sampler = make_event_tables(config.env, *arguments)
+        writer = EventTableWriter(tables)
+    else:
+        sampler, writer = make_sampler(*arguments), None
+    if name in DECOUPLED and policy is not None:
+        keywords = {key: value for key, value in config.sampler.items() if key not in ("name", "critic")}
+        try:
+            sampler = DecoupledSampler(sampler, policy, noise_scale=noise_scale, **keywords)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"sampler={name}: {error}") from error
+    try:
+        sampler = sampler if wrap is None else wrap(sampler)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampler={name}: {error}") from error
+    if config.env.atari is not None:
+        streams = max(64, 2 * config.num_envs)
+        storage = FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
+    else:
+        storage = CompilableTensorStorage(learning.buffer_size, device=device)
+    return CompilableReplayBuffer(
+        storage=storage,
+        sampler=sampler,
+        writer=writer,
+        batch_size=learning.batch_size,
+        priority_key="td_error",
+    )
+
+
+def require_frames(replay: TensorDictReplayBuffer) -> None:
+    """Raise RuntimeError if the storage had no place for some frames. Compiled writes cannot raise it themselves."""
+    lost = getattr(replay.storage, "lost_frames", 0)
+    if lost:
+        raise RuntimeError(f"{lost} frames did not fit into the buffer: episodes are shorter than 8 steps on average")
+
+
+def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
+    """A function that draws the actor's batches; None if the actor uses the critic's batches.
+
+    Raises:
+        ConfigError: if the sampler cannot draw batches for the actor.
+    """
+    sampler = replay.sampler
+    if not isinstance(sampler, DecoupledSampler):
+        return None
+    try:
+        return sampler.actor_buffer(replay).sample
+    except ValueError as error:
+        raise ConfigError(f"sampler: {error}") from error
+
+
+def make_sampler(
+    config: dict[str, Any], capacity: int, num_updates: int, num_envs: int = 1, td_error: str = "squared"
+) -> Sampler:
+    """Build the sampler named by `config["name"]`.
+
+    Args:
+        config: the sampler group. All keys except `name` are keyword arguments of the sampler. A value
+            `{start, end}` is annealed linearly over all updates of the run.
+        capacity: number of slots of the buffer.
+        num_updates: number of updates of the run.
+        num_envs: number of environments whose transitions are interleaved. Default: 1.
+        td_error: the kind of TD errors that prioritized samplers receive: "squared" (default) or "absolute".
+
+    Raises:
+        ConfigError: if the name or a keyword is unknown, or the sampler rejects a value.
+    """
+    if config["name"] not in SAMPLERS:
+        raise ConfigError(f"sampler.name={config['name']}: choose {', '.join((*PLAIN, *EVENT_TABLES, *DECOUPLED))}")
+    sampler = SAMPLERS[config["name"]]
+    try:
+        keywords = _keywords(config, num_updates)
+        prioritized = {"td_error": td_error, **keywords}
+        if sampler is RandomSampler:
+            return RandomSampler(**keywords)
+        if sampler is RecencySampler:
+            return RecencySampler(capacity, **keywords)
+        if sampler is ReaPERSampler:
+            prioritized = {"num_streams": num_envs, **prioritized}
+        return sampler(capacity, **prioritized)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampler={config['name']}: {error}{keyword_hint(error, sampler.__init__)}") from error
+
+
+def make_event_tables(
+    env: EnvConfig, config: dict[str, Any], capacity: int, num_updates: int, num_envs: int, td_error: str
+) -> tuple[EventTables, EventTableSampler]:
+    """Build the event tables of an environment and the sampler that draws from them.
+
+    Args:
+        env: the environment. The share of the batch that its events do not use is drawn from the default table.
+        config: the sampler group. All keys except `name` and `retention` are keyword arguments of the sampler, see
+            make_sampler.
+        capacity: see make_sampler.
+        num_updates: see make_sampler.
+        num_envs: see make_sampler.
+        td_error: see make_sampler.
+
+    Raises:
+        ConfigError: if the environment has no events, or the tables or the sampler reject a value.
+    """
+    name = config["name"]
+    if not env.events:
+        raise ConfigError(
+            f"sampler={name}: env={env.name} has no events; define some, as in recipes/conf/env/threerooms.yaml"
+        )
+    try:
+        keywords = _keywords({key: value for key, value in config.items() if key != "priority"}, num_updates)
+        tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
+        if (priority := config.get("priority")) is not None:
+            if not isinstance(priority, dict):
+                raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
+            streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
+            keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
+        shares = {event_name: event.eta for event_name, event in env.events.items()}
+        eta = {"default": max(0.0, 1 - sum(shares.values())), **shares}
+        return tables, EventTableSampler(tables, eta=eta, **keywords)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampler={name}: {error}") from error
+
+
+def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
+    """The keyword arguments in `config`, without `name`; {start, end} becomes a schedule."""
+    return {
+        key: Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "name"
+    }
+
+
+def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
+    """The slots of all stored transitions, or with event tables of the default table's transitions; oldest first."""
+    if isinstance(replay.writer, EventTableWriter):
+        return replay.writer.tables["default"].index()
+    count = len(replay)
+    return (replay.write_count - count + torch.arange(count)) % replay.storage.max_size
+
+
+def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
+    """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes."""
+    end_episodes(replay, written_slots(replay)[-num_envs:][list(envs)])
+
+
+def end_episodes(replay: TensorDictReplayBuffer, newest: torch.Tensor) -> None:
+    """Truncate episodes that have not ended.
+
+    Stored transitions must not be changed without the sampler. Therefore a copy of the newest transition, marked as
+    truncated, is written. Its event flags are cleared. An event that is a condition on rewards or observations also
+    holds for the copy, which then enters the event's table next to the original.
+
+    Args:
+        replay: the buffer.
+        newest: slots of the newest transition of each episode.
+    """
+    transitions = replay[newest].exclude("index").clone()
+    if FLAGS in transitions.keys(include_nested=True):
+        transitions[FLAGS].zero_()
+    transitions = transitions[~transitions["next", "done"].squeeze(1)]
+    if len(transitions):
+        transitions["next", "truncated"] = torch.ones_like(transitions["next", "truncated"])
+        transitions["next", "done"] = torch.ones_like(transitions["next", "done"])
+        replay.extend(transitions)

@@ -1,0 +1,403 @@
+"""Makes the table and the figure of a study (recipes.study) from its runs.csv, curves.csv and study.yaml."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from recipes.common.cli import ConfigError, parse_config
+from recipes.common.curves import Run, curve_entries, curve_note, draw_curves
+from recipes.common.figures import (
+    GREY,
+    PANEL_HEIGHT,
+    Look,
+    count_steps,
+    env_label,
+    explain,
+    files_of,
+    label,
+    looks,
+    new_figure,
+    sample_line,
+    save,
+    styled,
+    threshold_line,
+)
+from recipes.common.intervals import FEW, Statistic, bootstrap_interval, interquartile_mean, median_with_bound
+from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
+
+TABLE, FIGURE = "table.md", "figure"
+LINES = 4  # most variants beside the baseline in a panel of learning curves
+FAMILY = 3  # so many variants whose names begin alike get a panel of their own
+
+
+@dataclass
+class Study:
+    """The finished runs of a study.
+
+    Args:
+        config: configuration of the study.
+        rows: rows of runs.csv by environment, variant and seed.
+        runs: evaluations of the runs, by environment, variant and seed.
+    """
+
+    config: StudyConfig
+    rows: Mapping[str, Mapping[str, Mapping[int, dict[str, str]]]]
+    runs: Mapping[str, Mapping[str, Mapping[int, Run]]]
+
+    def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
+        """The number that `of` computes from the row of each run, [seeds]."""
+        return np.array([of(row) for row in self.rows[env][variant].values()])
+
+    def pairs(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
+        """That number for (baseline, variant), [n, 2], for the n seeds that both have."""
+        theirs, ours = self.rows[env][self.config.baseline], self.rows[env][variant]
+        seeds = sorted(ours.keys() & theirs.keys())
+        return np.array([(of(theirs[seed]), of(ours[seed])) for seed in seeds]).reshape(-1, 2)
+
+    def finished(self) -> dict[str, list[str]]:
+        """The variants that have runs, for each environment that has runs."""
+        found = {env: [name for name in self.config.variants if self.rows[env][name]] for env in self.config.envs}
+        return {env: variants for env, variants in found.items() if variants}
+
+
+def steps_of(row: dict[str, str]) -> float:
+    """Env steps to the threshold; all env steps if the run did not reach it."""
+    return float(row["reached"] or row["env_steps"])
+
+
+def censored_of(row: dict[str, str]) -> bool:
+    """Whether the run ended before it reached the threshold, so that `steps_of` is a lower bound."""
+    return row["reached"] == ""
+
+
+def final_of(row: dict[str, str]) -> float:
+    """The mean of the last tenth of a run's evaluations."""
+    return float(row["final"])
+
+
+def read_study(out: Path) -> Study:
+    """Read the directory of a study.
+
+    Raises:
+        ConfigError: if the directory holds no finished run of a study.
+    """
+    for name in (STUDY, RUNS, CURVES):
+        if not (out / name).is_file():
+            raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
+    config = parse_config(OmegaConf.load(out / STUDY), StudyConfig)
+    rows: defaultdict[str, defaultdict[str, dict[int, dict[str, str]]]] = defaultdict(lambda: defaultdict(dict))
+    for row in read_rows(out / RUNS):
+        rows[row["env"]][row["variant"]][int(row["seed"])] = row
+    # indexed by step, because rows around an interruption may be in the file twice
+    curves: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
+    for row in read_rows(out / CURVES):
+        curves[key_of(row)][int(row["env_steps"])] = float(row[config.column])
+    runs: defaultdict[str, defaultdict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
+    for env, variants in rows.items():
+        for variant, seeds in variants.items():
+            for seed, row in seeds.items():
+                curve = curves[key_of(row)]
+                runs[env][variant][seed] = Run(
+                    env=env,
+                    group=variant,
+                    seed=seed,
+                    threshold=None if row["threshold"] == "" else float(row["threshold"]),
+                    steps=np.array(list(curve)),
+                    values={config.column: np.array(list(curve.values()))},
+                    column=config.column,
+                )
+    return Study(config, rows, runs)
+
+
+def study_directory(name: str) -> Path:
+    """The directory of a study, given by name or directory; runs/study has priority over recipes/results."""
+    places = [Path(name), Path("runs/study") / name, Path(__file__).parents[1] / "results" / name]
+    return next((place for place in places if (place / RUNS).is_file()), places[1])
+
+
+def with_interval(values: np.ndarray, statistic: Statistic, form: str) -> str:
+    """The text of a statistic over seeds [seeds, ...] with its 95 % bootstrap interval."""
+    low, high = bootstrap_interval(values, statistic)
+    return f"{form} [{form}, {form}]".format(statistic(values), low, high)
+
+
+def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
+    """The text of the median of steps [n] with its interval; "≥" marks numbers that censored runs make lower bounds."""
+    median, bounded = median_with_bound(steps, censored)
+    if censored.all():
+        return f"≥ {median:,.0f}"
+    ends = bootstrap_interval(steps, np.median)
+    # An end depends on censored runs if it moves when these runs are longer.
+    longer = bootstrap_interval(np.where(censored, 2 * steps, steps), np.median)
+    low, high = ("≥ " * bool(end != other) + f"{end:,.0f}" for end, other in zip(ends, longer, strict=True))
+    return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
+
+
+def ratio_of_means(pairs: np.ndarray) -> np.floating:
+    """Mean of the second column of `pairs` [n, 2], divided by the mean of the first."""
+    return pairs[:, 1].mean() / pairs[:, 0].mean()
+
+
+def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
+    """The text of the ratio of mean steps with its interval, marked as a bound if runs are censored.
+
+    Args:
+        pairs: steps of (baseline, variant) for each seed, [n, 2].
+        censored: whether these runs ended before they reached the threshold, [n, 2].
+    """
+    if censored.all():
+        return "neither reached"
+    baseline, variant = (bool(column.any()) for column in censored.T)
+    sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
+    # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
+    if censored[:, 1].all():
+        return f"{sign}{ratio_of_means(pairs):.2f}"
+    return sign + with_interval(pairs, ratio_of_means, "{:.2f}")
+
+
+class Result(NamedTuple):
+    """What the runs of a variant in an environment give, as the texts in the cells of the table."""
+
+    reached: str
+    median: str
+    mean: str
+    ratio: str
+    claim: str
+    final: str
+    difference: str
+
+
+def result_of(study: Study, env: str, variant: str) -> Result:
+    """The result of a variant that has runs in the environment; `caption` defines it."""
+    config = study.config
+    steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
+    censored = study.values(env, variant, censored_of)
+    pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
+    ratio = difference = ""
+    if variant != config.baseline and len(pairs):
+        ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
+        difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
+    return Result(
+        reached=f"{(~censored).sum()} of {len(steps)}",
+        median=format_median(steps, censored),
+        mean=f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
+        ratio=ratio,
+        claim=config.claims.get(env, {}).get(variant, ""),
+        final=with_interval(final, interquartile_mean, "{:.1f}"),
+        difference=difference,
+    )
+
+
+def caption(config: StudyConfig) -> str:
+    """Explain the columns of the table."""
+    baseline = label(config.baseline)
+    return (
+        f"Steps: environment steps to the threshold. Ratio: mean steps of the variant divided by the mean steps of "
+        f"{baseline}, over the seeds that both have; 0.5 means half as many steps, 2 twice as many. A run that did not "
+        "reach the threshold counts with its full length. This makes a number a lower bound (≥) or an upper bound (≤); "
+        "~ marks a ratio that is no bound, because both sides have such runs. Last evaluations: the last tenth of each "
+        f"run; their interquartile mean (IQM) over seeds, and the mean difference to {baseline} over pairs of the same "
+        f"seed. In brackets: 95 % bootstrap intervals over seeds, BCa for {FEW} seeds or fewer; beside a bound, the "
+        "interval of the bound."
+    )
+
+
+def format_table(study: Study) -> str:
+    """A Markdown table with one row per environment and variant; `caption` defines its columns."""
+    baseline = label(study.config.baseline)
+    lines = [
+        f"| | variant | reached | steps: median | mean | ratio to {baseline} | in the source | "
+        f"last evaluations: IQM | difference to {baseline} |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for env, variants in study.finished().items():
+        for variant in variants:
+            lines.append(f"| {' | '.join((env_label(env), label(variant), *result_of(study, env, variant)))} |")
+    return "\n".join(lines)
+
+
+def conclusions(study: Study) -> list[str]:
+    """A sentence for each environment and variant: its steps beside those of the baseline, as in the table."""
+    baseline = study.config.baseline
+    sentences = []
+    for env, variants in study.finished().items():
+        if baseline not in variants:
+            continue
+        theirs = result_of(study, env, baseline)
+        for variant in variants:
+            pairs = study.pairs(env, variant, censored_of)
+            if variant == baseline or not len(pairs):
+                continue
+            ours = result_of(study, env, variant)
+            seeds = f"{len(pairs)} seed{'s' * (len(pairs) > 1)}"
+            if {len(study.rows[env][name]) for name in (variant, baseline)} != {len(pairs)}:
+                seeds = f"ratio over the {seeds} that both have"
+            start = f"{env_label(env)}: {label(variant)}"
+            if pairs.all():
+                sentences.append(
+                    f"{start} and {label(baseline)} did not reach the threshold, with {ours.mean} and {theirs.mean} "
+                    f"steps ({seeds})"
+                )
+                continue
+            found = f"reached the threshold after {ours.mean} steps"
+            if study.values(env, variant, censored_of).all():
+                found = f"did not reach the threshold ({ours.mean} steps)"
+            sentences.append(
+                f"{start} {found}, {label(baseline)} after {theirs.mean}: {ours.ratio} times as many ({seeds})"
+            )
+    return sentences
+
+
+def provenance(study: Study) -> str:
+    """Command, seeds, commits and versions of torch that produced the study."""
+    rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
+    seeds = sorted({int(row["seed"]) for row in rows})
+    commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
+    return (
+        f"python -m recipes.study study={study.config.name}; seeds {seeds[0]} to {seeds[-1]}; commit "
+        f"{', '.join(commits)}; torch {', '.join(versions)}"
+    )
+
+
+def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
+    """The variants in each panel of learning curves: the baseline and at most LINES others, related ones together.
+
+    Args:
+        variants: the variants that have runs.
+        baseline: the baseline; it is in all panels if it is one of `variants`.
+    """
+    others = [variant for variant in variants if variant != baseline]
+    families: defaultdict[str, list[str]] = defaultdict(list)
+    for variant in others:
+        families[variant.partition(",")[0]].append(variant)
+    if len(others) <= LINES:
+        groups = [others]
+    else:
+        groups = [family for family in families.values() if FAMILY <= len(family) <= LINES]
+        rest = [variant for variant in others if not any(variant in group for group in groups)]
+        count = -(-len(rest) // LINES)
+        size = -(-len(rest) // max(count, 1))
+        groups += [rest[start : start + size] for start in range(0, len(rest), max(size, 1))]
+    return [[*([baseline] if baseline in variants else []), *group] for group in groups]
+
+
+def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -> dict[str, Artist]:
+    """Draw the steps of each run to the threshold, with median and interval, in a row per variant.
+
+    Returns:
+        The entries of the legend for marks that are not those of a variant.
+    """
+    variants = study.finished()[env]
+    entries: dict[str, Artist] = {}
+    for place, variant in enumerate(variants):
+        steps, censored = (study.values(env, variant, of) for of in (steps_of, censored_of))
+        beside = place + np.linspace(-0.3, 0.3, len(steps)) if len(steps) > 1 else np.array([float(place)])
+        color = styles[variant].color
+        axes.scatter(steps[~censored], beside[~censored], s=13, color=color, alpha=0.5, linewidth=0)
+        axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
+        if censored.any():
+            entries["run that did not reach the threshold"] = sample_line(Look(GREY, "x"), linestyle="")
+        low, high = bootstrap_interval(steps, np.median)
+        median, bounded = median_with_bound(steps, censored)
+        if bounded:
+            entries["lower bound of a median"] = sample_line(Look(GREY, ">"), linestyle="")
+        axes.errorbar(
+            median,
+            place,
+            xerr=[[median - low], [high - median]],
+            color=color,
+            marker=">" if bounded else styles[variant].marker,
+            markersize=7,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            linewidth=1.6,
+        )
+    axes.set_xlim(0, None)
+    axes.set_yticks(range(len(variants)), [label(variant) for variant in variants])
+    axes.set_ylim(len(variants) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    return entries
+
+
+def label_steps(axes: Axes, largest: float, text: str, column: int, width: int) -> None:
+    """Label the axes of a panel; of three panels side by side, only that in the middle has room for the text."""
+    text = count_steps(axes.xaxis, largest, text)
+    if width < 3 or column == 1:
+        axes.set_xlabel(text)
+    if column:
+        axes.set_ylabel("")
+
+
+@styled
+def draw(study: Study) -> Figure:
+    """Draw the figure: learning curves above; the steps of each seed, with median and interval, below."""
+    config, finished = study.config, study.finished()
+    panels = [(env, panel) for env, variants in finished.items() for panel in panels_of(variants, config.baseline)]
+    styles = looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
+    width = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    high = -(-len(panels) // width)
+    per_row = 1 if len(finished) == 1 else width
+    low = -(-len(finished) // per_row)
+    heights = [PANEL_HEIGHT] * high + [0.7 + 0.27 * max(map(len, finished.values()))] * low
+    figure = new_figure(sum(heights) + 1.0 + 0.08 * len(styles))
+    if per_row == 1:
+        # apart, so that the long names of the variants do not move the learning curves
+        ratios = [sum(heights[:high]), sum(heights[high:]) + 0.9]
+        upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios).flat
+        curves, dots, below = upper.add_gridspec(high, width), lower.add_gridspec(1, 1), 0
+        upper.suptitle(env_label(next(iter(finished))))
+    else:
+        upper = lower = figure
+        curves = dots = figure.add_gridspec(high + low, width, height_ratios=heights)
+        below = high
+    runs_of = [study.runs[env][variant] for env, variants in finished.items() for variant in variants]
+    length = max(len(run.steps) for runs in runs_of for run in runs.values())
+    largest = max(run.steps[-1] for runs in runs_of for run in runs.values())
+    window = 2 * (length // 40) + 1
+    entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
+    first: dict[str, Axes] = {}
+    for place, (env, panel) in enumerate(panels):
+        row, column = divmod(place, width)
+        axes = upper.add_subplot(curves[row, column], sharey=first.get(env))
+        first.setdefault(env, axes)
+        groups = {variant: list(study.runs[env][variant].values()) for variant in panel}
+        draw_curves(axes, groups, config.column, styles, window)
+        label_steps(axes, largest, "environment steps", column, width)
+        if len(finished) > 1:
+            axes.set_title(env_label(env))
+        threshold = groups[panel[0]][0].threshold
+        if threshold is not None:
+            threshold_line(axes, threshold, entries, len(finished) > 1)
+    for place, env in enumerate(finished):
+        row, column = divmod(place, per_row)
+        axes = lower.add_subplot(dots[below + row, column])
+        entries |= draw_steps(axes, study, env, styles)
+        label_steps(axes, largest, "steps to the threshold", column, per_row)
+        if column and finished[env] == finished[[*finished][place - 1]]:
+            axes.set_yticklabels([])
+    note = curve_note([list(runs.values()) for runs in runs_of], window)
+    note += " Small dots: runs; large markers: medians with 95 % intervals."
+    explain(lower, entries, note)
+    return figure
+
+
+def full_table(study: Study) -> str:
+    """The table with its caption and its provenance."""
+    return f"{caption(study.config)}\n\n{format_table(study)}\n\n{provenance(study)}\n"
+
+
+def report(out: Path) -> str:
+    """Write figure and table to the directory of the study; return the table and the conclusions."""
+    study = read_study(out)
+    table = full_table(study)
+    (out / TABLE).write_text(table, encoding="utf-8")
+    save(draw(study), *files_of(out / FIGURE), description=provenance(study))
+    return "\n".join([table, *conclusions(study)])

@@ -1,0 +1,258 @@
+"""How many updates until a rare success is learned? The Blind Cliffwalk (Schaul et al. 2016, Fig. 1 and App. B.1).
+
+The environment is a row of n states. In each state, one of two actions leads to the next state and the other ends the
+episode. Only the last step has a reward, 1, so random behaviour is rewarded once in 2^n episodes. The buffer holds the
+2^(n+1) - 2 transitions of all 2^n action sequences in random order. Tabular Q-learning (learning rate 1/4, discount
+1 - 1/n) replays one transition at a time, without importance-sampling weights. The experiment counts the updates until
+the mean squared error of the Q-values is at most 10^-3.
+
+- *uniform*: any transition, all equally likely.
+- *rank-based* and *proportional*: this package's samplers in TorchRL's buffer, alpha 0.7. Transitions that were never
+  replayed have the first rank (rank-based) or the largest priority so far (proportional).
+- *oracle*: the transition whose update gives the smallest mean squared error.
+
+Q-values are initialized with normal noise of standard deviation 0.1, the same for all strategies of a seed.
+
+``python -m recipes.experiments.cliffwalk --out runs/cliffwalk`` (some minutes) prints a table and writes
+``cliffwalk.csv``, with one row per run, and the figure ``cliffwalk.png`` and ``.svg``. With ``--read CSV`` it draws the
+figure of an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from tqdm import tqdm
+
+from recipes.common.figures import explain, files_of, label, looks, new_figure, sample_line, save, styled
+from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
+
+LEARNING_RATE = 0.25
+THRESHOLD = 1e-3
+ALPHA = 0.7
+INITIAL_STD = 0.1
+UNIFORM_BLOCK = 4096
+
+
+class Cliffwalk:
+    """The Q-values of the n states, and their error.
+
+    Transition k < n leads from state k to the next state; transition n + k ends the episode in state k.
+
+    Args:
+        num_states: n, >= 1.
+        generator: generator of the initial noise.
+    """
+
+    def __init__(self, num_states: int, generator: torch.Generator):
+        self.num_states = num_states
+        self.discount = 1 - 1 / num_states
+        self.truth = [self.discount ** (num_states - 1 - k) for k in range(num_states)] + [0.0] * num_states
+        self.q_values = (INITIAL_STD * torch.randn(2 * num_states, generator=generator, dtype=torch.float64)).tolist()
+
+    def transitions(self, generator: torch.Generator) -> torch.Tensor:
+        """Every transition of all 2^n episodes in random order, int64 [2^(n+1) - 2]."""
+        n = self.num_states
+        # In state k, 2^(n-1-k) episodes go on and as many end. Going on from the last state is the success.
+        counts = torch.tensor([2 ** (n - 1 - k) for k in range(n)])
+        kinds = torch.arange(2 * n).repeat_interleave(counts.repeat(2))
+        return kinds[torch.randperm(len(kinds), generator=generator)]
+
+    def td_error(self, transition: int) -> float:
+        """TD error δ of a transition with the current Q-values."""
+        n = self.num_states
+        if transition >= n:
+            target = 0.0
+        elif transition == n - 1:
+            target = 1.0
+        else:
+            target = self.discount * max(self.q_values[transition + 1], self.q_values[n + transition + 1])
+        return target - self.q_values[transition]
+
+    def update(self, transition: int) -> float:
+        """Learn from a transition; return its TD error before the update."""
+        td_error = self.td_error(transition)
+        self.q_values[transition] += LEARNING_RATE * td_error
+        return td_error
+
+    def mean_squared_error(self) -> float:
+        """Mean squared error of all Q-values."""
+        errors = (q - truth for q, truth in zip(self.q_values, self.truth, strict=True))
+        return sum(error * error for error in errors) / len(self.truth)
+
+
+def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
+    """One update per iteration, with uniformly drawn transitions."""
+    buffer = make_buffer(RandomSampler(), transitions)
+    while True:
+        for transition in buffer.sample(UNIFORM_BLOCK)["transition"].tolist():
+            walk.update(transition)
+            yield
+
+
+def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: object) -> Iterator[None]:
+    """One update per iteration, with transitions drawn by priority."""
+    buffer = make_buffer(sampler, transitions)
+    while True:
+        batch = buffer.sample(1)
+        td_error = walk.update(int(batch["transition"]))
+        batch["td_error"] = torch.tensor([abs(td_error)])
+        buffer.update_tensordict_priority(batch)
+        yield
+
+
+def replay_oracle(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
+    """One update per iteration, with the transition that reduces the error of the Q-values most."""
+
+    def gain(transition: int) -> float:
+        before = walk.q_values[transition] - walk.truth[transition]
+        return before**2 - (before + LEARNING_RATE * walk.td_error(transition)) ** 2
+
+    while True:
+        walk.update(max(range(2 * walk.num_states), key=gain))
+        yield
+
+
+def make_buffer(sampler: object, transitions: torch.Tensor) -> TensorDictReplayBuffer:
+    """A buffer that holds `transitions`."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(len(transitions)), sampler=sampler)
+    buffer.extend(TensorDict({"transition": transitions}, [len(transitions)]))
+    return buffer
+
+
+STRATEGIES: dict[str, Callable[[Cliffwalk, torch.Tensor], Iterator[None]]] = {
+    "uniform": replay_uniform,
+    "rank-based": lambda walk, transitions: replay_prioritized(
+        walk, transitions, RankBasedSampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute")
+    ),
+    "proportional": lambda walk, transitions: replay_prioritized(
+        walk, transitions, ProportionalSampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute")
+    ),
+    "oracle": replay_oracle,
+}
+
+
+def count_updates(strategy: str, num_states: int, seed: int) -> int:
+    """The number of updates until the mean squared error is at most `THRESHOLD`."""
+    generator = torch.Generator().manual_seed(seed)
+    walk = Cliffwalk(num_states, generator)
+    transitions = walk.transitions(generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for number, _ in enumerate(STRATEGIES[strategy](walk, transitions), start=1):
+            if walk.mean_squared_error() <= THRESHOLD:
+                return number
+    raise AssertionError("strategies do not end")
+
+
+def format_table(rows: list[dict]) -> str:
+    """A table of median updates, and in brackets their share of uniform's, with one line per number of states."""
+    lines = [f"{'states':>6}" + "".join(f"{strategy:>20}" for strategy in STRATEGIES)]
+    for num_states in sorted({row["num_states"] for row in rows}):
+        medians = {s: median(rows, num_states, s) for s in STRATEGIES}
+        shares = (f"{medians[s]:.0f} ({medians[s] / medians['uniform']:.2f})" for s in STRATEGIES)
+        lines.append(f"{num_states:>6}" + "".join(f"{share:>20}" for share in shares))
+    return "\n".join(lines)
+
+
+def median(rows: list[dict], num_states: int, strategy: str) -> float:
+    """Median of the updates over the seeds."""
+    return statistics.median(
+        row["updates"] for row in rows if row["num_states"] == num_states and row["strategy"] == strategy
+    )
+
+
+@styled
+def plot(rows: list[dict]) -> Figure:
+    """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds."""
+    figure = new_figure(3.9)
+    panel = figure.subplots()
+    chosen = looks(STRATEGIES)
+    states = sorted({row["num_states"] for row in rows})
+    for place, strategy in enumerate(STRATEGIES):
+        # beside each other, so that the ranges do not cover one another
+        size = [(2 ** (n + 1) - 2) * 1.05 ** (place - 1.5) for n in states]
+        of = [[r["updates"] for r in rows if r["num_states"] == n and r["strategy"] == strategy] for n in states]
+        median = np.array(list(map(statistics.median, of)))
+        error = [median - list(map(min, of)), list(map(max, of)) - median]
+        color, marker = chosen[strategy]
+        panel.errorbar(size, median, yerr=error, color=color, marker=marker, linewidth=1.2, elinewidth=1.2)
+    panel.set(xscale="log", yscale="log", xlabel="transitions in the buffer", ylabel="updates until the error is small")
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    figure.suptitle("Blind Cliffwalk")
+    seeds = len({row["seed"] for row in rows})
+    note = f"Marker: median of {seeds} seeds; bar: range over seeds. Both axes are logarithmic."
+    explain(figure, {label(strategy): sample_line(chosen[strategy]) for strategy in STRATEGIES}, note)
+    return figure
+
+
+def read(path: Path) -> list[dict]:
+    """Read the rows that :func:`main` writes."""
+    with path.open(newline="") as file:
+        return [
+            {key: value if key == "strategy" else int(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    """Run the comparison from the command line and return its rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.experiments.cliffwalk", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/cliffwalk"),
+        help="directory of cliffwalk.csv, .png and .svg (default: %(default)s)",
+    )
+    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; train nothing")
+    parser.add_argument("--seeds", type=int, default=10, help="runs of each strategy (default: %(default)s)")
+    parser.add_argument(
+        "--states", type=int, nargs="+", default=[2, 4, 6, 8, 10], help="numbers of states (default: 2, 4, ..., 10)"
+    )
+    options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: must be at least 1")
+    if min(options.states) < 1:
+        parser.error(f"--states {min(options.states)}: must be at least 1")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
+    figures = files_of(options.out / "cliffwalk")
+    if options.read is not None:
+        rows = read(options.read)
+        print(format_table(rows))
+        save(plot(rows), *figures)
+        return rows
+    rows: list[dict] = []
+    with (options.out / "cliffwalk.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=["num_states", "strategy", "seed", "updates"])
+        writer.writeheader()
+        runs = [(n, strategy, seed) for n in options.states for seed in range(options.seeds) for strategy in STRATEGIES]
+        for num_states, strategy, seed in tqdm(runs, desc="cliffwalk", leave=False):
+            updates = count_updates(strategy, num_states, seed)
+            rows.append({"num_states": num_states, "strategy": strategy, "seed": seed, "updates": updates})
+            writer.writerow(rows[-1])
+            file.flush()
+    print(format_table(rows))
+    save(plot(rows), *figures)
+    print("\nwritten:", options.out / "cliffwalk.csv", *figures)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,248 @@
+"""How much more on-policy is the best of K candidate batches? Measured on the buffer of a TD3 run (DPER, App. A).
+
+    python -m recipes.td3 env=halfcheetah sampler=uniform num_envs=8 compile=true
+    python -m recipes.experiments.dper_analysis run=runs/td3/halfcheetah/uniform/seed1-...
+
+Of K uniform batches, DPER takes the one whose actions are nearest to those of the current policy. More candidates do
+not improve it; its authors do not explain why. This experiment takes buffer and policy from the checkpoint of a run,
+draws the actor's batches with DecoupledSampler, and measures how much nearer to the policy they are than uniform
+batches. It writes dper_analysis.csv and the figure dper_analysis.png and .svg; read=<CSV> draws the figure of an
+earlier analysis. The CSV has one row per granularity and K; each ratio is followed by its 95 % bootstrap interval over
+draws:
+
+- *score*: score of the chosen candidate / mean score of the candidates. For granularity batch and group, the score is
+  the KL to the exploration noise. For transition, it is the squared difference between stored action and policy action,
+  in units of the noise.
+- *squared_difference*: squared difference of the actions in the actor's batch / in a uniform batch. The definition is
+  the same for all granularities.
+- *kl*: KL of the actor's whole batch / of a uniform batch. The definition is the same for all granularities.
+- *spread*: standard deviation / mean of the candidates' scores. It limits the gain: the smallest of K normal values is
+  expected 0.56 (K = 2), 0.85 (3), 1.16 (5), 1.54 (10) standard deviations below the mean.
+
+For comparison, the rows "newest 0.5" ... give the squared difference of the newest 0.5 ... of the buffer / of the whole
+buffer.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
+    from recipes.common.cli import run_recipe
+
+    run_recipe("experiments.dper_analysis", "analyse")
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from matplotlib.figure import Figure
+from omegaconf import DictConfig, OmegaConf
+from tensordict.nn import TensorDictModule
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from tqdm import tqdm
+
+from recipes import td3
+from recipes.common.checkpoint import load_checkpoint
+from recipes.common.cli import CONFIG, DONE, ConfigError, parse_config
+from recipes.common.environment import make_continuous_env
+from recipes.common.figures import GREY, explain, files_of, looks, new_figure, sample_line, save, styled
+from recipes.common.replay import make_replay
+from recipes.common.run import seed_everything
+from recipes.common.schemas.dper_analysis import Config
+from torchrl_replay_ext import DecoupledSampler
+from torchrl_replay_ext.functional import gaussian_policy_kl
+
+RESAMPLES = 1000
+SHARES = (0.5, 0.25, 0.1)
+MEASURES = {
+    "score": "score: chosen / mean candidate",
+    "squared_difference": "squared difference of actions: chosen / uniform",
+    "kl": "KL of the whole batch: chosen / uniform",
+}
+
+
+def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, float]:
+    """Load the buffer and the policy of a TD3 run, and the standard deviation of its exploration noise.
+
+    Raises:
+        ConfigError: if the run is not one of recipes.td3, or its checkpoint cannot be loaded.
+    """
+    config = OmegaConf.load(run_dir / CONFIG)
+    if "td3" not in config:
+        raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
+    cfg = parse_config(config, td3.Config)
+    env = make_continuous_env(cfg.env)
+    sizes = flatdim(env.observation_space), flatdim(env.action_space)
+    env.close()
+    device = torch.device("cpu")
+    network, loss_module = td3.make_loss(cfg.td3, *sizes, device)
+    policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
+    noise_scale = cfg.td3.exploration_noise
+    replay = make_replay(cfg, device, td_error="squared", policy=policy, noise_scale=noise_scale)
+    load_checkpoint(run_dir, device, loss=loss_module, replay=replay)
+    if not len(replay):
+        raise ConfigError(f"run={run_dir}: the buffer is empty")
+    return replay, policy, noise_scale
+
+
+@torch.no_grad()
+def measure(buffer: TensorDictReplayBuffer, policy: TensorDictModule, noise_scale: float, draws: int) -> np.ndarray:
+    """Draw `draws` batches for the actor.
+
+    Returns:
+        [draws, 5]: mean score of the chosen candidates; mean score of all candidates; mean squared score of all
+        candidates; mean squared difference between the batch's actions and the policy's; KL of the batch.
+    """
+    rows = []
+    for _ in range(draws):
+        batch = buffer.sample()
+        score, candidates = batch["score"], batch["candidate_scores"]
+        difference = batch["action"] - policy(batch.select("observation"))["action"]
+        kl = gaussian_policy_kl(difference, noise_scale)
+        means = (score, candidates, candidates.square(), difference.square())
+        rows.append([*(value.double().mean().item() for value in means), kl.item()])
+    return np.array(rows)
+
+
+def ratio(numbers: np.ndarray, references: np.ndarray) -> tuple[float, float, float]:
+    """Mean of `numbers` / mean of `references`, both [draws], and the 95 % bootstrap interval over the draws."""
+    rng = np.random.default_rng(0)
+    draws = rng.integers(len(numbers), size=(RESAMPLES, len(numbers)))
+    low, high = np.quantile(numbers[draws].mean(1) / references[draws].mean(1), [0.025, 0.975])
+    return float(numbers.mean() / references.mean()), float(low), float(high)
+
+
+@torch.no_grad()
+def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[str, float]:
+    """Squared difference from the policy's actions, newest transitions / all transitions, for each of SHARES."""
+    count = len(replay)
+    newest_first = (replay.write_count - 1 - torch.arange(count)) % replay.storage.max_size
+    stored = replay[newest_first]
+    squares = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean(1)
+    return {
+        f"newest {share:g}": (squares[: math.ceil(share * count)].mean() / squares.mean()).item() for share in SHARES
+    }
+
+
+def format_table(rows: list[dict], newest: dict[str, float]) -> str:
+    """A table with one line per granularity and K, and lines for the newest transitions."""
+    lines = [f"{'granularity':<13}{'K':>3}{'score':>23}{'squared difference':>23}{'KL of the batch':>23}{'spread':>8}"]
+    for row in rows:
+        columns = (f"{row[name]:>7.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
+        lines.append(f"{row['granularity']:<13}{row['num_candidates']:>3} {' '.join(columns)}{row['spread']:>8.3f}")
+    lines += [f"{name:<17}{'':>23}{value:>8.3f}" for name, value in newest.items()]
+    return "\n".join(lines)
+
+
+@styled
+def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
+    """Draw the ratios against K, with their intervals."""
+    figure = new_figure(3.9)
+    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    names = {row["granularity"]: f"chosen by {row['granularity']}" for row in rows}
+    chosen = looks(names)
+    for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
+        for granularity in names:
+            of = sorted(
+                (row for row in rows if row["granularity"] == granularity), key=lambda row: row["num_candidates"]
+            )
+            count, value, low, high = (
+                np.array([row[key] for row in of])
+                for key in ("num_candidates", measure, f"{measure}_low", f"{measure}_high")
+            )
+            color, marker = chosen[granularity]
+            panel.errorbar(count, value, yerr=[value - low, high - value], color=color, marker=marker, linewidth=1.2)
+        for share, value in newest.items() if measure == "squared_difference" else ():
+            panel.axhline(value, color=GREY, linewidth=0.9, linestyle=":")
+            panel.annotate(
+                share, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=GREY, fontsize=8
+            )
+        panel.set(title=title.replace(": ", ":\n"), yscale="log")
+        panel.set_xticks(sorted({row["num_candidates"] for row in rows}))
+        panel.yaxis.set_major_formatter("{x:g}")
+    panels[len(panels) // 2].set_xlabel("candidates K")
+    note = "Marker: ratio of means; bar: 95 % bootstrap interval over draws. The y axis is logarithmic."
+    if newest:
+        note += " Dotted: all transitions of the newest share of the buffer."
+    explain(figure, {names[name]: sample_line(chosen[name]) for name in names}, note)
+    return figure
+
+
+def read_results(path: Path) -> tuple[list[dict], dict[str, float]]:
+    """Read the rows of an earlier analysis, and those of the newest transitions.
+
+    Raises:
+        ConfigError: if the file is not a dper_analysis.csv.
+    """
+    if not path.is_file():
+        raise ConfigError(f"read={path}: no such file; pass a dper_analysis.csv")
+    rows, newest = [], {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if not {"granularity", "num_candidates", *MEASURES} <= row.keys():
+                raise ConfigError(f"read={path}: not a dper_analysis.csv")
+            if row["num_candidates"] == "":
+                newest[row["granularity"]] = float(row["squared_difference"])
+                continue
+            numbers = {key: float(value) for key, value in row.items() if key != "granularity"}
+            rows.append({**numbers, "granularity": row["granularity"], "num_candidates": int(row["num_candidates"])})
+    return rows, newest
+
+
+def analyse(config: DictConfig, run_dir: Path) -> int:
+    """Measure, print the table, and write dper_analysis.csv and the figure to `run_dir`; with `read`, only draw.
+
+    Returns:
+        The exit code.
+    """
+    cfg = parse_config(config, Config)
+    figures = files_of(run_dir / "dper_analysis")
+    if cfg.read is not None:
+        rows, newest = read_results(Path(cfg.read))
+        save(plot(rows, newest), *figures)
+        print(format_table(rows, newest))
+        return DONE
+    assert cfg.run is not None
+    torch.set_num_threads(cfg.num_threads)
+    seed_everything(cfg.seed)
+    replay, policy, noise_scale = load_run(Path(cfg.run))
+
+    def actor_buffer(granularity: str, num_candidates: int) -> TensorDictReplayBuffer:
+        keywords = {"num_candidates": num_candidates, "granularity": granularity, "noise_scale": noise_scale}
+        sampler = DecoupledSampler(RandomSampler(), policy, **keywords)
+        replay.set_sampler(sampler)
+        return sampler.actor_buffer(replay)
+
+    settings = [(granularity, count) for granularity in cfg.granularity for count in cfg.num_candidates]
+    try:
+        buffers = [actor_buffer(*setting) for setting in (("batch", 1), *settings)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    bar = tqdm(buffers, desc="dper_analysis", leave=False)
+    uniform, *results = [measure(buffer, policy, noise_scale, cfg.draws) for buffer in bar]
+
+    rows: list[dict] = []
+    for (granularity, count), result in zip(settings, results, strict=True):
+        chosen, candidates, squares, difference, kl = result.T
+        pairs = ((chosen, candidates), (difference, uniform[:, 3]), (kl, uniform[:, 4]))
+        row: dict = {"granularity": granularity, "num_candidates": count}
+        for name, pair in zip(MEASURES, pairs, strict=True):
+            row |= dict(zip((name, f"{name}_low", f"{name}_high"), ratio(*pair), strict=True))
+        row["spread"] = float(np.sqrt(squares.mean() / candidates.mean() ** 2 - 1))
+        rows.append(row)
+    newest = of_newest(replay, policy)
+    with (run_dir / "dper_analysis.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(
+            {key: f"{value:.5f}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        )
+        writer.writerows({"granularity": name, "squared_difference": f"{value:.5f}"} for name, value in newest.items())
+    save(plot(rows, newest), *figures)
+    print(format_table(rows, newest))
+    print("written:", run_dir / "dper_analysis.csv", *figures)
+    return DONE

@@ -1,0 +1,256 @@
+"""Do event tables speed up Q-learning? The setting of SSET's Theorem 1 with tabular Q-learning (SSET, App. A.1).
+
+Tabular Q-learning in the Three Room Grid World, from a stream of experience that is the same for all methods of a seed.
+The behaviour takes an optimal action with probability 0.1, else a random one. The reward is 1 at the goal and 0
+elsewhere, the discount 0.99, the learning rate 0.2, and initially Q = 0. Every 8 steps, 32 transitions are replayed one
+after the other, each with a target from the current Q-values. The experiment counts the env steps until the root mean
+squared error of Q against Q*, over all actions and all states except the goal, is at most 0.7. The error is computed
+every 500 steps.
+
+- *uniform*: uniform draws from 20,000 transitions.
+- *history 60*, *history 200*: event tables at_gap (κ 4,000, η 0.2) and done (κ 6,000, η 0.3) besides the default table
+  (κ 10,000, η 0.5). Event tables hold the last 60 or 200 transitions before each event, which stay stored as long as a
+  table holds them.
+- *history 1*: event tables with the event transitions only. This method is no faster than uniform replay: event tables
+  need histories.
+- *history 60 + PER*: proportional priorities inside the tables (α 0.65), importance-sampling weights with exponent 0.4.
+
+``python -m recipes.experiments.sset_tabular --out runs/sset_tabular`` (some minutes) prints a table and writes
+``sset_tabular.csv``, with one row per run, and the figure ``sset_tabular.png`` and ``.svg``. With ``--read CSV`` it
+draws the figure of an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from tqdm import tqdm
+
+from recipes.common.curves import BAND, curve_entries
+from recipes.common.figures import count_steps, explain, files_of, looks, new_figure, save, styled, threshold_line
+from recipes.envs.rooms import Rooms, ThreeRooms
+from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
+from torchrl_replay_ext.samplers.event_table import TablePriority
+
+STEPS = 20_000
+HORIZON = 500
+DISCOUNT = 0.99
+LEARNING_RATE = 0.2
+OPTIMAL_SHARE = 0.1
+START = 200
+INTERVAL = 8
+BATCH_SIZE = 32
+CHECK_INTERVAL = 500
+THRESHOLD = 0.7
+CAPACITY = {"default": 10_000, "at_gap": 4_000, "done": 6_000}
+ETA = {"default": 0.5, "at_gap": 0.2, "done": 0.3}
+PER: TablePriority = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
+
+# Method -> history (None: no event tables), priorities inside the tables (None: uniform draws).
+METHODS: dict[str, tuple[int | None, TablePriority | None]] = {
+    "uniform": (None, None),
+    "history 60": (60, None),
+    "history 200": (200, None),
+    "history 1": (1, None),
+    "history 60 + PER": (60, PER),
+}
+
+
+def make_world() -> Rooms:
+    """The three rooms with rewards in [0, 1], as the theorem requires."""
+    return ThreeRooms(rewards=(1.0, 0.0))
+
+
+def make_stream(world: Rooms, truth: np.ndarray, seed: int) -> TensorDict:
+    """The stream of experience of a seed, [STEPS]."""
+    rng = np.random.default_rng(seed)
+    env = gymnasium.wrappers.TimeLimit(world, HORIZON)
+    rows: list[tuple] = []
+    env.reset(seed=seed)
+    for _ in range(STEPS):
+        state = world.state
+        action = int(truth[state].argmax()) if rng.random() < OPTIMAL_SHARE else int(rng.integers(3))
+        _, reward, terminated, truncated, events = env.step(action)
+        rows.append((state, action, reward, world.state, terminated, truncated, events["at_gap"], events["done"]))
+        if terminated or truncated:
+            env.reset()
+    state, action, reward, after, terminated, truncated, at_gap, done = map(torch.tensor, zip(*rows, strict=True))
+    return TensorDict(
+        {
+            "state": state,
+            "action": action,
+            "next": {
+                "state": after,
+                "reward": reward,
+                "terminated": terminated,
+                "done": terminated | truncated,
+                "events": {"at_gap": at_gap, "done": done},
+            },
+        },
+        [STEPS],
+    )
+
+
+def make_buffer(method: str) -> TensorDictReplayBuffer:
+    """The buffer of a method."""
+    history, priority = METHODS[method]
+    storage = LazyTensorStorage(sum(CAPACITY.values()))
+    if history is None:
+        return TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=BATCH_SIZE)
+    specs = [EventSpec(name, ("next", "events", name), history) for name in ("at_gap", "done")]
+    tables = EventTables(specs, CAPACITY, retention="pinned")
+    return TensorDictReplayBuffer(
+        storage=storage,
+        writer=EventTableWriter(tables),
+        sampler=EventTableSampler(tables, eta=ETA, priority=priority),
+        batch_size=BATCH_SIZE,
+    )
+
+
+def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
+    """Replay a batch row by row and return the TD errors."""
+    columns = (batch["state"], batch["action"], batch["next", "reward"], batch["next", "state"])
+    going_on = (~batch["next", "terminated"]).tolist()
+    weights = batch["priority_weight"].tolist() if "priority_weight" in batch else [1.0] * len(going_on)
+    errors = []
+    rows = zip(*(column.tolist() for column in columns), going_on, weights, strict=True)
+    for state, action, reward, after, goes_on, weight in rows:
+        error = reward + DISCOUNT * goes_on * max(q[after]) - q[state][action]
+        q[state][action] += LEARNING_RATE * weight * error
+        errors.append(abs(error))
+    return errors
+
+
+def run(method: str, seed: int) -> list[float]:
+    """Run a method; return the error of Q after every CHECK_INTERVAL steps."""
+    world = make_world()
+    truth = world.optimal_q(DISCOUNT)
+    stream = make_stream(world, truth, seed)
+    inner = slice(0, world.num_states - 4)
+    q = np.zeros_like(truth).tolist()
+    buffer = make_buffer(method)
+    curve = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for step, rows in zip(range(INTERVAL, STEPS + 1, INTERVAL), stream.split(INTERVAL), strict=True):
+            buffer.extend(rows.clone())
+            if step >= START:
+                batch = buffer.sample()
+                errors = learn(q, batch)
+                if METHODS[method][1] is not None:
+                    batch["td_error"] = torch.tensor(errors)
+                    buffer.update_tensordict_priority(batch)
+            while step >= CHECK_INTERVAL * (len(curve) + 1):
+                curve.append(float(np.sqrt(np.mean((np.array(q) - truth)[inner] ** 2))))
+    return curve
+
+
+def steps_needed(curve: list[float]) -> float:
+    """Env steps until the error is at most THRESHOLD; inf if this never happens."""
+    return next((CHECK_INTERVAL * number for number, e in enumerate(curve, start=1) if e <= THRESHOLD), math.inf)
+
+
+def format_table(rows: list[dict]) -> str:
+    """A table of median steps, their share of uniform's, and the number of seeds in which a method was faster."""
+    of = {method: {row["seed"]: row["steps"] for row in rows if row["method"] == method} for method in METHODS}
+    lines = [f"{'method':<18}{'median steps':>14}{'of uniform':>12}{'faster in':>12}"]
+    for method, steps in of.items():
+        median = statistics.median(steps.values())
+        share = median / statistics.median(of["uniform"].values())
+        faster = sum(steps[seed] < of["uniform"][seed] for seed in steps)
+        won = "" if method == "uniform" else f"{faster}/{len(steps)}"
+        lines.append(f"{method:<18}{median:>14.0f}{share:>12.2f}{won:>12}")
+    return "\n".join(lines)
+
+
+@styled
+def plot(curves: dict[tuple[str, int], list[float]]) -> Figure:
+    """Draw the median error over the seeds, with the range over seeds shaded."""
+    figure = new_figure(4.2)
+    panel = figure.subplots()
+    chosen = looks(METHODS)
+    for place, method in enumerate(METHODS):
+        of = np.array([curve for (name, _), curve in curves.items() if name == method])
+        steps = CHECK_INTERVAL * np.arange(1, of.shape[1] + 1)
+        color, marker = chosen[method]
+        panel.plot(steps, np.median(of, 0), color=color, marker=marker, markevery=(place, len(METHODS)))
+        panel.fill_between(steps, of.min(0), of.max(0), color=color, **BAND)
+    entries: dict = curve_entries(METHODS, chosen)
+    threshold_line(panel, THRESHOLD, entries, several=False)
+    panel.set(xlabel=count_steps(panel.xaxis, STEPS), ylabel="root mean squared error of Q", xmargin=0.02)
+    figure.suptitle("Three Rooms, tabular Q-learning")
+    seeds = len({seed for _, seed in curves})
+    explain(figure, entries, f"Line: median of {seeds} seeds; band: range over seeds.")
+    return figure
+
+
+def read(path: Path) -> dict[tuple[str, int], list[float]]:
+    """Read the curves by method and seed that :func:`main` writes."""
+    with path.open(newline="") as file:
+        return {
+            (row["method"], int(row["seed"])): [float(value) for key, value in row.items() if key.startswith("error_")]
+            for row in csv.DictReader(file)
+        }
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    """Run the comparison from the command line and return its rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.experiments.sset_tabular", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/sset_tabular"),
+        help="directory of sset_tabular.csv, .png and .svg (default: %(default)s)",
+    )
+    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; train nothing")
+    parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: must be at least 1")
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
+    figures = files_of(options.out / "sset_tabular")
+    if options.read is not None:
+        curves = read(options.read)
+        rows = [{"method": method, "seed": seed, "steps": steps_needed(e)} for (method, seed), e in curves.items()]
+        print(format_table(rows))
+        save(plot(curves), *figures)
+        return rows
+    rows: list[dict] = []
+    curves = {}
+    with (options.out / "sset_tabular.csv").open("w", newline="") as file:
+        checks = [CHECK_INTERVAL * number for number in range(1, STEPS // CHECK_INTERVAL + 1)]
+        writer = csv.writer(file)
+        writer.writerow(["method", "seed", "steps", *(f"error_{step}" for step in checks)])
+        runs = [(method, seed) for seed in range(options.seeds) for method in METHODS]
+        for method, seed in tqdm(runs, desc="sset_tabular", leave=False):
+            curve = curves[method, seed] = run(method, seed)
+            rows.append({"method": method, "seed": seed, "steps": steps_needed(curve)})
+            writer.writerow([method, seed, steps_needed(curve), *(f"{error:.4f}" for error in curve)])
+            file.flush()
+    print(format_table(rows))
+    save(plot(curves), *figures)
+    print("\nwritten:", options.out / "sset_tabular.csv", *figures)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,256 @@
+"""Which transition should be learned next? The stylized setting of the ReaPER paper (Appendix C, Figure 4).
+
+One episode has n transitions on the optimal path, with a reward of 1 at the end and 0 before. Tabular Q-learning with
+learning rate 1 and discount factor 1 learns transition t by Q_t ← Q_{t+1}, with Q_{n+1} = 1. The experiment counts the
+updates until every Q_t = 1.
+
+- *uniform*: any transition, learned or not.
+- *PER-g*: the largest |δ_t|, ties broken at random.
+- *ReaPER-g*: the largest Ψ_t = R_t |δ_t| (Eq. 4-5), ties broken at random.
+- *oracle*: the last transition with δ_t ≠ 0. It never updates a transition twice, which is optimal.
+
+Initially Q_t = 0, the condition of "high" reliability. Reliability is "medium" if every fourth initial Q-value is
+replaced by 1, and "low" if every second one is. The paper does not define the first replaced value; here, the values at
+t = p, 2p, 3p, ... are replaced, with p = 4 or 2 and t = 1 the first transition. Another offset changes the number of
+values to learn in the medium condition and slightly the means of uniform and PER-g, but not the conclusions: ReaPER-g
+equals the oracle for every offset.
+
+``python -m recipes.experiments.stylized --out runs/stylized --seeds 100`` (about ten seconds) prints a table and writes
+``stylized.csv`` and the figure ``stylized.png`` and ``.svg``. With ``--read CSV`` it draws the figure of an earlier
+run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from recipes.common.curves import BAND, curve_entries
+from recipes.common.figures import explain, files_of, looks, new_figure, save, styled
+from torchrl_replay_ext.functional import reliability
+
+PERIODS = {"high": None, "medium": 4, "low": 2}
+"""Reliability condition -> period p: every p-th initial Q-value is 1. None: all are 0."""
+
+
+def initial_q_values(length: int, period: int | None, offset: int = 0) -> Tensor:
+    """The initial Q_1 ... Q_n, followed by Q_{n+1} = 1, the target of the last transition.
+
+    Args:
+        length: n, number of transitions of the episode.
+        period: every ``period``-th value is 1 instead of 0; None: all are 0.
+        offset: the first such value is at t = ``period`` - ``offset``; in [0, ``period``). Default: 0.
+
+    Returns:
+        Float tensor [n + 1].
+    """
+    q_values = torch.zeros(length + 1)
+    q_values[-1] = 1.0
+    if period is not None:
+        q_values[period - 1 - offset : length : period] = 1.0
+    return q_values
+
+
+def argmax_random_ties(score: Tensor, generator: torch.Generator) -> Tensor:
+    """The index of the largest score in each row, [rows, n] -> [rows], with ties broken at random."""
+    is_largest = score == score.amax(1, keepdim=True)
+    return torch.rand(score.shape, generator=generator).masked_fill(~is_largest, -1.0).argmax(1)
+
+
+def select_uniform(td_error: Tensor, generator: torch.Generator) -> Tensor:
+    """A uniformly random transition."""
+    rows, length = td_error.shape
+    return torch.randint(length, (rows,), generator=generator)
+
+
+def select_per_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
+    """The transition with the largest absolute TD error."""
+    return argmax_random_ties(td_error, generator)
+
+
+def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
+    """The transition with the largest reliability-adjusted TD error, Ψ_t = R_t |δ_t| (Eq. 5)."""
+    episode = torch.arange(len(td_error)).repeat_interleave(td_error.shape[1])
+    finished = torch.ones(td_error.numel(), dtype=torch.bool)
+    score = reliability(td_error.flatten(), episode, finished).view_as(td_error) * td_error
+    return argmax_random_ties(score, generator)
+
+
+def select_oracle(td_error: Tensor, generator: torch.Generator) -> Tensor:
+    """The last transition whose TD error is not zero."""
+    return td_error.shape[1] - 1 - (td_error != 0).flip(1).int().argmax(1)
+
+
+STRATEGIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "uniform": select_uniform,
+    "PER-g": select_per_greedy,
+    "ReaPER-g": select_reaper_greedy,
+    "oracle": select_oracle,
+}
+
+
+def count_updates(strategy: str, q_values: Tensor, generator: torch.Generator) -> Tensor:
+    """The number of updates until all Q-values are learned, for many independent episodes of the same length.
+
+    Args:
+        strategy: a key of :data:`STRATEGIES`.
+        q_values: initial values [episodes, n + 1], see :func:`initial_q_values`; left unchanged.
+        generator: generator of the random choices.
+
+    Returns:
+        Integer tensor [episodes].
+    """
+    select = STRATEGIES[strategy]
+    updates = torch.zeros(len(q_values), dtype=torch.int64)
+    episode = torch.arange(len(q_values))
+    q_values = q_values.clone()
+    while True:
+        td_error = q_values.diff(dim=1).abs()
+        unlearned = td_error.any(1)
+        if not unlearned.all():
+            episode, q_values, td_error = episode[unlearned], q_values[unlearned], td_error[unlearned]
+            if not len(episode):
+                return updates
+        chosen = select(td_error, generator)[:, None]
+        q_values.scatter_(1, chosen, q_values.gather(1, chosen + 1))
+        updates[episode] += 1
+
+
+def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[dict]:
+    """Count the updates of every strategy in every condition.
+
+    Args:
+        lengths: episode lengths.
+        seeds: number of independent episodes per mean.
+        seed: seed of the random choices. Default: 0.
+        offset: see :func:`initial_q_values`; taken modulo the period of the condition. Default: 0.
+
+    Returns:
+        One row per condition, length and strategy, with ``updates`` (mean), ``extra`` (mean number of updates in excess
+        of the oracle's) and ``extra_std`` (standard deviation of ``extra`` over the seeds).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        initial = torch.stack([initial_q_values(length, p, offset % p if p else 0) for p in PERIODS.values()])
+        initial = initial.repeat_interleave(seeds, 0)
+        updates = {s: count_updates(s, initial, generator).double().view(len(PERIODS), seeds) for s in STRATEGIES}
+        for index, condition in enumerate(PERIODS):
+            for strategy in STRATEGIES:
+                extra = updates[strategy][index] - updates["oracle"][index]
+                rows.append(
+                    {
+                        "condition": condition,
+                        "length": length,
+                        "strategy": strategy,
+                        "updates": updates[strategy][index].mean().item(),
+                        "extra": extra.mean().item(),
+                        "extra_std": extra.std(correction=0).item(),
+                    }
+                )
+    return rows
+
+
+def format_table(rows: list[dict]) -> str:
+    """A table of the mean updates in excess of the oracle's, one line per condition and length."""
+    compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
+    lines = [f"{'reliability':<12}{'length':>7}{'oracle':>9}" + "".join(f"{'+' + s:>12}" for s in compared)]
+    for condition in PERIODS:
+        for length in sorted({row["length"] for row in rows}):
+            of = {r["strategy"]: r for r in rows if r["condition"] == condition and r["length"] == length}
+            extras = "".join(f"{of[s]['extra']:>12.1f}" for s in compared)
+            lines.append(f"{condition:<12}{length:>7}{of['oracle']['updates']:>9.0f}{extras}")
+    return "\n".join(lines)
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Write the rows of :func:`run` to a CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@styled
+def plot(rows: list[dict]) -> Figure:
+    """Draw Figure 4: updates in excess of the oracle's against the episode length, one panel per condition."""
+    figure = new_figure(3.7)
+    panels = figure.subplots(1, len(PERIODS), sharex=True, sharey=True)
+    compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
+    chosen = looks(compared)
+    for panel, condition in zip(panels, PERIODS, strict=True):
+        for strategy in compared:
+            curve = [row for row in rows if row["condition"] == condition and row["strategy"] == strategy]
+            length = [row["length"] for row in curve]
+            mean, std = (np.array([row[key] for row in curve]) for key in ("extra", "extra_std"))
+            panel.plot(length, mean, color=chosen[strategy].color, marker=chosen[strategy].marker, clip_on=False)
+            low, high = np.maximum(mean - std, 0.0), mean + std
+            panel.fill_between(length, low, high, color=chosen[strategy].color, **BAND)
+        panel.set_yscale("symlog")
+        panel.set(title=f"{condition} reliability", ylim=(0, None))
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+    panels[0].set_ylabel("updates more than the oracle's")
+    panels[len(panels) // 2].set_xlabel("episode length")
+    note = "Line: mean over episodes; band: one standard deviation. The y axis is logarithmic above 1; 0 is the oracle."
+    explain(figure, curve_entries(compared, chosen), note)
+    return figure
+
+
+def read(path: Path) -> list[dict]:
+    """Read the rows that :func:`write_csv` writes."""
+    kinds = {"length": int, "updates": float, "extra": float, "extra_std": float}
+    with path.open(newline="") as file:
+        return [{key: kinds.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    """Run the comparison from the command line and return its rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.experiments.stylized", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/stylized"),
+        help="directory of stylized.csv, .png and .svg (default: %(default)s)",
+    )
+    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; run nothing")
+    parser.add_argument("--seeds", type=int, default=100, help="episodes per mean (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=list(range(10, 101, 10)),
+        help="episode lengths (default: 10, 20, ..., 100)",
+    )
+    options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: must be at least 1")
+    if min(options.lengths) < 1:
+        parser.error(f"--lengths {min(options.lengths)}: must be at least 1")
+    rows = run(options.lengths, options.seeds, options.seed) if options.read is None else read(options.read)
+    print(format_table(rows))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
+    written = files_of(options.out / "stylized")
+    save(plot(rows), *written)
+    if options.read is None:
+        written.append(options.out / "stylized.csv")
+        write_csv(rows, written[-1])
+    print("\nwritten:", *written)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,216 @@
+"""What releases of torchrl after 0.14 add to a buffer: waits, counters, rate limits and further sample units."""
+
+import threading
+
+import pytest
+import torch
+import torchrl.data
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import SampleUnit, Sequence
+
+from tests.data import buffer_with, event_sampler, random_rows
+from tests.samplers.experience import probabilities
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+    compile_step,
+)
+
+CAPACITY, BATCH = 40, 8
+RateLimited = getattr(torchrl.data, "RateLimitedReplayBuffer", object)
+later = pytest.mark.skipif(RateLimited is object, reason="torchrl 0.14 has no waits and no rate limits")
+every_kind = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+SAMPLERS = {
+    "proportional": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": ReaPERSampler,
+    "events": lambda: event_sampler(CAPACITY, "event", priority={"kind": "proportional"}),
+    "slices": lambda: TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler()),
+}
+
+
+def make_buffer(sampler=None, **arguments):
+    return buffer_with(sampler or ProportionalSampler(), CAPACITY, compilable=True, batch_size=BATCH, **arguments)
+
+
+def learn(rb):
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(len(batch))
+    rb.update_tensordict_priority(batch)
+    return batch
+
+
+# --- waiting
+
+
+@pytest.mark.skipif(RateLimited is not object, reason="this torchrl can wait")
+def test_torchrl_0_14_cannot_wait_for_data():
+    with pytest.raises(TypeError, match=r"sample\(wait=True\): torchrl .* cannot wait for data. Leave wait= out"):
+        make_buffer().sample(wait=True)
+
+
+@later
+@every_kind
+def test_a_sample_waits_for_the_first_write(compiled):
+    rb = make_buffer(compile=compiled)
+    writer = threading.Timer(0.2, rb.extend, [random_rows(10)])
+    writer.start()
+    with torch.compiler.set_stance("force_eager"):
+        assert rb.sample(wait=True, timeout=60.0).shape == (BATCH,)
+        assert rb.sample(wait=True).shape == (BATCH,)
+    writer.join()
+
+
+@later
+@every_kind
+def test_a_wait_ends_at_its_timeout_or_when_it_is_cancelled(compiled):
+    rb, cancelled = make_buffer(compile=compiled), threading.Event()
+    with pytest.raises(TimeoutError):
+        rb.sample(wait=True, timeout=0.01)
+    cancelled.set()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        rb.sample(wait=True, cancel_event=cancelled)
+    rb.extend(random_rows(10))
+    with pytest.raises(RuntimeError, match="cancelled"):
+        rb.sample(wait=True, cancel_event=cancelled)
+
+
+def test_a_graph_refuses_to_wait():
+    rb = make_buffer()
+    rb.extend(random_rows(10))
+    with pytest.raises(Exception, match="a graph cannot wait; leave wait= out"):
+        compile_step(lambda: rb.sample(wait=True))()
+
+
+# --- counters and rate limits
+
+
+@later
+@every_kind
+@pytest.mark.parametrize("length", [1, 3])
+def test_samples_are_counted_in_rows(length, compiled):
+    rb = make_buffer(compile=compiled, sample_unit=Sequence(length))
+    rb.extend(random_rows(10))
+    with torch.compiler.set_stance("force_eager"):
+        rb.sample()
+        rb.sample(return_info=True)
+    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (2, 2 * BATCH * length)
+
+
+@later
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
+def test_a_rate_limited_buffer_takes_priorities_by_index(name):
+    sampler = SAMPLERS[name]()
+    rb = RateLimited(storage=LazyTensorStorage(CAPACITY), sampler=sampler, batch_size=BATCH, samples_per_insert=1.0)
+    rb.extend(random_rows(2 * BATCH))
+    for _ in range(2):
+        batch, info = rb.sample(return_info=True)
+        assert batch.shape == info["priority_weight"].shape == (BATCH,)
+        rb.update_priority(info["index"], torch.rand(BATCH))
+    sampler.check_valid()
+    assert sampler.stats()["never_updated"] < 1 and sampler.stats()["dropped_updates"] == 0
+    with pytest.raises(RuntimeError, match="does not currently permit this sample"):
+        rb.sample()
+
+
+@later
+@pytest.mark.parametrize("base", [TensorDictReplayBuffer, CompilableReplayBuffer], ids=["stock", "compilable"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_rate_limit_combines_with_buffers_of_tensordicts(name, base):
+    class Limited(RateLimited, base):
+        pass
+
+    sampler = SAMPLERS[name]()
+    writer = {"writer": EventTableWriter(sampler.tables)} if name == "events" else {}
+    make_storage = CompilableTensorStorage if base is CompilableReplayBuffer else LazyTensorStorage
+    rb = Limited(storage=make_storage(CAPACITY), sampler=sampler, batch_size=BATCH, samples_per_insert=1.0, **writer)
+    rb.extend(random_rows(2 * BATCH))
+    for _ in range(2):
+        learn(rb)
+    assert not rb.can_sample() and sampler.stats()["never_updated"] < 1
+    with pytest.raises(TimeoutError):
+        rb.sample(wait=True, timeout=0.01)
+    rb.extend(random_rows(BATCH, first=2 * BATCH))
+    learn(rb)
+    sampler.check_valid()
+
+
+@later
+@pytest.mark.usefixtures("from_scratch")
+def test_a_rate_limit_holds_for_samples_that_run_as_graphs():
+    class Limited(RateLimited, CompilableReplayBuffer):
+        pass
+
+    storage = CompilableTensorStorage(CAPACITY)
+    rb = Limited(storage=storage, sampler=ProportionalSampler(), batch_size=BATCH, samples_per_insert=1.0, compile=True)
+    rb.extend(random_rows(2 * BATCH))
+    for _ in range(2):
+        learn(rb)
+    with pytest.raises(RuntimeError, match="does not currently permit this sample"):
+        rb.sample()
+
+
+# --- sample units and generations
+
+
+class Pairs(SampleUnit):
+    """Each row with the next row, as TorchRL's own units do it."""
+
+    def expand(self, index, info, storage):
+        info = {key: value.repeat_interleave(2) for key, value in info.items()}
+        info |= {"anchor_index": index.repeat_interleave(2), "validity_mask": torch.tensor([True, False] * len(index))}
+        return torch.stack([index, (index + 1) % len(storage)], 1).flatten(), info
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+@pytest.mark.parametrize(
+    "unit",
+    ["Pairs", pytest.param("SubgoalTriplet", marks=later)],
+)
+def test_with_any_sample_unit_only_anchors_get_priorities(unit, stock):
+    if stock and unit == "Pairs":
+        pytest.skip("TorchRL's buffer reduces only its own units to anchors")
+    unit = Pairs() if unit == "Pairs" else torchrl.data.replay_buffers.SubgoalTriplet()
+    sampler = ProportionalSampler(alpha=1.0, eps=0.0, td_error="absolute")
+    rb = buffer_with(sampler, CAPACITY, compilable=not stock, batch_size=BATCH, sample_unit=unit)
+    rb.extend(random_rows(CAPACITY))
+    batch = rb.sample()
+    batch["td_error"] = torch.where(batch["validity_mask"], 2.0, 9.0)
+    before = probabilities(rb)
+    rb.update_tensordict_priority(batch)
+    anchors = batch["anchor_index"][batch["validity_mask"]].unique()
+    expected = before.index_fill(0, anchors, 2 * float(before[0]))
+    torch.testing.assert_close(probabilities(rb), expected / expected.sum())
+    assert sampler.stats()["dropped_updates"] == 0
+    rb.update_tensordict_priority(batch)
+
+
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
+def test_changing_stored_rows_by_generation_leaves_priorities_and_pending_updates_alone(name):
+    """``update_if_present`` changes entries of rows that were not overwritten since, but not which rows they are."""
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY),
+        sampler=SAMPLERS[name](),
+        writer=TensorDictRoundRobinWriter(track_generations=True),
+        batch_size=BATCH,
+    )
+    rb.extend(random_rows(CAPACITY))
+    for _ in range(3):
+        learn(rb)
+    batch, before = rb.sample(), probabilities(rb)
+    generation, index = batch["index_generation"], batch["index"]
+    result = rb.update_if_present(index=index, generation=generation, patch={"observation": torch.ones(BATCH, 3)})
+    assert result.updated_count == BATCH
+    torch.testing.assert_close(probabilities(rb), before)
+    batch["td_error"] = torch.rand(BATCH) + 3
+    rb.update_tensordict_priority(batch)
+    assert rb.sampler.stats()["dropped_updates"] == 0
+    assert not torch.allclose(probabilities(rb), before)
+    rb.extend(random_rows(CAPACITY, first=CAPACITY))
+    assert rb.update_if_present(index=index, generation=generation, patch={}).updated_count == 0
+    rb.sampler.check_valid()

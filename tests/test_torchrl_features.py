@@ -1,0 +1,283 @@
+"""Samplers with n-step returns, hindsight relabelling, storages that were filled before, and ensembles of buffers."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    HERReplayBuffer,
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from torchrl.envs import MultiStepTransform
+
+from tests.data import buffer_with, event_sampler, linear_policy, random_rows, rows
+from tests.reference import NaiveReaPER
+from tests.samplers.experience import probabilities
+from torchrl_replay_ext import (
+    DecoupledSampler,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+CAPACITY, BATCH = 40, 8
+ABSOLUTE = {"alpha": 1.0, "eps": 0.0, "td_error": "absolute"}
+SAMPLERS = {
+    "proportional": lambda: ProportionalSampler(**ABSOLUTE),
+    "rank": RankBasedSampler,
+    "reaper": lambda: ReaPERSampler(omega=1.0, **ABSOLUTE),
+}
+every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
+
+
+def learn(rb, error=None):
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(len(batch)) + 0.1 if error is None else torch.full((len(batch),), error)
+    rb.update_tensordict_priority(batch)
+    return batch
+
+
+# --- n-step returns
+
+
+def with_rewards(count, *, first=0, episode):
+    data = rows(count, first=first, episode=episode)
+    data["next", "observation"] = data["observation"] + 1
+    data["next", "reward"] = torch.ones(count, 1)
+    return data
+
+
+@both_buffers
+@every_sampler
+@pytest.mark.parametrize("n", [2, 3])
+def test_n_step_transitions_get_priorities_once_their_n_steps_are_complete(n, name, compilable):
+    sampler = SAMPLERS[name]()
+    rb = buffer_with(sampler, CAPACITY, compilable=compilable, batch_size=BATCH)
+    rb.append_transform(MultiStepTransform(n_steps=n, gamma=0.5))
+    written = 0
+    for count in (10, 1, 7, 30):
+        rb.extend(with_rewards(count, first=written, episode=5))
+        written += count
+        # the transform holds back the newest n transitions
+        assert sampler.stats()["num_items"] == len(rb) == min(written - n, CAPACITY)
+        batch = learn(rb)
+        left = 4 - batch["number"] % 5
+        steps = left.clamp_max(n - 1) + 1
+        expected = sum(0.5**k * (k < steps) for k in range(n))
+        torch.testing.assert_close(batch["next", "reward"].squeeze(1), expected)
+        torch.testing.assert_close(batch["next", "observation"].squeeze(1), (batch["number"] + steps).float())
+    assert sampler.stats()["dropped_updates"] == 0
+    sampler.check_valid()
+
+
+@both_buffers
+def test_with_n_step_returns_reliability_is_the_share_of_the_errors_of_all_later_steps(compilable):
+    """The stored ``done`` is that of a transition's own step: order and ends of episodes are as without n steps."""
+    n, episode, count = 3, 6, 20
+    sampler = ReaPERSampler(omega=1.0, alpha=1.0, eps=0.0, td_error="absolute")
+    rb = buffer_with(sampler, CAPACITY, compilable=compilable, batch_size=BATCH)
+    rb.append_transform(MultiStepTransform(n_steps=n, gamma=0.9))
+    rb.extend(with_rewards(count, episode=episode))
+    naive = NaiveReaPER(alpha=1.0, omega=1.0, eps=0.0, td_error="absolute")
+    stored = count - n
+    for slot in range(stored):
+        naive.write(slot, episode=slot // episode, terminated=slot % episode == episode - 1)
+    errors = torch.rand(stored) + 0.1
+    rb.update_priority(torch.arange(stored), errors)
+    naive.update(range(stored), errors.tolist())
+    criterion = naive.criterion()
+    total = math.fsum(criterion.values())
+    expected = torch.tensor([criterion[slot] / total for slot in range(stored)], dtype=torch.float64)
+    torch.testing.assert_close(probabilities(rb), expected, rtol=1e-5, atol=1e-9)
+
+
+# --- hindsight relabelling
+
+
+def goal_rows(first, count, episode=10):
+    number = torch.arange(first, first + count)
+    done = (number % episode == episode - 1).unsqueeze(1)
+    position = {name: number.unsqueeze(1).expand(count, 2).float() for name in ("observation", "achieved_goal")}
+    position["desired_goal"] = torch.full((count, 2), -1.0)
+    after = position | {"reward": torch.zeros(count, 1), "done": done, "terminated": done.clone()}
+    after["achieved_goal"] = after["achieved_goal"] + 1
+    return TensorDict({**position, "number": number, "next": after}, [count])
+
+
+def reached(data):
+    return (data["next", "achieved_goal"] == data["desired_goal"]).all(-1, keepdim=True).float()
+
+
+def her_buffer(sampler, her_ratio=0.5):
+    return HERReplayBuffer(
+        reached, storage=LazyTensorStorage(CAPACITY), sampler=sampler, batch_size=BATCH, her_ratio=her_ratio
+    )
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper"])
+def test_td_errors_of_relabelled_rows_are_priorities_of_the_original_transitions(name):
+    sampler = SAMPLERS[name]()
+    rb = her_buffer(sampler)
+    rb.extend(goal_rows(0, 30))
+    errors = torch.ones(30)
+    for step in range(6):
+        batch = rb.sample()
+        relabelled = (batch["desired_goal"] >= 0).all(-1)
+        assert relabelled.tolist() == [True] * 4 + [False] * 4
+        ahead = batch["desired_goal"][relabelled][:, 0] - batch["number"][relabelled]
+        assert (ahead >= 0).all() and (ahead + batch["number"][relabelled] % 10 < 10).all()
+        assert torch.equal(batch["index"], batch["number"])
+        batch["td_error"] = torch.rand(BATCH) + step
+        rb.update_tensordict_priority(batch)
+        for slot, error in zip(batch["index"].tolist(), batch["td_error"].tolist(), strict=True):
+            errors[slot] = error
+    if name == "proportional":
+        # transitions without an update keep the largest priority at their write, 1
+        torch.testing.assert_close(probabilities(rb), (errors / errors.sum()).double(), rtol=1e-5, atol=1e-9)
+    sampler.check_valid()
+    assert sampler.stats()["dropped_updates"] == 0
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper"])
+def test_hindsight_buffers_go_on_when_they_are_full(name):
+    sampler = SAMPLERS[name]()
+    rb = her_buffer(sampler)
+    data = goal_rows(0, 2 * CAPACITY)
+    for number in range(2 * CAPACITY):
+        rb.add(data[number])
+        if number % 7 == 6:
+            learn(rb)
+    assert sampler.stats()["num_items"] == CAPACITY and int(rb.sample()["number"].min()) >= CAPACITY
+    sampler.check_valid()
+
+
+@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="a bug of TorchRL; no issue in pytorch/rl was found")
+def test_torchrl_can_relabel_after_several_rows_were_written_to_a_full_storage():
+    rb = her_buffer(ProportionalSampler())
+    for first in (0, CAPACITY, CAPACITY + 10):
+        rb.extend(goal_rows(first, 10 if first > CAPACITY else CAPACITY))
+        rb.sample()
+
+
+# --- storages that were filled before
+
+
+def dataset(count, episode=100):
+    done = (torch.arange(count) % episode == episode - 1).unsqueeze(1)
+    after = {"done": done, "terminated": done.clone()}
+    return TensorDict({"number": torch.arange(count), "observation": torch.zeros(count, 2), "next": after}, [count])
+
+
+@every_sampler
+@pytest.mark.parametrize("filled", ["loaded", "written"])
+def test_a_million_memory_mapped_transitions_that_were_stored_before(name, filled, tmp_path):
+    count, sampler = 1_000_000, SAMPLERS[name]()
+    if filled == "loaded":
+        dataset(count).memmap(tmp_path)
+        storage = TensorStorage(TensorDict.load_memmap(tmp_path))
+    else:
+        storage = LazyMemmapStorage(count, scratch_dir=tmp_path)
+        storage.set(range(count), dataset(count))
+    rb = TensorDictReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), sampler=sampler, batch_size=256)
+    batch = learn(rb, error=4.0)
+    assert torch.equal(batch["number"], batch["index"])
+    stats = sampler.stats()
+    assert stats["num_items"] == count and 0.9997 < stats["never_updated"] < 0.9998
+    p = sampler.probabilities(storage)
+    assert float(p.sum()) == pytest.approx(1.0)
+    if name == "proportional":
+        assert batch["priority_weight"].tolist() == [1.0] * 256
+        drawn = batch["index"].unique()
+        torch.testing.assert_close(p[drawn] / p[(drawn + 1) % count].clamp_max(p.min()), torch.full_like(p[drawn], 4.0))
+    sampler.check_valid()
+
+
+@every_sampler
+def test_of_a_filled_storage_that_is_written_to_only_stored_rows_are_drawn(name):
+    """TorchRL's writer begins at slot 0; the storage counts the rows twice and is full too early."""
+    storage, sampler = LazyTensorStorage(CAPACITY), SAMPLERS[name]()
+    storage.set(range(30), dataset(30, episode=10))
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
+    learn(rb)
+    rb.extend(dataset(20, episode=10))
+    assert len(rb) == CAPACITY and sampler.stats()["num_items"] == 30
+    assert max(int(learn(rb)["index"].max()) for _ in range(10)) < 30
+    sampler.check_valid()
+
+
+# --- ensembles
+
+
+def slices():
+    return TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler())
+
+
+MEMBERS = {
+    **SAMPLERS,
+    "events": lambda: event_sampler(CAPACITY, "event", priority={"kind": "proportional"}),
+    "slices": slices,
+    "decoupled": lambda: DecoupledSampler(ProportionalSampler(), linear_policy(3, 2)),
+}
+
+
+def members(name, compilable, count=2):
+    buffers = [buffer_with(MEMBERS[name](), CAPACITY, compilable=compilable, batch_size=BATCH) for _ in range(count)]
+    for number, rb in enumerate(buffers):
+        rb.extend(random_rows(30, first=100 * number).set("member", torch.full((30,), number)))
+    return buffers
+
+
+@both_buffers
+@pytest.mark.parametrize("name", MEMBERS)
+def test_an_ensemble_draws_with_the_samplers_of_its_members_which_take_the_priorities(name, compilable):
+    buffers = members(name, compilable)
+    rb = ReplayBufferEnsemble(*buffers, p=[0.3, 0.7], num_buffer_sampled=3, batch_size=3 * BATCH)
+    for _ in range(3):
+        batch, info = rb.sample(return_info=True)
+        index = info["index"]
+        assert batch.shape == info["priority_weight"].shape == (3, BATCH)
+        assert torch.equal(batch["member"], index["buffer_ids"])
+        for part in range(3):
+            member = buffers[int(index["buffer_ids"][part, 0])]
+            assert torch.equal(member.storage.get(index["index"][part])["number"], batch["number"][part])
+            before = probabilities(member)
+            member.update_priority(index["index"][part], torch.rand(BATCH) + 2)
+            assert not torch.equal(probabilities(member), before)
+    for member in buffers:
+        member.sampler.check_valid()
+        assert member.sampler.stats()["dropped_updates"] == 0
+
+
+@both_buffers
+def test_routed_writes_of_an_ensemble_reach_the_samplers(compilable):
+    buffers = members("proportional", compilable)
+    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, routing_key="member", batch_size=2 * BATCH)
+    data = random_rows(6, first=200)
+    rb.extend(data.set("member", torch.tensor([0, 1, 1, 0, 1, 1])))
+    assert [int(member.sampler.stats()["num_items"]) for member in buffers] == [32, 34]
+    for member in buffers:
+        member.sampler.check_valid()
+
+
+def test_an_ensemble_itself_takes_no_priorities():
+    buffers = members("proportional", compilable=False)
+    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=2 * BATCH)
+    _, info = rb.sample(return_info=True)
+    with pytest.warns(UserWarning, match="not prioritized"):
+        rb.update_priority(info["index"], torch.rand(2, BATCH))
+    assert all(member.sampler.stats()["never_updated"] == 1 for member in buffers)
+
+
+def test_an_ensemble_has_no_newest_slices():
+    buffers = members("slices", compilable=False)
+    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=2 * BATCH)
+    with pytest.raises(ValueError, match="rb must be the buffer that has this sampler"):
+        buffers[0].sampler.newest(rb)

@@ -1,0 +1,139 @@
+"""Windows of consecutive steps, in graphs too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+from torchrl.data.replay_buffers import Sequence
+
+from torchrl_replay_ext._torchrl import last_step_value, shape_and_device, stored_data
+from torchrl_replay_ext.compilation import gather_in_bounds, values_can_be_read, where_int64
+from torchrl_replay_ext.functional import last_occurrence
+from torchrl_replay_ext.samplers.slot_index import row_major
+
+_OWNER = "CompilableReplayBuffer(sample_unit=Sequence(...))"
+
+
+class CompilableSequence(Sequence):
+    """TorchRL's :class:`~torchrl.data.Sequence` with the same windows, without reads of values.
+
+    It works in graphs, and on an accelerator the host does not wait. It reads the end flags of the steps that a window
+    can reach. TorchRL searches the whole storage after each write.
+
+    Args:
+        unit: the windows.
+    """
+
+    def __init__(self, unit: Sequence):
+        boundary: Any = unit.episode_boundary
+        super().__init__(unit.length, boundary, unit.done_key, unit.burn_in, unit.bootstrap, unit.dilation)
+
+    def expand(self, index: Any, info: dict[str, Any], storage: Any) -> tuple[Any, dict[str, Any]]:
+        """Index and info of the windows around the drawn slots; see :class:`torchrl.data.Sequence`."""
+        known = shape_and_device(storage)
+        assert known is not None, "a draw from an empty buffer is an error"
+        (steps, *columns), _ = known
+        anchor = torch.stack(index, -1) if isinstance(index, tuple) else index.unsqueeze(1)
+        column = row_major(anchor[:, 1:], (*columns,)) if columns else torch.zeros_like(anchor[:, 0])
+        time, ahead = anchor[:, 0], self.dilation * (self.length + self.bootstrap - 1)
+        forward, backward = _to_ends_of_ring(storage, time, steps, math.prod(columns))
+        shifts = self.episode_boundary == "stop"
+        behind = self.dilation * self.burn_in + ahead * shifts
+        stops = self.done_key is not None and self.episode_boundary != "include_reset"
+        if stops and behind + ahead:
+            reach = torch.arange(-behind, ahead, device=time.device)
+            near = (time.unsqueeze(1) + reach) % steps
+            ends = self._ends(storage, near * math.prod(columns) + column.unsqueeze(1))
+            forward = torch.minimum(forward, _first(ends[:, behind:]))
+            backward = torch.minimum(backward, _first(ends[:, :behind].flip(1)))
+        if shifts:
+            shift = torch.minimum((ahead - forward).clamp_min(0), backward)
+            time, forward, backward = time - shift, forward + shift, backward - shift
+        rows = self.burn_in + self.length + self.bootstrap
+        place = torch.arange(rows, device=time.device)
+        wanted = ((place - self.burn_in) * self.dilation).expand(len(time), rows)
+        offset = torch.maximum(torch.minimum(wanted, forward.unsqueeze(1)), -backward.unsqueeze(1))
+        learning = (place >= self.burn_in) & (place < self.burn_in + self.length)
+        given = {key: value.repeat_interleave(rows, 0) if value.ndim else value for key, value in info.items()}
+        info = {
+            **given,
+            "sequence_id": torch.arange(len(time), device=time.device).repeat_interleave(rows),
+            "step_in_sequence": place.repeat(len(time)),
+            "learning_mask": learning.repeat(len(time)),
+            "anchor_index": (anchor if columns else anchor.squeeze(1)).repeat_interleave(rows, 0),
+            "validity_mask": (offset == wanted).flatten(),
+        }
+        slots = ((time.unsqueeze(1) + offset) % steps).flatten()
+        if not columns:
+            return slots, info
+        return (slots, *(part.repeat_interleave(rows) for part in anchor[:, 1:].unbind(1))), info
+
+    def _ends(self, storage: Any, slots: Tensor) -> Tensor:
+        """Whether an episode ends in each of ``slots`` [n, k], bool [n, k]."""
+        data = stored_data(storage)
+        flags = data.get(self.done_key, None) if is_tensor_collection(data) else None
+        if flags is None:
+            raise KeyError(f"{_OWNER}: the stored data has no entry {self.done_key!r}, which marks ends of episodes.")
+        flags = flags.flatten(0, storage.ndim - 1)
+        return gather_in_bounds(flags, slots).to(torch.bool).reshape(*slots.shape, -1).any(-1)
+
+
+def _first(mask: Tensor) -> Tensor:
+    """The place of the first True of each row of ``mask`` [n, k], k if there is none; int64 [n]."""
+    count = mask.shape[1]
+    if not count:
+        return torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
+    places = torch.arange(count, device=mask.device).expand_as(mask)
+    return where_int64(mask, places, torch.full_like(places, count)).amin(1)
+
+
+def _to_ends_of_ring(storage: Any, time: Tensor, steps: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The number of steps from ``time`` [n] to the newest and to the oldest stored step, int64 [n] each."""
+    last: Any = last_step_value(storage)
+    written = storage.num_rows // columns
+    is_full = written >= steps
+    # without a cursor, as in a storage that was filled before, TorchRL takes the order of the slots
+    newest = where_int64(is_full & (last >= 0), last, written - 1)
+    oldest = where_int64(is_full, newest + 1, torch.zeros_like(newest))
+    return (newest - time) % steps, (time - oldest) % steps
+
+
+def largest_of_anchors(
+    storage: Any, anchor: Tensor, stamp: Tensor, priority: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the largest priority of the valid rows of each pair of anchor and stamp.
+
+    Args:
+        storage: the storage.
+        anchor: index of each row's anchor, int64 [n] or [n, ndim].
+        stamp: write stamp of the anchor, int64 [n].
+        priority: float [n].
+        valid: bool [n].
+
+    Returns:
+        Index [m] or [m, ndim], stamps [m], priorities [m], one row for each distinct pair. Where values cannot be read,
+        m = n, the stamps of further rows are -1, and for each anchor only the priority of the newest stamp is right.
+    """
+    if values_can_be_read(stamp):
+        pairs = torch.cat([anchor.reshape(len(stamp), -1), stamp.unsqueeze(1)], 1)[valid]
+        distinct, place = torch.unique(pairs, dim=0, return_inverse=True)
+        largest = torch.zeros_like(distinct[:, 0], dtype=priority.dtype)
+        largest.scatter_reduce_(0, place, priority[valid], reduce="amax", include_self=False)
+        return distinct[:, :-1].reshape(-1, *anchor.shape[1:]), distinct[:, -1], largest
+    known = shape_and_device(storage)
+    assert known is not None
+    slots, unknown = row_major(anchor.reshape(len(stamp), -1), known[0]), torch.full_like(stamp, -1)
+
+    def largest_of_slots(values: Tensor, fallback: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        last = last_occurrence(slots, mask)
+        return last, fallback.scatter_reduce(0, last, values, "amax")
+
+    last, newest = largest_of_slots(where_int64(valid, stamp, unknown), unknown, valid)
+    is_newest = valid & (stamp == gather_in_bounds(newest, last))
+    last, largest = largest_of_slots(torch.where(is_newest, priority, 0.0), torch.zeros_like(priority), is_newest)
+    is_extra = ~valid | (is_newest & (last != torch.arange(len(stamp), device=stamp.device)))
+    return anchor, where_int64(is_extra, unknown, stamp), largest
