@@ -65,7 +65,7 @@ from recipes.common.cli import ConfigError, parse_config
 from recipes.common.collector import VectorCollector
 from recipes.common.environment import make_env
 from recipes.common.evaluation import Evaluation
-from recipes.common.networks import make_network
+from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.replay import make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
@@ -236,8 +236,7 @@ class CurrentPolicy:
 
     @torch.inference_mode()
     def _statistics(self, observations: np.ndarray) -> tuple[Tensor, ...]:
-        dtype = torch.uint8 if observations.dtype == np.uint8 else torch.float32
-        observed = self._normalizer(torch.as_tensor(observations, dtype=dtype, device=self._device))
+        observed = self._normalizer(to_tensor(observations, self._device))
         result = self._actor(observed)
         return result if isinstance(result, tuple) else (result,)
 
@@ -394,7 +393,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         seed=cfg.seed,
     )
 
-    def columns() -> dict[str, float]:
+    def columns(_steps: int) -> dict[str, float]:
         returns = collector.returns
         return {"training_return": sum(returns) / len(returns) if returns else math.nan}
 

@@ -32,6 +32,9 @@ from torchrl.modules import MLP, EGreedyModule, QValueActor
 from recipes.common.cli import ConfigError, parse_config
 from recipes.common.environment import make_discrete_env
 from recipes.common.evaluation import Evaluation
+from recipes.common.networks import to_tensor
+from recipes.common.optimizers import make_optimizer
+from recipes.common.q_values import TargetValues
 from recipes.common.remote import RemoteCollector, RemoteReplay, runtime
 from recipes.common.replay import require_memory, stored_keys
 from recipes.common.run import Log, Run, prepare
@@ -76,14 +79,14 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
     acting = deepcopy(actor).cpu()
     loss_module, target = make_loss(dqn, actor)
-    optimizer = torch.optim.Adam(loss_module.parameters(), lr=dqn.learning_rate, fused=True)
+    optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
     # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
     replay = RemoteReplay(cfg, cfg.num_collectors * cfg.num_envs, device, prefetch=cfg.prefetch, td_error="squared")
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
-        return network(torch.as_tensor(observations, device=device)).argmax(-1).cpu().numpy()
+        return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
 
     collector = RemoteCollector(
         cfg,
@@ -105,9 +108,10 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
             evaluation=evaluation,
             policy=greedy,
             epsilon=dqn.evaluation_epsilon,
+            value=TargetValues(loss_module, device).of_steps if dqn.log_q_mean else None,
             losses=("loss",),
-            columns=lambda: {
-                "epsilon": dqn.epsilon(run.env_steps),
+            columns=lambda steps: {
+                "epsilon": dqn.epsilon(steps),
                 **{f"sampler/{key}": value for key, value in replay.sampler_stats().items()},
             },
             shown=("return_mean", "epsilon", "loss"),
@@ -130,8 +134,8 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
                 acting.load_state_dict(actor.state_dict())
                 exploration.get_buffer("eps").fill_(dqn.epsilon(run.env_steps))
                 # The collectors write to the buffer; the batch has no entries.
-                num_steps = run.collect().numel()
-                if dqn.copies_due(run.env_steps, num_steps):
+                run.collect()
+                if dqn.copies_due(run.env_steps, collector.steps_of_batch):
                     target.step()
                 if run.env_steps > dqn.learning_starts:
                     for _ in range(dqn.gradient_steps):

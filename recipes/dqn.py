@@ -53,7 +53,7 @@ from recipes.common.cli import parse_config
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.environment import make_discrete_env
 from recipes.common.evaluation import Evaluation
-from recipes.common.networks import make_network
+from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.replay import loss_keys, make_replay, require_memory
@@ -156,7 +156,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
-        return network(torch.as_tensor(observations, device=device)).argmax(-1).cpu().numpy()
+        return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=cfg.seed)
@@ -178,7 +178,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         epsilon=dqn.evaluation_epsilon,
         value=values.of_steps if dqn.log_q_mean else None,
         losses=("loss",),
-        columns=lambda: {"epsilon": dqn.epsilon(run.env_steps), **of_rooms()},
+        columns=lambda steps: {"epsilon": dqn.epsilon(steps), **of_rooms()},
         shown=("return_mean", "epsilon", "loss"),
     )
     run = Run(
@@ -200,16 +200,16 @@ def train(config: DictConfig, run_dir: Path) -> int:
         num_updates=cfg.updates_per_graph,
         num_tables=len(cfg.env.events) + 1,
     )
-    learn = make_round(update, replay, cfg, device)
+    write_and_update = make_round(update, replay, cfg, device)
 
     with run:
         while run.continues():
             behaviour.epsilon = dqn.epsilon(run.env_steps)
             data = run.collect()
-            if dqn.copies_due(run.env_steps, data.numel()):
+            if dqn.copies_due(run.env_steps, collector.steps_of_batch):
                 target.step()
             if run.env_steps > dqn.learning_starts:
-                for losses in learn(data):
+                for losses in write_and_update(data):
                     run.log_losses(losses)
             else:
                 replay.extend(data)

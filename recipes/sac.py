@@ -234,14 +234,14 @@ def train(config: DictConfig, run_dir: Path) -> int:
         num_updates=cfg.updates_per_graph,
         actor_batch=actor_batches(replay),
     )
-    learn = make_round(update, replay, cfg, device)
+    write_and_update = make_round(update, replay, cfg, device)
 
     with run:
         while run.continues():
             behaviour.epsilon = float(run.env_steps < sac.learning_starts)  # random actions at first
             data = run.collect()
             if run.env_steps > sac.learning_starts:
-                for losses in learn(data):
+                for losses in write_and_update(data):
                     run.log_losses(losses)
             else:
                 replay.extend(data)

@@ -50,6 +50,18 @@ def test_adam_step_is_adam(make_step, options):
     torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
+@pytest.mark.parametrize("options", [{"eps": 0.0}, {"betas": (0.0, 0.9)}, {"betas": (0.9, 0.0)}])
+def test_limits_of_the_options(make_step, options):
+    """With eps=0 and without gradients, a step of Adam is 0 / 0; with β = 0 there is no log β."""
+    torch.manual_seed(0)
+    (mine, theirs), (optimizer, reference) = pair(**options)
+    step, _ = make_step(optimizer)
+    for _ in range(3):
+        step_both(step, theirs, reference)
+    assert all(torch.isfinite(parameter).all() for parameter in mine)
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_may_have_any_strides(make_step, fused):
     """torch's fused step reads the memory of a gradient in the order of the parameter's."""

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import (
@@ -47,7 +47,8 @@ def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | Non
     TorchRL rounds the size of a storage with ndim >= 2 up to a multiple of the number of columns.
     """
     data = stored_data(storage)
-    if data is None:
+    # the state of an empty storage, loaded again, leaves an empty TensorDict
+    if data is None or not getattr(storage, "initialized", True):
         return None
     if isinstance(data, list):
         return (storage.max_size,), torch.device("cpu")
@@ -91,7 +92,7 @@ def set_rows(storage: Any, index: Tensor, data: Any, *, first: int | None) -> No
         return
     # a slice takes half the time, but hindsight relabelling and checkpoints of TorchRL need the index
     cursor: Any = index if first is None else slice(first, first + len(index))
-    is_overridden = getattr(storage.set, "__func__", None) is not TensorStorage.set
+    is_overridden = type(storage).set is not TensorStorage.set or "set" in vars(storage)
     if is_overridden or not set_columns(storage, cursor, data):
         storage.set(cursor, data)
     storage._last_cursor = index  # pyright: ignore[reportAttributeAccessIssue]: declared as None
@@ -105,7 +106,8 @@ def set_columns(storage: Any, cursor: Any, data: Any, *, set_cursor: bool = True
     stored = stored_data(storage)
     if not isinstance(data, TensorDict) or not isinstance(stored, TensorDict):
         return False
-    rows, columns = dict(data.items(True, True)), dict(stored.items(True, True))
+    # non-tensor entries count as entries, so that they are not skipped
+    rows, columns = (dict(each.items(True, True, is_leaf=is_leaf_nontensor)) for each in (data, stored))
     if rows.keys() != columns.keys() or not all(isinstance(column, Tensor) for column in rows.values()):
         return False
     if set_cursor:

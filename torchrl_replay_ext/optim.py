@@ -75,7 +75,10 @@ class AdamStep:
         for count in self._counts:
             count.add_(1)
         # βᵗ as an exponential of tensors: the compiler computes it once, before the loops over the parameters
-        power1, power2 = ((self._counts[0] * math.log(beta)).exp() for beta in (beta1, beta2))
+        count = self._counts[0]
+        power1, power2 = (
+            (count * math.log(beta)).exp() if beta else torch.zeros_like(count) for beta in (beta1, beta2)
+        )
         rate, root = self._group["lr"] / (1 - power1), (1 - power2).sqrt()
         for parameter, gradient, mean, square in zip(
             self.parameters, gradients, self._means, self._squares, strict=True
@@ -91,9 +94,12 @@ def _adam_state(
     """First moments, second moments and step counts; a step with gradients of 0 creates those that are missing."""
     missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if missing:
+        before = [parameter.detach().clone() for parameter in missing]
         _step_with(optimizer, missing, [torch.zeros_like(parameter) for parameter in missing])
-        for parameter in missing:
+        for parameter, value in zip(missing, before, strict=True):
             optimizer.state[parameter]["step"].zero_()
+            # the step changes nothing, except with eps=0, where it divides 0 by 0
+            parameter.detach().copy_(value)
     states = [optimizer.state[parameter] for parameter in parameters]
     return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
 

@@ -28,6 +28,16 @@ MAKERS = {
 # Class of each optimizer, and the arguments that the recipes set; see recipes.common.optimizers.
 OPTIMIZERS = {"adam": ("torch.optim.adam", "Adam"), "rmsprop": ("recipes.common.optimizers", "RMSProp")}
 SET_BY_RECIPES = ("params", "parameters", "lr", "fused")
+# Arguments of Adam that AdamStep does not support.
+UNSUPPORTED = (
+    "amsgrad",
+    "maximize",
+    "weight_decay",
+    "decoupled_weight_decay",
+    "foreach",
+    "capturable",
+    "differentiable",
+)
 
 
 def check(config: RunConfig, recipe: str) -> None:
@@ -80,7 +90,9 @@ def _check_optimizer(settings: Mapping[str, Any], where: str) -> None:
     name = settings.get("name")
     if name not in OPTIMIZERS:
         raise ConfigError(with_suggestion(f"{where}.name={_shown(name)}: choose {', '.join(OPTIMIZERS)}"))
-    known = {key: value for key, value in arguments(*OPTIMIZERS[name]).items() if key not in SET_BY_RECIPES}
+    known = {
+        key: value for key, value in arguments(*OPTIMIZERS[name]).items() if key not in SET_BY_RECIPES + UNSUPPORTED
+    }
     check_arguments({key: value for key, value in settings.items() if key != "name"}, known, where)
 
 

@@ -274,9 +274,17 @@ class RunConfig(ABC):
             if value % divisor:
                 raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
         n_step = getattr(learning, "n_step", 1)
+        if n_step > 1 and n_step * self.num_envs >= learning.total_steps:
+            raise ValueError(
+                f"{learning.group}.n_step={n_step}: num_envs · n_step must be < {learning.group}.total_steps="
+                f"{learning.total_steps}"
+            )
+        # of sampler=dper, the sampler of the critic
+        critic = self.sampler.get("critic")
+        name = (critic if isinstance(critic, dict) else self.sampler).get("name")
         if n_step > 1:
             others = [name for name, event in self.env.events.items() if not event.is_flag]
-            if others and self.sampler.get("name") in EVENT_TABLES:
+            if others and name in EVENT_TABLES:
                 raise ValueError(
                     f"{learning.group}.n_step={n_step}: {', '.join(others)} of env.events depends on the reward or "
                     "observation of one step; use events that the environment signals, or n_step=1"
@@ -291,7 +299,7 @@ class RunConfig(ABC):
         if self.sampler.get("name") not in samplers:
             raise ValueError(f"sampler.name={self.sampler.get('name')}: choose {', '.join(samplers)}")
         loss_function = getattr(learning, "loss_function", None)
-        if self.sampler.get("name") == "lap" and loss_function != "smooth_l1":
+        if name == "lap" and loss_function != "smooth_l1":
             way = (
                 "this recipe does not have it; use recipes.td3 or recipes.dqn"
                 if loss_function is None

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import flatdim
 
+from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
 
 Policy = Callable[[np.ndarray], np.ndarray]
@@ -75,6 +76,9 @@ class Evaluation:
         make: makes an environment from its configuration.
         config: the environment; see its `evaluations` and `return_by`.
         episodes: number of episodes per evaluation.
+
+    Raises:
+        ConfigError: if `return_by` names an entry that the environment's `info` lacks.
     """
 
     def __init__(self, make: Callable[[EnvConfig], gymnasium.Env], config: EnvConfig, episodes: int):
@@ -83,6 +87,14 @@ class Evaluation:
         further = {
             name: replace(config, options=config.options | options) for name, options in config.evaluations.items()
         }
+        if config.return_by:
+            info = self.envs[0].reset(seed=0)[1]
+            missing = [entry for entry in config.return_by if entry not in info]
+            if missing:
+                raise ConfigError(
+                    f"env.return_by.{missing[0]}: the info of {config.id} has no such entry; its entries are "
+                    f"{', '.join(map(str, info)) or 'none'}"
+                )
         self._further = {name: [make(other) for _ in range(episodes)] for name, other in further.items()}
 
     @property
@@ -109,7 +121,7 @@ class Evaluation:
         columns = {"return_mean": _mean(scores), **{f"return_{i}": score for i, score in enumerate(scores)}}
         for entry, choices in self._config.return_by.items():
             for choice in choices:
-                chosen = [episode.score for episode in episodes if episode.info.get(entry) == choice]
+                chosen = [episode.score for episode in episodes if str(episode.info[entry]) == choice]
                 columns[f"return_{choice}"] = _mean(chosen)
         for name, envs in self._further.items():
             played = evaluate(policy, envs, epsilon=epsilon, seed=seed)

@@ -68,8 +68,9 @@ class NStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that are held back."""
-        return {"held": self._held}
+        return {"held": None if self._held is None else self._held.to_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
-        self._held = state["held"]
+        held = state["held"]
+        self._held = None if held is None else TensorDict(held, [self._num_envs, self.n]).cpu()

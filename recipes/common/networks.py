@@ -1,8 +1,15 @@
 """Networks for observations that are vectors or stacked frames."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrl.modules import MLP
+
+
+def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
+    """Observations as networks take them, and buffers store them: images as uint8, others as float32."""
+    dtype = torch.uint8 if observations.dtype == np.uint8 else torch.float32
+    return torch.as_tensor(observations, dtype=dtype, device=device)
 
 
 class Convolutions(nn.Module):

@@ -101,6 +101,6 @@ def make_optimizer(
             return torch.optim.Adam(parameters, lr=learning_rate, fused=True, **keywords)
         if config.get("name") == "rmsprop":
             return RMSProp(parameters, learning_rate, **keywords)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer: {error}") from error
     raise ConfigError(f"optimizer.name={config.get('name')}: choose adam, rmsprop")

@@ -10,6 +10,7 @@ from torchrl.objectives import DQNLoss
 
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
+from recipes.common.networks import to_tensor
 from recipes.envs.rooms import Rooms
 
 
@@ -28,7 +29,7 @@ class TargetValues:
     def __call__(self, observations: np.ndarray) -> Tensor:
         """Q-values [n, num_actions] of observations [n, ...]."""
         network = self._loss_module.value_network
-        observed = torch.as_tensor(observations, device=self._device)
+        observed = to_tensor(observations, self._device)
         with self._loss_module.target_value_network_params.to_module(network):
             return network(TensorDict(observation=observed))["action_value"]
 

@@ -268,7 +268,7 @@ def make_remote_env(config: EnvConfig, num_envs: int) -> EnvBase:
     """Make the environment of a collector, inside its actor; several are stepped one after the other."""
 
     def make() -> EnvBase:
-        env = GymWrapper(make_discrete_env(config), categorical_action_encoding=True, device=None)
+        env = GymWrapper(make_discrete_env(config, training=True), categorical_action_encoding=True, device=None)
         if config.flags:
             env.set_info_dict_reader(FlagReader(config.flags))
         return env

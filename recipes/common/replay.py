@@ -65,6 +65,11 @@ def loss_keys(n_step: int) -> dict[str, str]:
     return {"terminated": TERMINATED} if n_step > 1 else {}
 
 
+def shares_frames(config: RunConfig) -> bool:
+    """Whether the buffer stores each frame once. The frames of n-step transitions are not those of the next step."""
+    return config.env.atari is not None and getattr(config.learning, "n_step", 1) == 1
+
+
 def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
     """Check that the buffer and a batch fit into the memory of the device.
 
@@ -74,7 +79,8 @@ def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) 
         ConfigError: if the buffer or a batch is larger than the total memory.
     """
     learning = config.learning
-    actions, frames = env.action_space, 1 if config.env.atari is None else config.env.atari.num_frames
+    actions = env.action_space
+    frames = 1 if config.env.atari is None or not shares_frames(config) else config.env.atari.num_frames
     # The buffer stores each frame once: stacks of consecutive steps share frames, and so do the next observations.
     observation = _num_bytes(env.observation_space)
     rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
@@ -155,7 +161,7 @@ def make_replay(
         sampler = sampler if wrap is None else wrap(sampler)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={name}: {error}") from error
-    if config.env.atari is not None:
+    if shares_frames(config):
         streams = max(64, 2 * config.num_envs)
         storage = FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
     else:
@@ -170,10 +176,11 @@ def make_replay(
 
 
 def require_frames(replay: TensorDictReplayBuffer) -> None:
-    """Raise RuntimeError if the storage had no place for some frames. Compiled writes cannot raise it themselves."""
-    lost = getattr(replay.storage, "lost_frames", 0)
-    if lost:
+    """Raise RuntimeError if the storage could not store some frames. Compiled writes cannot raise it themselves."""
+    if lost := getattr(replay.storage, "lost_frames", 0):
         raise RuntimeError(f"{lost} frames did not fit into the buffer: episodes are shorter than 8 steps on average")
+    if mismatched := getattr(replay.storage, "mismatched", 0):
+        raise RuntimeError(f"{mismatched} transitions were stored with wrong frames: they are not single steps")
 
 
 def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:

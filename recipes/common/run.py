@@ -90,7 +90,7 @@ class Log:
         epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
         value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
         losses: names of the numbers that the updates return.
-        columns: returns further numbers to log. Default: none.
+        columns: maps the number of env steps to further numbers to log. Default: none.
         shown: names of the numbers that the progress bar shows.
     """
 
@@ -99,7 +99,7 @@ class Log:
     epsilon: float = 0.0
     value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     losses: tuple[str, ...]
-    columns: Callable[[], dict[str, float]] = dict
+    columns: Callable[[int], dict[str, float]] = lambda _steps: {}
     shown: tuple[str, ...]
 
 
@@ -148,7 +148,7 @@ class Run:
         state: Mapping[str, Any],
         stores: tuple[str, ...] | None = (),
     ):
-        self._cfg, self._run_dir, self._log = cfg, run_dir, log
+        self._cfg, self._config, self._run_dir, self._log = cfg, config, run_dir, log
         self._collector, self._replay = collector, replay
         self._batches = iter(collector)
         n_step = getattr(cfg.learning, "n_step", 1)
@@ -176,12 +176,6 @@ class Run:
             self._resume(device)
         self._previous_steps = self._counters["env_steps"]
         self._camera = Camera(cfg.env, run_dir) if cfg.video else None
-        try:
-            self._progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=self.env_steps)
-            with atomic_write(run_dir / CONFIG) as path:
-                OmegaConf.save(OmegaConf.merge(config, {"resume": None}), path)
-        except OSError as error:
-            raise ConfigError(f"{run_dir}: {reason(error)}") from error
 
     @property
     def env_steps(self) -> int:
@@ -198,7 +192,13 @@ class Run:
             warn(f"the state of {len(lost)} of {num_envs} environments cannot be restored; they start new episodes")
 
     def __enter__(self) -> "Run":
-        cfg = self._cfg
+        cfg, run_dir = self._cfg, self._run_dir
+        try:
+            self._progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=self.env_steps)
+            with atomic_write(run_dir / CONFIG) as path:
+                OmegaConf.save(OmegaConf.merge(self._config, {"resume": None}), path)
+        except OSError as error:
+            raise ConfigError(f"{run_dir}: {reason(error)}") from error
         self._started = time.time() - self._counters["wall_time"]
         self._open = ExitStack()
         self._interrupted = self._open.enter_context(interruption())
@@ -252,7 +252,7 @@ class Run:
             "env_steps": self.env_steps,
             "updates": counters["updates"],
             **log.evaluation.columns(log.policy, epsilon=log.epsilon, seed=seed, value=log.value),
-            **log.columns(),
+            **log.columns(self.env_steps),
             **self._losses.take(log.losses),
             "wall_time": time.time() - self._started,
         }

@@ -223,6 +223,10 @@ class TestGame:
         loss = "loss" if name == "dqn" else "loss_qvalue"
         assert np.isfinite(float(table[-1][loss]))
 
+    def test_n_step_transitions_are_stored_whole(self, tmp_path):
+        assert train["dqn"](recipes["dqn"].configuration("dqn.n_step=3"), tmp_path) == DONE
+        assert np.isfinite(float(rows(tmp_path)[-1]["loss"]))
+
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["dqn", "acer"])
     def test_compiled_run(self, tmp_path, name):

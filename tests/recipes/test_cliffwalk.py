@@ -45,9 +45,25 @@ def test_prioritized_replay_needs_far_fewer_updates():
     assert cliffwalk.count_updates("oracle", 9, 0) <= 0.1 * uniform
 
 
+def test_the_last_line_compares_medians_and_counts_the_seeds_that_were_faster():
+    counts = {"uniform": [100, 90, 1200], "proportional": [20, 95, 30], "rank-based": [1, 1, 1], "oracle": [1, 1, 1]}
+    rows = [
+        {"num_states": n, "strategy": strategy, "seed": seed, "updates": updates * (n == 4)}
+        for n in (2, 4)
+        for strategy, of in counts.items()
+        for seed, updates in enumerate(of)
+    ]
+    assert cliffwalk.conclusion(rows) == (
+        "Blind Cliffwalk with 4 states: proportional PER took 30 updates, uniform replay 100: 0.30 times as many "
+        "(medians; PER was faster with 2 of 3 seeds)"
+    )
+
+
 def test_command_line(tmp_path, capsys):
     cliffwalk.main(["--out", str(tmp_path), "--states", "2", "3", "--seeds", "2"])
-    assert "rank-based" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rank-based" in printed
+    assert printed.splitlines()[-1].startswith("Blind Cliffwalk with 3 states: proportional PER took ")
     with (tmp_path / "cliffwalk.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * 2 * 4
     again = tmp_path / "again"

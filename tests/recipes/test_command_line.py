@@ -72,7 +72,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn lr=.9", "did you mean dqn.learning_rate?"),
         ("sac sac.alpha=.2", "did you mean alpha_learning_rate, initial_alpha or sampler.alpha?"),
         ("td3 td3.learning_rate=.2", "did you mean actor_learning_rate or critic_learning_rate?"),
-        ("dqn +dqn.optimizer={name:adam,wieght_decay:1}", "did you mean weight_decay?"),
+        ("dqn +dqn.optimizer={name:adam,bteas:1}", "did you mean betas?"),
         ("acer +acer.optimizer={name:rmsprop,decy:1}", "acer.optimizer has no key decy; did you mean decay?"),
         ("dqn sede=3", "did you mean seed?"),
         ("dqn samplr=per", "did you mean sampler?"),
@@ -171,6 +171,12 @@ def test_mistyped_values_are_answered_with_the_right_one(refused, command, choic
         ("dqn sampler.alpha=abc", "sampler.alpha=abc: must be a number or {start, end}"),
         ("dqn +sampler.eps=true", "sampler.eps=True: must be a number"),
         ("dqn +sampler.eps={start:.4}", "sampler.eps={'start': 0.4}: must be a number"),
+        ("dqn +dqn.optimizer.weight_decay=0.1", "dqn.optimizer.weight_decay: dqn.optimizer has no key weight_decay"),
+        ("dqn dqn.n_step=50000", "dqn.n_step=50000: num_envs · n_step must be < dqn.total_steps=50000"),
+        (
+            "sac sampler=dper sampler.critic={name:lap}",
+            "sampler=lap: needs the Huber loss; this recipe does not have it",
+        ),
         ("dqn sampler=recency +sampler.beta={start:.4}", "sampler.beta={'start': 0.4}: must be a number"),
         ("dqn ~sampler.beta +sampler.beta={start:.4}", "sampler.beta: needs end, as in sampler.beta={start: "),
         ("dqn env=threerooms sampler=sset_per sampler.priority=per", "sampler.priority=per: must be a group, as in"),
@@ -213,6 +219,8 @@ def test_the_samplers_and_environments_of_a_recipe_pass_the_checks(recipe):
     own = environments(recipe)
     with_events = next(env for env in ("threerooms", "halfcheetah") if env in own)
     commands = [f"env={own[0]}"] + [f"env={with_events} sampler={name}" for name in options("sampler", recipe)]
+    huber = "td3.loss_function=smooth_l1" if recipe == "td3" else "dqn.loss_function=smooth_l1"
+    commands = [f"{words} {huber}" if words.endswith("lap") else words for words in commands]
     for words in commands:
         assert check_command_line(recipe, schema, words.split())
 

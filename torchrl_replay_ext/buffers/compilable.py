@@ -293,7 +293,10 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             # not the local variable: the sampler may be replaced
             self._sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
 
-        rows = (index, priority, stamp, *([data["validity_mask"]] if anchored else []))
+        rows = (index, priority, stamp)
+        if anchored:
+            valid = data.get("validity_mask", None)
+            rows = (*rows, torch.ones_like(stamp, dtype=torch.bool) if valid is None else valid)
         if self.compiles and not is_traced():
             self._in_graph(("update", len(stamp), anchored), update, *rows)
             return

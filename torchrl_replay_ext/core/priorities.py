@@ -152,7 +152,8 @@ class Priorities:
         return {"priority": self.of_slot, "max_priority": self.largest}
 
     def rebuild(self) -> None:
-        """Recompute the largest priority within the buffer after :meth:`tensors` were replaced."""
+        """Recompute the largest priority after :meth:`tensors` were replaced."""
+        self.largest.clamp_min_(self._smallest)
         if self._updated is not None:
             self._updated.leaves.zero_()
             self._updated.rebuild_()

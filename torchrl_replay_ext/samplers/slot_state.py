@@ -81,6 +81,11 @@ class SlotState:
         for observe in make_observers:
             self.observe(observe)
         self.hyperparameters_changed()
+        if self.priorities.largest.item() > self.distribution.max_priority:
+            raise ValueError(
+                f"{owner}(min_priority={priority_arguments['min_priority']:g}): must be <= "
+                f"{self.distribution.max_priority:g} for {layout.size} slots and this alpha."
+            )
 
     @property
     def observers(self) -> list[WriteObserver]:
@@ -333,6 +338,8 @@ class SlotState:
         for counter in self.updates.counters.values():
             counter.zero_()
         self.holds_only_rejected_write = self._order_is_unknown = False
+        # updates of batches drawn before are dropped
+        self.updates.pending.forget_contents()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""

@@ -118,6 +118,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                     "transform that wrote it must write it into every row. For rows with other entries use a new "
                     "storage."
                 )
+            if column.is_meta and not known.is_meta:
+                raise ValueError(f"{name}: the entry {key!r} is on the meta device and has no values.")
             if known.shape[stored.ndim :] != column.shape[ndim:]:
                 raise ValueError(
                     f"{name}: the entry {key!r} has shape {tuple(column.shape)}; the storage needs "

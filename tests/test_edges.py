@@ -1,0 +1,131 @@
+"""Rare situations: buffers that were emptied, entries that are not tensors, states of empty buffers."""
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack
+from torchrl.data import LazyTensorStorage
+from torchrl.data.replay_buffers import SampleUnit
+
+from tests.data import buffer_with, event_sampler, rows
+from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler, _torchrl
+
+both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
+PRIORITIZED = [ProportionalSampler, RankBasedSampler, ReaPERSampler]
+
+
+@both_buffers
+@pytest.mark.parametrize("sampler", PRIORITIZED)
+def test_late_updates_after_empty_change_nothing(sampler, compilable):
+    rb = buffer_with(sampler(10), 10, compilable=compilable, batch_size=8)
+    rb.extend(rows(10))
+    batch = rb.sample()
+    rb.empty()
+    batch["td_error"] = torch.full((8,), 5.0)
+    rb.update_tensordict_priority(batch)
+    rb.sampler.check_valid()
+    rb.extend(rows(1))
+    assert rb.sample()["index"].tolist() == [0] * 8
+    assert rb.sampler.stats()["dropped_updates"] > 0
+
+
+@both_buffers
+@pytest.mark.parametrize("kind", [NonTensorData, NonTensorStack])
+def test_entries_that_are_not_tensors_are_written_and_overwritten(kind, compilable):
+    def named(names, first):
+        data = rows(2, first=first)
+        data["name"] = NonTensorData(names[0], batch_size=[2]) if kind is NonTensorData else NonTensorStack(*names)
+        return data
+
+    rb = buffer_with(ProportionalSampler(5), 5, compilable=compilable, batch_size=2)
+    expected = [None] * 5
+    for number, names in enumerate((["a", "b"], ["c", "d"], ["e", "f"], ["g", "h"])):
+        rb.extend(named(names, 2 * number))
+        for row, name in enumerate(names[:1] * 2 if kind is NonTensorData else names):
+            expected[(2 * number + row) % 5] = name
+    assert [rb[slot]["name"] for slot in range(5)] == expected
+
+
+def test_event_tables_write_stock_tensor_storages_by_columns(monkeypatch):
+    written = []
+    original = _torchrl.set_columns
+    monkeypatch.setattr(_torchrl, "set_columns", lambda *a, **k: written.append(original(*a, **k)) or written[-1])
+    rb = buffer_with(event_sampler(20), 20)
+    for first in (0, 3, 6):
+        rb.extend(rows(3, first=first))
+    assert written == [False, True, True]  # the first write creates the entries
+
+    class Own(LazyTensorStorage):
+        def set(self, *arguments, **keywords):
+            sets.append(1)
+            return super().set(*arguments, **keywords)
+
+    sets, own = [], buffer_with(event_sampler(20), 20)
+    own._storage.__class__ = Own
+    own.extend(rows(3))
+    assert len(sets) == 1 and len(written) == 3
+
+
+@both_buffers
+def test_the_state_of_an_empty_buffer_can_be_loaded(compilable):
+    rb = buffer_with(ProportionalSampler(4), 4, compilable=compilable, batch_size=2)
+    rb.load_state_dict(rb.state_dict())
+    with pytest.raises((RuntimeError, ValueError), match="empty"):
+        rb.sample()
+    rb.extend(rows(3))
+    assert len(rb.sample()) == 2
+    rb.sampler.check_valid()
+
+
+def test_data_on_the_meta_device_is_refused():
+    rb = buffer_with(ProportionalSampler(4), 4, compilable=True, batch_size=2)
+    rb.extend(rows(2))
+    data = rows(1, first=2)
+    data["next", "done"] = data["next", "done"].to("meta")
+    with pytest.raises(ValueError, match="meta device"):
+        rb.extend(data)
+    assert len(rb) == rb.write_count == 2
+    rb.sampler.check_valid()
+
+
+class Pairs(SampleUnit):
+    """A transition and its successor, without a mask."""
+
+    def expand(self, index, info, storage):
+        both = torch.stack([index, (index + 1) % len(storage)], 1).flatten()
+        repeated = {key: torch.as_tensor(value).repeat_interleave(2, 0) for key, value in info.items()}
+        return both, {**repeated, "anchor_index": index.repeat_interleave(2)}
+
+
+@both_buffers
+def test_a_sample_unit_needs_no_mask(compilable):
+    rb = buffer_with(ProportionalSampler(10), 10, compilable=compilable, batch_size=4, sample_unit=Pairs())
+    rb.extend(rows(10))
+    batch = rb.sample()
+    batch["td_error"] = torch.full((len(batch),), 9.0)
+    rb.update_tensordict_priority(batch)
+    probability = rb.sampler.probabilities(rb.storage)
+    drawn = batch["anchor_index"].unique() if compilable else batch["index"].unique()
+    assert (probability[drawn] > probability.mean()).all()
+
+
+def test_a_smallest_priority_that_the_sums_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"ProportionalSampler\(min_priority=1e\+10\): must be <= "):
+        rb = buffer_with(ProportionalSampler(1000, alpha=1.0, min_priority=1e10), 1000, batch_size=2)
+        rb.extend(rows(10))
+    fitting = buffer_with(ProportionalSampler(1000, alpha=0.5, min_priority=1e10), 1000, batch_size=2)
+    fitting.extend(rows(10))
+    fitting.sampler.check_valid()
+
+
+def test_a_state_with_a_smaller_smallest_priority_is_raised():
+    def buffer(smallest):
+        rb = buffer_with(ProportionalSampler(10, alpha=1.0, eps=0.0, min_priority=smallest), 10, batch_size=2)
+        rb.extend(rows(4))
+        return rb
+
+    rb, saved = buffer(3.0), buffer(0.0).sampler.state_dict()
+    rb.sampler.load_state_dict(saved)
+    rb.extend(rows(2, first=4))
+    rb.update_priority(torch.arange(4), torch.full((4,), 0.5))
+    probability = rb.sampler.probabilities(rb.storage)
+    torch.testing.assert_close(probability, torch.full_like(probability, 1 / 6))
