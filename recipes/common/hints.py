@@ -19,7 +19,7 @@ from recipes.common.config import DECOUPLED
 
 CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
-RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "distributed": "dqn"}
+RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "r2d2": "r2d2", "distributed": "dqn"}
 HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 # The recipes whose actor can learn from separate batches, with the samplers in DECOUPLED.
 WITH_ACTOR = ("td3", "sac")
