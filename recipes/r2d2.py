@@ -12,7 +12,7 @@ after them.
 
 From the paper: burn-in, stored recurrent states, double Q-learning, priorities that mix the largest and the mean TD
 error of a window. Not from the paper: one process with num_envs environments instead of many actors, windows that begin
-at any step, one-step targets without rescaling of rewards, no duelling network, and a smooth L1 loss.
+at any step, no rescaling of values, no duelling network, and a smooth L1 loss.
 
 progress.csv has one row per evaluation, with the columns
 
@@ -61,7 +61,9 @@ def values_and_targets(
 ) -> tuple[Tensor, Tensor]:
     """Q-values of the actions taken and their targets, [windows, sequence_length] each.
 
-    The target is r_t + γ Q'(x_{t+1}, argmax_a Q(x_{t+1}, a)), without the second term after a termination.
+    With V(x) = Q'(x, argmax_a Q(x, a)), the target is r_t + γ V(x_{t+1}), or with n = target_steps
+    r_t + ... + γ^(n-1) r_{t+n-1} + γ^n V(x_{t+n}). It stops at a termination, and bootstraps earlier at a truncation and
+    at the end of the window.
 
     Args:
         r2d2: the hyperparameters.
@@ -83,8 +85,12 @@ def values_and_targets(
     with torch.no_grad():
         best = q[:, 1:].argmax(-1, keepdim=True)
         q_next = values(target)[:, 1:].gather(-1, best).squeeze(-1)
-        follows = ~steps["next", "terminated"].squeeze(-1)
-        targets = steps["next", "reward"].squeeze(-1) + r2d2.gamma * follows * q_next
+        discount = r2d2.gamma * ~steps["next", "terminated"].squeeze(-1)
+        reward, has_next = steps["next", "reward"].squeeze(-1), steps["validity_mask"][:, 1:]
+        targets = reward + discount * q_next
+        for _ in range(r2d2.target_steps - 1):
+            later = torch.where(has_next, targets[:, 1:], q_next[:, :-1])
+            targets = reward + discount * torch.cat([later, q_next[:, -1:]], 1)
     return q[:, :-1].gather(-1, steps["action"].unsqueeze(-1)).squeeze(-1), targets
 
 

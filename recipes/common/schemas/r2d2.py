@@ -17,6 +17,7 @@ class R2D2Config(EpsilonGreedyConfig):
     Args:
         burn_in: steps before the first step of a window that only update the recurrent state, >= 0.
         sequence_length: steps of a window to learn from, >= 1.
+        target_steps: steps whose rewards a target sums up, >= 1; fewer at the end of a window.
         units: units of the LSTM, >= 1.
         eta: weight of the largest TD error of a window in its priority, in [0, 1]; the mean has the weight 1 - eta.
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
@@ -26,14 +27,16 @@ class R2D2Config(EpsilonGreedyConfig):
 
     burn_in: int = MISSING
     sequence_length: int = MISSING
+    target_steps: int = MISSING
     units: int = MISSING
     eta: float = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("burn_in", lambda value: value >= 0, "must be >= 0")
-        self.check("sequence_length units", lambda value: value > 0, "must be > 0")
+        self.check("sequence_length target_steps units", lambda value: value > 0, "must be > 0")
         self.check("eta", lambda value: 0 <= value <= 1, "must be in [0, 1]")
+        self.check("n_step", lambda value: value == 1, "must be 1; use r2d2.target_steps, which apply inside windows")
         self.check("tau", lambda value: value is not None, "must be in (0, 0.5]")
 
 
