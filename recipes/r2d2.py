@@ -62,8 +62,8 @@ def values_and_targets(
     """Q-values of the actions taken and their targets, [windows, sequence_length] each.
 
     With V(x) = Q'(x, argmax_a Q(x, a)), the target is r_t + γ V(x_{t+1}), or with n = target_steps
-    r_t + ... + γ^(n-1) r_{t+n-1} + γ^n V(x_{t+n}). It stops at a termination, and bootstraps earlier at a truncation and
-    at the end of the window.
+    r_t + ... + γ^(n-1) r_{t+n-1} + γ^n V(x_{t+n}). It stops at a termination. At a truncation and at the end of the
+    window it bootstraps earlier.
 
     Args:
         r2d2: the hyperparameters.

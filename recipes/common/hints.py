@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.atari_scores import OTHER_GAMES, SCORES
-from recipes.common.config import DECOUPLED
+from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN
 
 CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
@@ -23,6 +23,8 @@ RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "r2d2": "r2
 HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 # The recipes whose actor can learn from separate batches, with the samplers in DECOUPLED.
 WITH_ACTOR = ("td3", "sac")
+# The recipe whose buffer has a column for each environment; event tables need a flat buffer.
+WITH_COLUMNS = "r2d2"
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 # Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
 OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
@@ -71,15 +73,20 @@ def options(group: str, recipe: str | None = None) -> list[str]:
     `recipe`: omit the samplers that this recipe does not support. Default: None, omit none.
     """
     names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-    supported = group != "sampler" or recipe in (None, *WITH_ACTOR)
-    return names if supported else [name for name in names if name not in DECOUPLED]
+    if group != "sampler" or recipe is None:
+        return names
+    return [name for name in names if unsupported_sampler(name, recipe) is None]
 
 
 def unsupported_sampler(name: str, recipe: str) -> str | None:
     """Explain that the recipe does not support a sampler; None if it does."""
-    if name not in DECOUPLED or recipe in WITH_ACTOR:
+    if name in DECOUPLED and recipe not in WITH_ACTOR:
+        use = _or([f"recipes.{key}" for key in WITH_ACTOR])
+    elif name in EVENT_TABLES and recipe == WITH_COLUMNS:
+        use = _or([f"sampler={key}" for key in PLAIN])
+    else:
         return None
-    return f"sampler={name}: recipes.{recipe} does not support it; use {_or([f'recipes.{key}' for key in WITH_ACTOR])}"
+    return f"sampler={name}: recipes.{recipe} does not support it; use {use}"
 
 
 def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) -> str | None:

@@ -23,9 +23,7 @@ class RecurrentNetwork(nn.Module):
         device: device of the parameters.
     """
 
-    def __init__(
-        self, num_observed: int, num_actions: int, units: int, hidden_sizes: list[int], device: torch.device
-    ):
+    def __init__(self, num_observed: int, num_actions: int, units: int, hidden_sizes: list[int], device: torch.device):
         super().__init__()
         self.cell = nn.LSTMCell(num_observed, units, device=device)
         self.head = MLP(units, num_actions, num_cells=hidden_sizes, activation_class=nn.ReLU, device=device)

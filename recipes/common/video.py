@@ -53,9 +53,7 @@ class Camera:
         self._stride = max(1, round(speed / FRAMES_PER_SECOND))
         self._duration = 1000 * self._stride / speed
 
-    def record(
-        self, policy: Policy, *, epsilon: float, seed: list[int], step: int
-    ) -> np.ndarray:
+    def record(self, policy: Policy, *, epsilon: float, seed: list[int], step: int) -> np.ndarray:
         """Play an episode, write it to `step_<step>.gif` and return its frames, uint8 [frames, height, width, 3].
 
         Args:

@@ -12,8 +12,8 @@
 ``CartPolePositions-v0``  CartPole that shows positions without velocities: the options of CartPole
 ========================  =========================================================================================
 
-Every ``info`` of a grid world holds a bool for each name in the class attribute ``EVENTS``: whether the last step triggered the event.
-After a reset, all are ``False``.
+Every ``info`` of a grid world holds a bool for each name in the class attribute ``EVENTS``: whether the last step
+triggered the event. After a reset, all are ``False``.
 """
 
 from gymnasium.envs.registration import register, registry
@@ -24,7 +24,15 @@ from recipes.envs.positions import CartPolePositions
 from recipes.envs.randomized_skill import RandomizedSkill
 from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
 
-__all__ = ["CartPolePositions", "Dynamics", "MiniGridEvents", "ObstacleCourse", "RandomizedSkill", "ThreeRooms", "TwoRooms"]
+__all__ = [
+    "CartPolePositions",
+    "Dynamics",
+    "MiniGridEvents",
+    "ObstacleCourse",
+    "RandomizedSkill",
+    "ThreeRooms",
+    "TwoRooms",
+]
 
 # Time limits are those of Gymnasium: they truncate and can be changed with max_episode_steps=. MiniGrid has its own.
 for _id, _entry_point, _limit in (

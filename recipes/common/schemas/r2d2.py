@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from recipes.common.config import RunConfig
+from recipes.common.hints import unsupported_sampler
 from recipes.common.schemas.dqn import EpsilonGreedyConfig
 
 
@@ -48,6 +49,8 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if unsupported := unsupported_sampler(self.sampler["name"], "r2d2"):
+            raise ValueError(unsupported)
         size = self.r2d2.buffer_size
         if size % self.num_envs:
             raise ValueError(f"r2d2.buffer_size={size}: must be a multiple of num_envs={self.num_envs}")
