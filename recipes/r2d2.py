@@ -72,8 +72,9 @@ def values_and_targets(
         batch: windows of consecutive steps, [windows, burn_in + sequence_length]. Only the first state of
             "recurrent_state" is read.
     """
-    burn_in, start = batch[:, : r2d2.burn_in], batch["recurrent_state"][:, 0]
-    steps = batch[:, r2d2.burn_in :]
+    start = batch["recurrent_state"][:, 0]
+    burn_in: TensorDictBase = batch[:, : r2d2.burn_in]  # pyright: ignore[reportAssignmentType]: annotated as a tensor, too
+    steps: TensorDictBase = batch[:, r2d2.burn_in :]  # pyright: ignore[reportAssignmentType]
     # The next observation of a step is the observation of the step after it.
     observed = torch.cat([steps["observation"][:, :1], steps["next", "observation"]], 1)
 
