@@ -21,6 +21,7 @@ from recipes.common.signatures import LIBRARY, SAMPLERS, Argument, arguments, sa
 MAKERS = {
     "dqn": make_discrete_env,
     "distributed": make_discrete_env,
+    "r2d2": make_discrete_env,
     "sac": make_continuous_env,
     "td3": make_continuous_env,
     "acer": make_env,

@@ -98,6 +98,8 @@ class VectorCollector:
         n_step: n of n-step transitions, see :class:`~recipes.common.n_step.NStep`. The first batch then takes n more
             steps of each environment. Default: 1.
         gamma: discount factor of n-step transitions. Default: 1.
+        on_begin: called with the indices of environments that begin a new episode, before the behaviour acts there.
+            Default: None.
 
     Raises:
         ValueError: if ``frames_per_batch`` is not a multiple of the number of environments.
@@ -113,11 +115,13 @@ class VectorCollector:
         flags: Sequence[str] = (),
         n_step: int = 1,
         gamma: float = 1.0,
+        on_begin: Callable[[Sequence[int] | np.ndarray], None] | None = None,
     ):
         if frames_per_batch % len(envs):
             raise ValueError(f"frames_per_batch={frames_per_batch}: must be a multiple of the {len(envs)} environments")
         self._envs = [ReplayableEnv(make(), seed + number) for number, make in enumerate(envs)]
         self._behaviour = behaviour
+        self._on_begin = on_begin
         self._flags = flags
         self._steps = frames_per_batch // len(envs)
         space = self._envs[0].env.observation_space
@@ -205,6 +209,8 @@ class VectorCollector:
         self._trajectory[envs] = np.arange(self._next_trajectory, self._next_trajectory + len(envs))
         self._next_trajectory += len(envs)
         self._return[envs] = 0.0
+        if self._on_begin is not None:
+            self._on_begin(envs)
 
     def resume(self) -> list[int]:
         """After a resume: the indices of environments that could not continue their episodes and started new ones."""

@@ -1,9 +1,9 @@
 """Evaluates a fixed policy in whole episodes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -12,7 +12,22 @@ from gymnasium.spaces import flatdim
 from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
 
-Policy = Callable[[np.ndarray], np.ndarray]
+
+@runtime_checkable
+class PolicyWithMemory(Protocol):
+    """A policy whose actions depend on the previous steps of an episode."""
+
+    def begin(self, count: int) -> Callable[[np.ndarray, Sequence[int]], np.ndarray]:
+        """Begin ``count`` episodes.
+
+        Returns:
+            A function of observations [n, ...] and the numbers of the n episodes that they are from; it returns the
+            actions [n, ...] and remembers the observations.
+        """
+        ...
+
+
+Policy = Callable[[np.ndarray], np.ndarray] | PolicyWithMemory
 
 
 @dataclass
@@ -41,7 +56,7 @@ def evaluate(
     """Play one episode in each environment, all at the same time.
 
     Args:
-        policy: maps observations [n, ...] to actions [n, ...].
+        policy: maps observations [n, ...] to actions [n, ...], or a policy with memory.
         envs: one environment per episode.
         epsilon: probability of a uniformly random action, for discrete actions counted from 0. Default: 0.
         seed: seed of the environments and the random actions. Training uses other generators.
@@ -51,10 +66,11 @@ def evaluate(
     starts = [env.reset(seed=int(rng.integers(2**31))) for env in envs]
     observations, episodes = [start[0] for start in starts], [Episode(start[1]) for start in starts]
     num_actions = flatdim(envs[0].action_space)
+    act = policy.begin(len(envs)) if isinstance(policy, PolicyWithMemory) else lambda observed, _: policy(observed)
     running = list(range(len(envs)))
     while running:
         observed = np.stack([observations[i] for i in running])
-        actions = policy(observed)
+        actions = act(observed, running)
         if epsilon:
             random = rng.random(len(running)) < epsilon
             actions = np.where(random, rng.integers(num_actions, size=len(running)), actions)

@@ -15,16 +15,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.atari_scores import OTHER_GAMES, SCORES
-from recipes.common.config import DECOUPLED
+from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN
 
 CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
-RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "distributed": "dqn"}
+RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "r2d2": "r2d2", "distributed": "dqn"}
 HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 # The recipes whose actor can learn from separate batches, with the samplers in DECOUPLED.
 WITH_ACTOR = ("td3", "sac")
 # Recipes whose loss can be the Huber loss, which LAP needs.
 WITH_HUBER_LOSS = ("td3", "dqn", "distributed")
+# The recipe whose buffer has a column for each environment; event tables need a flat buffer.
+WITH_COLUMNS = "r2d2"
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 # Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
 OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
@@ -80,10 +82,14 @@ def options(group: str, recipe: str | None = None) -> list[str]:
 
 def unsupported_sampler(name: str, recipe: str) -> str | None:
     """Explain that the recipe does not support a sampler; None if it does."""
-    recipes = WITH_ACTOR if name in DECOUPLED else WITH_HUBER_LOSS if name == "lap" else (recipe,)
-    if recipe in recipes:
+    others = WITH_ACTOR if name in DECOUPLED else WITH_HUBER_LOSS if name == "lap" else (recipe,)
+    if recipe not in others:
+        use = _or([f"recipes.{key}" for key in others])
+    elif name in EVENT_TABLES and recipe == WITH_COLUMNS:
+        use = _or([f"sampler={key}" for key in PLAIN if key != "lap"])
+    else:
         return None
-    return f"sampler={name}: recipes.{recipe} does not support it; use {_or([f'recipes.{key}' for key in recipes])}"
+    return f"sampler={name}: recipes.{recipe} does not support it; use {use}"
 
 
 def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) -> str | None:

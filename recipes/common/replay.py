@@ -13,6 +13,7 @@ import torch
 from gymnasium.spaces import Box
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
@@ -122,6 +123,7 @@ def make_replay(
     policy: TensorDictModuleBase | None = None,
     noise_scale: float = 1.0,
     wrap: Callable[[Sampler], Sampler] | None = None,
+    windows: Windows | None = None,
 ) -> CompilableReplayBuffer:
     """Build the buffer of a run, with the configured sampler and the writer that it needs.
 
@@ -133,6 +135,9 @@ def make_replay(
             actor_batches. Default: None.
         noise_scale: standard deviation of the exploration noise, used by the samplers in DECOUPLED. Default: 1.
         wrap: maps the configured sampler to the buffer's sampler. Default: None, use the configured sampler.
+        windows: expands each drawn transition to a window of steps; `batch_size` is then the number of windows. The
+            buffer has a column for each environment and is extended with [steps, num_envs] transitions. Default: None,
+            single transitions in a flat buffer.
 
     Raises:
         ConfigError: see make_sampler and make_event_tables; also if a sampler in DECOUPLED has no actor or no critic.
@@ -145,7 +150,8 @@ def make_replay(
         settings = settings.pop("critic", None) or {}
         if not isinstance(settings, dict) or "name" not in settings:
             raise ConfigError(f"sampler={name}: sampler.critic must be a sampler, for example {{name: per}}")
-    arguments = settings, learning.buffer_size, learning.num_updates(), config.num_envs, td_error
+    num_streams = config.num_envs if windows is None else 1
+    arguments = settings, learning.buffer_size, learning.num_updates(), num_streams, td_error
     if settings["name"] in EVENT_TABLES:
         tables, sampler = make_event_tables(config.env, *arguments)
         writer = EventTableWriter(tables)
@@ -165,13 +171,15 @@ def make_replay(
         streams = max(64, 2 * config.num_envs)
         storage = FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
     else:
-        storage = CompilableTensorStorage(learning.buffer_size, device=device)
+        storage = CompilableTensorStorage(learning.buffer_size, ndim=1 if windows is None else 2, device=device)
     return CompilableReplayBuffer(
         storage=storage,
         sampler=sampler,
         writer=writer,
         batch_size=learning.batch_size,
         priority_key="td_error",
+        sample_unit=windows,
+        dim_extend=0,
     )
 
 
@@ -286,8 +294,18 @@ def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
 
 
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
-    """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes."""
-    end_episodes(replay, written_slots(replay)[-num_envs:][list(envs)])
+    """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes.
+
+    A buffer with a column for each environment can only be extended by whole rows. There, the newest transitions of all
+    environments are repeated as truncated ones.
+    """
+    if replay.storage.ndim == 1:
+        end_episodes(replay, written_slots(replay)[-num_envs:][list(envs)])
+        return
+    row = replay[(replay.write_count - 1) % replay.storage.shape[0]].exclude("index").clone()
+    row["next", "truncated"] = row["next", "truncated"] | ~row["next", "terminated"]
+    row["next", "done"] = torch.ones_like(row["next", "done"])
+    replay.extend(row.unsqueeze(0))
 
 
 def end_episodes(replay: TensorDictReplayBuffer, newest: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from recipes.common.cli import (
 )
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
-from recipes.common.evaluation import Evaluation
+from recipes.common.evaluation import Evaluation, Policy
 from recipes.common.files import atomic_write
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
@@ -86,7 +86,7 @@ class Log:
 
     Args:
         evaluation: the environments.
-        policy: the policy to evaluate; maps observations [n, ...] to actions [n, ...].
+        policy: the policy to evaluate; see recipes.common.evaluation.evaluate.
         epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
         value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
         losses: names of the numbers that the updates return.
@@ -95,7 +95,7 @@ class Log:
     """
 
     evaluation: Evaluation
-    policy: Callable[[np.ndarray], np.ndarray]
+    policy: Policy
     epsilon: float = 0.0
     value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     losses: tuple[str, ...]

@@ -1,7 +1,6 @@
 """Records videos of evaluations (video=true)."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from PIL import Image
 from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
-from recipes.common.evaluation import evaluate
+from recipes.common.evaluation import Policy, evaluate
 from recipes.common.files import atomic_write
 
 VIDEOS = "videos"  # subdirectory of a run directory
@@ -54,9 +53,7 @@ class Camera:
         self._stride = max(1, round(speed / FRAMES_PER_SECOND))
         self._duration = 1000 * self._stride / speed
 
-    def record(
-        self, policy: Callable[[np.ndarray], np.ndarray], *, epsilon: float, seed: list[int], step: int
-    ) -> np.ndarray:
+    def record(self, policy: Policy, *, epsilon: float, seed: list[int], step: int) -> np.ndarray:
         """Play an episode, write it to `step_<step>.gif` and return its frames, uint8 [frames, height, width, 3].
 
         Args:

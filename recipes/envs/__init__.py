@@ -1,4 +1,4 @@
-"""Grid worlds of the event-table paper (SSET), registered with Gymnasium.
+"""Grid worlds of the event-table paper (SSET) and a CartPole without velocities, registered with Gymnasium.
 
     gymnasium.make("recipes.envs:ThreeRooms-v0", rewards=(1.0, 0.0))
 
@@ -9,20 +9,30 @@
 ``RandomizedSkill-v0``    lava, a gap or a locked door, chosen per episode: ``scenario``, ``step_reward``
 ``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
 ``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)
+``CartPolePositions-v0``  CartPole that shows positions without velocities: the options of CartPole
 ========================  =========================================================================================
 
-Every ``info`` holds a bool for each name in the class attribute ``EVENTS``: whether the last step triggered the event.
-After a reset, all are ``False``.
+Every ``info`` of a grid world holds a bool for each name in the class attribute ``EVENTS``: whether the last step
+triggered the event. After a reset, all are ``False``.
 """
 
 from gymnasium.envs.registration import register, registry
 
 from recipes.envs.minigrid_events import MiniGridEvents
 from recipes.envs.obstacle_course import ObstacleCourse
+from recipes.envs.positions import CartPolePositions
 from recipes.envs.randomized_skill import RandomizedSkill
 from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
 
-__all__ = ["Dynamics", "MiniGridEvents", "ObstacleCourse", "RandomizedSkill", "ThreeRooms", "TwoRooms"]
+__all__ = [
+    "CartPolePositions",
+    "Dynamics",
+    "MiniGridEvents",
+    "ObstacleCourse",
+    "RandomizedSkill",
+    "ThreeRooms",
+    "TwoRooms",
+]
 
 # Time limits are those of Gymnasium: they truncate and can be changed with max_episode_steps=. MiniGrid has its own.
 for _id, _entry_point, _limit in (
@@ -32,6 +42,7 @@ for _id, _entry_point, _limit in (
     ("RandomizedSkill-v0", "recipes.envs.randomized_skill:RandomizedSkill", 200),
     ("DoorKey-v0", "recipes.envs.minigrid_events:door_key", None),
     ("LavaGap-v0", "recipes.envs.minigrid_events:lava_gap", None),
+    ("CartPolePositions-v0", "recipes.envs.positions:CartPolePositions", 500),
 ):
     if _id not in registry:
         register(id=_id, entry_point=_entry_point, max_episode_steps=_limit)

@@ -6,10 +6,11 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Categorical
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from torchrl_replay_ext import ACERLoss, RetraceEstimator
+from torchrl_replay_ext import ACERLoss, ProportionalSampler, RetraceEstimator, TrajectoryRetraceSampler
 
 OBSERVATION, HIDDEN, ACTIONS, GAMMA = 3, 5, 4, 0.9
 ROWS, TIME, BEFORE = 6, 10, 3
@@ -87,15 +88,16 @@ class Recurrent:
             rows.append(torch.stack(steps[BEFORE:]))
         return torch.stack(rows)
 
-    def q_ret(self, next_value, pi):
-        """The loop of Algorithm 2; each step uses values of its own episode only."""
-        rows, result = self.rows, torch.zeros(ROWS, TIME, dtype=torch.float64)
-        for b in range(ROWS):
-            for t in reversed(range(TIME)):
+    def q_ret(self, next_value, pi, rows=None):
+        """The loop of Algorithm 2 on rows [B, T]; each step uses values of its own episode only."""
+        rows = self.rows if rows is None else rows
+        result = torch.zeros(rows.shape, dtype=torch.float64)
+        for b in range(rows.shape[0]):
+            for t in reversed(range(rows.shape[1])):
                 step = rows[b, t]
                 v = 0.0 if step["next", "terminated"] else float(step["expected", next_value])
                 target = float(step["next", "reward"]) + GAMMA * v
-                if t + 1 < TIME and not step["next", "done"]:
+                if t + 1 < rows.shape[1] and not step["next", "done"]:
                     after = rows[b, t + 1]
                     a = int(after["action"])
                     rho = float(pi(after)[a] / after["logits"].softmax(-1)[a])
@@ -136,6 +138,64 @@ def test_acer_keeps_the_hidden_states_of_episodes_apart():
     error = setting.q_ret("next_value", own) - taken
     torch.testing.assert_close(result["loss_qvalue"], 0.5 * error.square(), rtol=0, atol=1e-10)
     torch.testing.assert_close(batch["td_error"], error.square(), rtol=0, atol=1e-10)
+
+
+def replay_of_slices(setting, anchors, slice_len=4):
+    """A buffer with a column per row, which draws eight slices."""
+    sampler = TrajectoryRetraceSampler(slice_len=slice_len, anchors=anchors)
+    storage = LazyTensorStorage(ROWS * TIME, ndim=2)
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=8 * slice_len)
+    rb.extend(setting.rows)
+    return rb
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their_start(prioritized):
+    setting = Recurrent()
+    loss = ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none")
+    SoftUpdate(loss, eps=0.9)
+    slices = replay_of_slices(setting, ProportionalSampler() if prioritized else "uniform").sample().reshape(-1, 4)
+    valid, inside = slices["collector", "mask"], ~slices["is_init"][:, 0].squeeze(-1)
+    assert inside.any() and slices["is_init"].any() and not valid.all()
+    batch = slices.exclude("expected", "priority_weight")
+    result = loss(batch)
+    taken = slices["expected", "q"].gather(-1, slices["action"].unsqueeze(-1)).squeeze(-1)
+    error = (setting.q_ret("next_value", own, slices) - taken)[valid]
+    torch.testing.assert_close(batch["td_error"][valid], error.square(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(result["loss_qvalue"].squeeze(-1)[valid], 0.5 * error.square(), rtol=0, atol=1e-10)
+    # other states at the starts of slices inside episodes, as with zeros, give other values
+    zeros = slices.exclude("expected", "priority_weight").clone()
+    zeros["h"][:, 0], zeros["c"][:, 0] = 0, 0
+    loss(zeros)
+    changed = (zeros["td_error"] != batch["td_error"])[:, 0]
+    assert torch.equal(changed, inside)
+
+
+def test_updates_of_acer_on_replayed_slices_reach_the_lstm():
+    setting = Recurrent()
+    anchors = ProportionalSampler()
+    rb = replay_of_slices(setting, anchors)
+    loss = ACERLoss(setting.actor, setting.critic, gamma=GAMMA)
+    average = SoftUpdate(loss, eps=0.9)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
+    weights = [weight for name, weight in loss.named_parameters() if "lstm" in name]
+    assert len(weights) == 4
+    before = [weight.detach().clone() for weight in weights]
+    for _ in range(3):
+        batch = rb.sample()
+        slices = batch.reshape(-1, 4)
+        losses = loss(slices)
+        for name in ("loss_actor", "loss_qvalue"):
+            gradients = torch.autograd.grad(losses[name], weights, retain_graph=True)
+            assert all(gradient.any() for gradient in gradients), name
+        optimizer.zero_grad()
+        sum(losses[name] for name in ("loss_actor", "loss_qvalue", "loss_entropy")).backward()
+        optimizer.step()
+        average.step()
+        batch["td_error"] = slices["td_error"].reshape(-1)
+        rb.update_tensordict_priority(batch)
+    assert not any(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+    assert anchors.stats()["never_updated"] < 1
 
 
 def test_a_recurrent_dqn_keeps_the_hidden_states_of_episodes_apart():

@@ -73,6 +73,9 @@ def tiny(group, **more):
     ]
 
 
+TINY_R2D2 = [*tiny("r2d2", hidden_sizes="[8]", units=8, burn_in=2, sequence_length=4, target_steps=2), "num_envs=4"]
+
+
 class Replay:
     """Returns these batches one after the other and keeps the batches of the updates."""
 

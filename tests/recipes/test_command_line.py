@@ -217,7 +217,7 @@ def test_all_jobs_of_a_sweep_are_checked_before_the_first_starts(refused, word):
 def test_the_samplers_and_environments_of_a_recipe_pass_the_checks(recipe):
     schema = import_module(f"recipes.common.schemas.{recipe}").Config
     own = environments(recipe)
-    with_events = next(env for env in ("threerooms", "halfcheetah") if env in own)
+    with_events = next((env for env in ("threerooms", "halfcheetah") if env in own), own[0])
     commands = [f"env={own[0]}"] + [f"env={with_events} sampler={name}" for name in options("sampler", recipe)]
     huber = "td3.loss_function=smooth_l1" if recipe == "td3" else "dqn.loss_function=smooth_l1"
     commands = [f"{words} {huber}" if words.endswith("lap") else words for words in commands]

@@ -40,6 +40,25 @@ def test_returns_of_whole_episodes_of_different_lengths():
     assert seen == [3, 2, 1]  # environments whose episode is over are not asked again
 
 
+def test_a_policy_with_memory_is_told_which_episodes_go_on():
+    class Counter:
+        """Its action is the number of steps that it has seen of the episode."""
+
+        def begin(self, count):
+            steps = np.zeros(count, dtype=int)
+
+            def act(observations, episodes):
+                assert len(observations) == len(episodes)
+                steps[episodes] += 1
+                return steps[episodes]
+
+            return act
+
+    envs = [Countdown(3), Countdown(1), Countdown(2, truncates=True)]
+    for _ in range(2):  # each evaluation begins with an empty memory
+        assert [episode.score for episode in evaluate(Counter(), envs, seed=[1])] == [6.0, 1.0, 3.0]
+
+
 def test_epsilon_is_the_share_of_random_actions():
     envs = [Countdown(1000) for _ in range(10)]
     episodes = evaluate(lambda o: np.full(len(o), 2), envs, epsilon=0.5, seed=[1])

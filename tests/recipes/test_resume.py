@@ -5,14 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from recipes import acer, dqn, sac, td3
+from recipes import acer, dqn, r2d2, sac, td3
 from recipes.common.cli import DONE, INTERRUPTED
-from tests.recipes.runs import Composer, assert_same_runs, needs, stop_after, tiny
+from tests.recipes.runs import TINY_R2D2, Composer, assert_same_runs, needs, stop_after, tiny
 
 RECIPES = {
     "dqn": (dqn, Composer("dqn", dqn.Config, tiny("dqn"))),
     "sac": (sac, Composer("sac", sac.Config, tiny("sac"))),
     "td3": (td3, Composer("td3", td3.Config, tiny("td3"))),
+    "r2d2": (r2d2, Composer("r2d2", r2d2.Config, TINY_R2D2)),
     "acer": (
         acer,
         Composer(
@@ -55,6 +56,7 @@ EVENTS = ["env=tworooms", "+env.events.near_initial={history: 5, eta: 0.1}", "+e
         ("dqn", [*EVENTS, "sampler=sset_per", "num_envs=4", "dqn.n_step=3"]),
         ("sac", ["sampler=reaper", "num_envs=2", "sac.n_step=2"]),
         ("td3", ["sampler=lap", "td3.n_step=3"]),
+        ("r2d2", ["sampler=per"]),
         ("acer", ["sampler=per"]),
         ("acer", ["env=pendulum", "acer.normalize_observations=true"]),
     ],
@@ -69,6 +71,12 @@ def test_recipes(tmp_path, monkeypatch, name, words):
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
 def test_samplers(tmp_path, monkeypatch, name, sampler, num_envs):
     check(monkeypatch, tmp_path, name, f"sampler={sampler}", f"num_envs={num_envs}", stops=(1, 3, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
+def test_samplers_of_r2d2(tmp_path, monkeypatch, sampler):
+    check(monkeypatch, tmp_path, "r2d2", f"sampler={sampler}", stops=(1, 3, 1))
 
 
 @pytest.mark.slow
@@ -115,6 +123,7 @@ COMPILED = [
     ("dqn", ["sampler=rank"]),
     ("dqn", [*EVENTS, "sampler=sset_per"]),
     ("sac", ["sampler=per"]),
+    ("r2d2", ["sampler=per"]),
     ("acer", ["env=cartpole", "sampler=per"]),
     ("acer", ["env=pendulum"]),
 ]

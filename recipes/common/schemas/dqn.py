@@ -9,60 +9,41 @@ from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, RunConfig
 
 
 @dataclass
-class DQNConfig(FixedRoundsConfig):
-    """Hyperparameters of DQN. One step is one step of one environment.
-
-    Fields without a default are set in conf/dqn/<env>.yaml.
+class EpsilonGreedyConfig(FixedRoundsConfig):
+    """Hyperparameters of Q-learning with epsilon-greedy behaviour. One step is one step of one environment.
 
     Args:
         learning_rate: learning rate of the optimizer, > 0.
         loss_function: "l2", the squared TD error, or "smooth_l1".
-        target_update_interval: steps between two copies to the target network; None: use tau.
-        tau: share of the online network that is blended into the target network at each update, in (0, 0.5]; None: use
-            target_update_interval. Exactly one of the two must be None.
-        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1); None: gradient of the whole
-            batch.
+        tau: share of the online network that is blended into the target network at each update, in (0, 0.5].
         exploration_fraction: fraction of total_steps over which epsilon falls linearly, in [0, 1].
         initial_epsilon: epsilon at the start of the linear schedule, in [0, 1].
         final_epsilon: epsilon after the schedule, in [0, initial_epsilon].
         evaluation_epsilon: probability of a random action in evaluations, in [0, 1].
         max_grad_norm: gradients of a larger norm are scaled down to this norm; None: no clipping.
-        log_q_mean: whether evaluations also log the mean value of their steps, as the target network gives it. Default:
-            False.
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
-    group = "dqn"
-
     learning_rate: float = MISSING
     loss_function: str = MISSING
-    target_update_interval: int | None = MISSING
     tau: float | None = MISSING
-    cagrad: float | None = MISSING
     exploration_fraction: float = MISSING
     initial_epsilon: float = MISSING
     final_epsilon: float = MISSING
     evaluation_epsilon: float = MISSING
     max_grad_norm: float | None = MISSING
-    log_q_mean: bool = False
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("learning_rate", lambda value: value > 0, "must be > 0")
-        self.check("target_update_interval max_grad_norm", lambda value: value is None or value > 0, "must be > 0")
+        self.check("max_grad_norm", lambda value: value is None or value > 0, "must be > 0")
         self.check("tau", lambda value: value is None or 0 < value <= 0.5, "must be in (0, 0.5]")
-        self.check("cagrad", lambda value: value is None or 0 <= value < 1, "must be in [0, 1)")
         self.check("loss_function", lambda value: value in ("smooth_l1", "l2"), "choose smooth_l1, l2")
-        interval = self.target_update_interval
-        self.check(
-            "tau",
-            lambda value: (value is None) != (interval is None),
-            f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null",
-        )
         shares = "exploration_fraction initial_epsilon final_epsilon evaluation_epsilon"
         self.check(shares, lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        self.check("final_epsilon", lambda value: value <= self.initial_epsilon, "must be <= dqn.initial_epsilon")
+        prefix = f"{self.group}.initial_epsilon"
+        self.check("final_epsilon", lambda value: value <= self.initial_epsilon, f"must be <= {prefix}")
 
     def epsilon(self, step: int) -> float:
         """Exploration rate after `step` steps: 1 until learning starts, then the linear schedule."""
@@ -71,6 +52,40 @@ class DQNConfig(FixedRoundsConfig):
         duration = self.exploration_fraction * self.total_steps
         done = min(step / duration, 1.0) if duration else 1.0
         return self.initial_epsilon + done * (self.final_epsilon - self.initial_epsilon)
+
+
+@dataclass
+class DQNConfig(EpsilonGreedyConfig):
+    """Hyperparameters of DQN, in addition to those of EpsilonGreedyConfig.
+
+    Fields without a default are set in conf/dqn/<env>.yaml.
+
+    Args:
+        target_update_interval: steps between two copies to the target network; None: use tau. Exactly one of the two
+            must be None.
+        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1); None: gradient of the whole
+            batch.
+        log_q_mean: whether evaluations also log the mean value of their steps, as the target network gives it. Default:
+            False.
+        optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
+    """
+
+    group = "dqn"
+
+    target_update_interval: int | None = MISSING
+    cagrad: float | None = MISSING
+    log_q_mean: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("target_update_interval", lambda value: value is None or value > 0, "must be > 0")
+        self.check("cagrad", lambda value: value is None or 0 <= value < 1, "must be in [0, 1)")
+        interval = self.target_update_interval
+        self.check(
+            "tau",
+            lambda value: (value is None) != (interval is None),
+            f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null",
+        )
 
     def copies_due(self, step: int, count: int) -> bool:
         """Whether the last `count` of `step` steps include one at which the target network must be copied."""

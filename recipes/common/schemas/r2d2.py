@@ -1,0 +1,61 @@
+"""The configuration of recipes.r2d2."""
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from recipes.common.config import RunConfig
+from recipes.common.hints import unsupported_sampler
+from recipes.common.schemas.dqn import EpsilonGreedyConfig
+
+
+@dataclass
+class R2D2Config(EpsilonGreedyConfig):
+    """Hyperparameters of recurrent DQN, in addition to those of EpsilonGreedyConfig.
+
+    Fields without a default are set in conf/r2d2/<env>.yaml.
+
+    Args:
+        burn_in: steps before the first step of a window that only update the recurrent state, >= 0.
+        sequence_length: steps of a window to learn from, >= 1.
+        target_steps: steps whose rewards a target sums up, >= 1; fewer at the end of a window.
+        units: units of the LSTM, >= 1.
+        eta: weight of the largest TD error of a window in its priority, in [0, 1]; the mean has the weight 1 - eta.
+        optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
+    """
+
+    group = "r2d2"
+
+    burn_in: int = MISSING
+    sequence_length: int = MISSING
+    target_steps: int = MISSING
+    units: int = MISSING
+    eta: float = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("burn_in", lambda value: value >= 0, "must be >= 0")
+        self.check("sequence_length target_steps units", lambda value: value > 0, "must be > 0")
+        self.check("eta", lambda value: 0 <= value <= 1, "must be in [0, 1]")
+        self.check("n_step", lambda value: value == 1, "must be 1; use r2d2.target_steps, which apply inside windows")
+        self.check("tau", lambda value: value is not None, "must be in (0, 0.5]")
+
+
+@dataclass
+class Config(RunConfig):
+    """The configuration in conf/r2d2.yaml."""
+
+    r2d2: R2D2Config = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unsupported := unsupported_sampler(self.sampler["name"], "r2d2"):
+            raise ValueError(unsupported)
+        size = self.r2d2.buffer_size
+        if size % self.num_envs:
+            raise ValueError(f"r2d2.buffer_size={size}: must be a multiple of num_envs={self.num_envs}")
+
+    @property
+    def learning(self) -> R2D2Config:
+        """The hyperparameters."""
+        return self.r2d2

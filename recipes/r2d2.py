@@ -1,0 +1,222 @@
+"""Recurrent double DQN with prioritized replay of sequences: R2D2 (Kapturowski et al. 2019), reduced to one process.
+
+    python -m recipes.r2d2 env=cartpole_positions seed=1
+    python -m recipes.r2d2 -m seed=1,2,3 sampler=uniform,per
+    python -m recipes.r2d2 compile=true
+    python -m recipes.r2d2 resume=runs/r2d2/cartpole_positions/per/seed1-...
+
+Q-values come from an LSTM, so the agent can act on what it saw in earlier steps. Each drawn transition is expanded to a
+window of burn_in + sequence_length consecutive steps of one episode. The recurrent state before the window is the one
+that the behaviour policy had then. The burn-in steps update it to the current network; the loss is that of the steps
+after them.
+
+From the paper: burn-in, stored recurrent states, double Q-learning, priorities that mix the largest and the mean TD
+error of a window. Not from the paper: one process with num_envs environments instead of many actors, windows that begin
+at any step, no rescaling of values, no duelling network, and a smooth L1 loss.
+
+progress.csv has one row per evaluation, with the columns
+
+    env_steps, updates     totals so far
+    return_mean            mean return of the evaluation's episodes
+    return_0, return_1 ... return of each episode
+    epsilon                exploration rate
+    loss                   mean over the updates since the previous row
+    wall_time              seconds, including the time before a resume
+    sampler/...            scalars of the sampler's stats()
+"""
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
+    from recipes.common.cli import run_recipe
+
+    run_recipe("r2d2")
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from gymnasium.spaces import flatdim
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.nn.functional import mse_loss, smooth_l1_loss
+from torchrl.data import Sequence, TensorDictReplayBuffer
+
+from recipes.common.cli import parse_config
+from recipes.common.collector import VectorCollector
+from recipes.common.environment import make_discrete_env
+from recipes.common.evaluation import Evaluation
+from recipes.common.optimizers import RMSProp, make_optimizer, make_step
+from recipes.common.recurrent import RecurrentBehaviour, RecurrentGreedy, RecurrentNetwork
+from recipes.common.replay import make_replay, require_memory
+from recipes.common.run import Log, Run, prepare
+from recipes.common.schemas.r2d2 import Config, R2D2Config
+from recipes.common.update import Update, make_round, stack_updates
+from torchrl_replay_ext import clip_gradients
+
+
+def values_and_targets(
+    r2d2: R2D2Config, network: RecurrentNetwork, target: RecurrentNetwork, batch: TensorDictBase
+) -> tuple[Tensor, Tensor]:
+    """Q-values of the actions taken and their targets, [windows, sequence_length] each.
+
+    With V(x) = Q'(x, argmax_a Q(x, a)), the target is r_t + γ V(x_{t+1}), or with n = target_steps
+    r_t + ... + γ^(n-1) r_{t+n-1} + γ^n V(x_{t+n}). It stops at a termination. At a truncation and at the end of the
+    window it bootstraps earlier.
+
+    Args:
+        r2d2: the hyperparameters.
+        network: the network Q.
+        target: the target network Q'.
+        batch: windows of consecutive steps, [windows, burn_in + sequence_length]. Only the first state of
+            "recurrent_state" is read.
+    """
+    burn_in, steps = (cast(TensorDictBase, part) for part in (batch[:, : r2d2.burn_in], batch[:, r2d2.burn_in :]))
+    start = batch["recurrent_state"][:, 0]
+    # The next observation of a step is the observation of the step after it.
+    observed = torch.cat([steps["observation"][:, :1], steps["next", "observation"]], 1)
+
+    def values(network: RecurrentNetwork) -> Tensor:
+        state = network.burn_in(burn_in["observation"], burn_in["validity_mask"], start)
+        return network(observed, state)
+
+    q = values(network)
+    with torch.no_grad():
+        best = q[:, 1:].argmax(-1, keepdim=True)
+        q_next = values(target)[:, 1:].gather(-1, best).squeeze(-1)
+        discount = r2d2.gamma * ~steps["next", "terminated"].squeeze(-1)
+        reward, has_next = steps["next", "reward"].squeeze(-1), steps["validity_mask"][:, 1:]
+        targets = reward + discount * q_next
+        for _ in range(r2d2.target_steps - 1):
+            later = torch.where(has_next, targets[:, 1:], q_next[:, :-1])
+            targets = reward + discount * torch.cat([later, q_next[:, -1:]], 1)
+    return q[:, :-1].gather(-1, steps["action"].unsqueeze(-1)).squeeze(-1), targets
+
+
+def make_update(
+    r2d2: R2D2Config,
+    replay: TensorDictReplayBuffer,
+    network: RecurrentNetwork,
+    target: RecurrentNetwork,
+    optimizer: torch.optim.Adam | RMSProp,
+    *,
+    num_updates: int,
+) -> Update:
+    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+
+    Args:
+        r2d2: the hyperparameters.
+        replay: the buffer, which draws windows.
+        network: the network.
+        target: the target network.
+        optimizer: optimizer of the network. If it is restored from a checkpoint, restore it before.
+        num_updates: updates per call.
+    """
+    optimizer_step = make_step(optimizer)
+    error_of = smooth_l1_loss if r2d2.loss_function == "smooth_l1" else mse_loss
+    assert r2d2.tau is not None
+    tau = r2d2.tau
+
+    def update(data: TensorDictBase | None) -> dict[str, Tensor]:
+        if data is not None:
+            replay.extend(data)
+        results = []
+        for _ in range(num_updates):
+            batch = replay.sample().reshape(-1, r2d2.burn_in + r2d2.sequence_length)
+            values, targets = values_and_targets(r2d2, network, target, batch)
+            learned = batch["validity_mask"][:, r2d2.burn_in :]  # without the steps that fill up short windows
+            losses = error_of(values, targets, reduction="none") * learned
+            if (weight := batch.get("priority_weight", None)) is not None:
+                losses = losses * weight[:, r2d2.burn_in :]
+            loss = losses.sum() / learned.sum()
+            gradients = torch.autograd.grad(loss, optimizer_step.parameters)
+            if r2d2.max_grad_norm is not None:
+                gradients = clip_gradients(gradients, r2d2.max_grad_norm)
+            optimizer_step(gradients)
+            with torch.no_grad():
+                for old, new in zip(target.parameters(), network.parameters(), strict=True):
+                    old.lerp_(new, tau)
+            # The largest value of a window is the priority of its first learned step, so all steps get the same.
+            td_error = (targets - values.detach()).abs() * learned
+            mean = td_error.sum(1) / learned.sum(1)
+            priority = r2d2.eta * td_error.amax(1) + (1 - r2d2.eta) * mean
+            batch["td_error"] = priority.unsqueeze(1).expand(batch.shape).contiguous()
+            replay.update_tensordict_priority(batch)
+            results.append({"loss": loss})
+        return stack_updates(results)
+
+    return update
+
+
+def train(config: DictConfig, run_dir: Path) -> int:
+    """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
+
+    Args:
+        config: the configuration as read.
+        run_dir: directory of the run.
+
+    Returns:
+        The exit code.
+    """
+    cfg = parse_config(config, Config)
+    r2d2 = cfg.r2d2
+    device = prepare(cfg, run_dir)
+
+    # One environment per evaluation episode. The collector below makes the training environments.
+    evaluation = Evaluation(make_discrete_env, cfg.env, r2d2.evaluation_episodes)
+    require_memory(cfg, evaluation.envs[0], device)
+    num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
+
+    # Networks, optimizer and buffer. The update writes ABSOLUTE TD errors.
+    network = RecurrentNetwork(num_observed, num_actions, r2d2.units, r2d2.hidden_sizes, device)
+    target = deepcopy(network).requires_grad_(False)
+    optimizer = make_optimizer(r2d2.optimizer, network.parameters(), r2d2.learning_rate)
+    windows = Sequence(length=r2d2.sequence_length, burn_in=r2d2.burn_in)
+    replay = make_replay(cfg, device, td_error="absolute", windows=windows)
+
+    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
+    behaviour = RecurrentBehaviour(network, evaluation.action_space, cfg.num_envs, seed=cfg.seed)
+    collector = VectorCollector(
+        [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,
+        behaviour,
+        frames_per_batch=r2d2.train_interval,
+        seed=cfg.seed,
+        on_begin=behaviour.begin,
+    )
+
+    log = Log(
+        evaluation=evaluation,
+        policy=RecurrentGreedy(network),
+        epsilon=r2d2.evaluation_epsilon,
+        losses=("loss",),
+        columns=lambda steps: {"epsilon": r2d2.epsilon(steps)},
+        shown=("return_mean", "epsilon", "loss"),
+    )
+    run = Run(
+        cfg,
+        config,
+        run_dir,
+        device,
+        collector=collector,
+        replay=replay,
+        log=log,
+        state={"network": network, "target": target, "optimizer": optimizer},
+        stores=("recurrent_state",),
+    )
+    update = make_update(r2d2, replay, network, target, optimizer, num_updates=cfg.updates_per_graph)
+    write_and_update = make_round(update, replay, cfg, device)
+
+    with run:
+        while run.continues():
+            behaviour.epsilon = r2d2.epsilon(run.env_steps)
+            # One column per environment, so the buffer needs no trajectory ids.
+            data = run.collect().exclude("collector").reshape(-1, cfg.num_envs)
+            if run.env_steps > r2d2.learning_starts:
+                for losses in write_and_update(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
+            run.end_round()
+    return run.exit_code

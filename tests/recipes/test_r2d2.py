@@ -1,0 +1,246 @@
+"""Recurrent DQN: values and targets of windows, the runs that the recipe makes, its environment and its errors."""
+
+from copy import deepcopy
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torchrl.data import Sequence
+
+from recipes import r2d2
+from recipes.common import run as training
+from recipes.common.cli import DONE, INTERRUPTED
+from recipes.common.collector import VectorCollector
+from recipes.common.recurrent import RecurrentBehaviour, RecurrentEpisodes, RecurrentNetwork
+from recipes.common.replay import end_last_episodes, make_replay
+from recipes.common.replayable_env import ReplayableEnv
+from recipes.envs import CartPolePositions
+from tests.params import slow_but
+from tests.recipes.runs import (
+    TINY_R2D2,
+    Composer,
+    assert_config_error,
+    assert_trained,
+    eager_and_compiled,
+    rows,
+    stop_after,
+)
+
+NUM_ENVS, BURN_IN, LENGTH = 4, 3, 5
+CPU = torch.device("cpu")
+composer = Composer("r2d2", r2d2.Config, TINY_R2D2)
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper", "recency"])
+def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
+    assert r2d2.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
+    assert_trained(tmp_path, "uniform" if sampler == "recency" else sampler, capsys.readouterr().out)
+
+
+# --- what the behaviour policy stores
+
+
+class Collected:
+    """A network, the steps that it collected in several environments, and a buffer that holds them."""
+
+    def __init__(self, steps=60, limit=13):
+        torch.manual_seed(0)
+        self.network = RecurrentNetwork(2, 2, 8, [8], CPU)
+        for weight in self.network.parameters():
+            torch.nn.init.normal_(weight, std=0.5)
+        make = partial(gymnasium.make, "recipes.envs:CartPolePositions-v0", max_episode_steps=limit)
+        behaviour = RecurrentBehaviour(self.network, make().action_space, NUM_ENVS, seed=1)
+        behaviour.epsilon = 0.5
+        collector = VectorCollector(
+            [make] * NUM_ENVS, behaviour, frames_per_batch=steps * NUM_ENVS, seed=1, on_begin=behaviour.begin
+        )
+        self.data = collector.collect().exclude("collector").reshape(steps, NUM_ENVS)
+
+    def replay(self, batch_size=16):
+        words = [f"r2d2.{key}={value}" for key, value in {"batch_size": batch_size, "buffer_size": 400}.items()]
+        cfg = r2d2.parse_config(composer.configuration(*words), r2d2.Config)
+        windows = Sequence(length=LENGTH, burn_in=BURN_IN)
+        replay = make_replay(cfg, CPU, td_error="absolute", windows=windows)
+        replay.extend(self.data)
+        return replay
+
+    def states(self, network):
+        """The recurrent states [steps, envs, 2, units] before each step, computed step by step from each reset."""
+        result, state = [], network.begin(NUM_ENVS)
+        for step in self.data:
+            result.append(state)
+            state = network.step(step["observation"], state)
+            state = torch.where(step["next", "done"].unsqueeze(-1), 0.0, state)
+        return torch.stack(result)
+
+
+def test_the_recurrent_state_before_each_step_is_stored_and_begins_anew_with_each_episode():
+    collected = Collected()
+    assert collected.data["next", "truncated"].any() and collected.data["next", "terminated"].any()
+    with torch.no_grad():
+        torch.testing.assert_close(collected.data["recurrent_state"], collected.states(collected.network))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target_steps", [1, 3])
+def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_steps):
+    """With the network that collected, burn-in ends in the state that the episode had, also at its beginning."""
+    collected = Collected()
+    data, network = collected.data, collected.network
+    target = deepcopy(network)
+    for weight in target.parameters():
+        weight.mul_(1.1)
+    settings = composer.settings(
+        f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", f"r2d2.target_steps={target_steps}"
+    )
+    batch = collected.replay(batch_size=64).sample().reshape(-1, BURN_IN + LENGTH)
+    values, targets = r2d2.values_and_targets(settings, network, target, batch)
+    stored = data["recurrent_state"]
+
+    def burned_in(at, env):
+        """The target network's state: from the stored one at the first valid step of the window, step by step."""
+        state = stored[at[0], env].unsqueeze(0)
+        for step in at[:-1]:
+            state = target.step(data["observation"][step, env].unsqueeze(0), state)
+        return state
+
+    valid = batch["validity_mask"]
+    assert not valid[:, 0].all() and not valid[:, -1].all()
+    for window, mask, value, wanted in zip(batch, valid, values, targets, strict=True):
+        env = int(window["index"][0, 1])
+        at = window["index"][:, 0][mask].tolist()
+        first = int(mask[:BURN_IN].sum())
+        learned = at[first:]
+        best = []
+        for step in learned:
+            after = network.step(data["observation"][step, env].unsqueeze(0), stored[step, env].unsqueeze(0))
+            q = network.values(after)[0]
+            row = learned.index(step)
+            torch.testing.assert_close(value[row], q[data["action"][step, env]])
+            following = data["next", "observation"][step, env].unsqueeze(0)
+            action = network.values(network.step(following, after)).argmax()
+            own = target.step(following, burned_in([*at[: at.index(step) + 1], step + 1], env))
+            best.append(float(target.values(own)[0, action]))
+        for row in range(len(learned)):
+            total, discount = 0.0, 1.0
+            for later in range(row, min(row + target_steps, len(learned))):
+                total += discount * float(data["next", "reward"][learned[later], env])
+                discount *= settings.gamma * (not data["next", "terminated"][learned[later], env])
+                last = later
+            assert float(wanted[row]) == pytest.approx(total + discount * best[last], rel=1e-4)
+
+
+def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkeypatch):
+    collected = Collected()
+    replay = collected.replay(batch_size=1)
+    settings = composer.settings(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
+    target = deepcopy(collected.network).requires_grad_(False)
+    optimizer = torch.optim.Adam(collected.network.parameters(), lr=0.0)
+    update = r2d2.make_update(settings, replay, collected.network, target, optimizer, num_updates=1)
+    batches = []
+    apply = replay.update_tensordict_priority
+    monkeypatch.setattr(replay, "update_tensordict_priority", lambda batch: batches.append(batch) or apply(batch))
+    for _ in range(5):
+        update(None)
+        batch = batches[-1]
+        values, targets = r2d2.values_and_targets(settings, collected.network, target, batch)
+        error = (targets - values).abs()[batch["validity_mask"][:, BURN_IN:]]
+        wanted = 0.7 * error.max() + 0.3 * error.mean()
+        torch.testing.assert_close(batch["td_error"][0], wanted.detach().expand(BURN_IN + LENGTH))
+        assert replay.sampler.stats()["never_updated"] < 1
+
+
+# --- the environment
+
+
+def test_the_environment_shows_positions_alone():
+    full, shown = gymnasium.make("CartPole-v1"), gymnasium.make("recipes.envs:CartPolePositions-v0")
+    assert isinstance(shown.unwrapped, type(full.unwrapped))
+    pairs = [(full.reset(seed=3)[0], shown.reset(seed=3)[0])]
+    over = False
+    while not over:
+        steps = full.step(1), shown.step(1)
+        pairs.append((steps[0][0], steps[1][0]))
+        assert steps[0][1:4] == steps[1][1:4]
+        over = steps[0][2]
+    for whole, seen in pairs:
+        np.testing.assert_allclose(seen, [whole[0] / 2.4, whole[2] / (12 * np.pi / 180)], rtol=1e-6)
+        assert shown.observation_space.contains(seen)
+    assert CartPolePositions(render_mode="rgb_array").render_mode == "rgb_array"
+
+
+# --- interruptions and errors
+
+
+def test_greedy_episodes_have_separate_memories():
+    network = RecurrentNetwork(2, 2, 8, [8], CPU)
+    together, alone = RecurrentEpisodes(network, 3), RecurrentEpisodes(network, 1)
+    observations = np.random.default_rng(0).normal(size=(5, 3, 2)).astype(np.float32)
+    for number, step in enumerate(observations):
+        together(step[1:] if number == 2 else step, [1, 2] if number == 2 else [0, 1, 2])
+        alone(step[1:2], [0])
+    torch.testing.assert_close(together.state[1], alone.state[0])
+    assert not torch.equal(together.state[0], together.state[1])
+
+
+@pytest.mark.parametrize("more", [0, 80])
+def test_in_columns_the_newest_steps_are_repeated_as_truncated_ones(more):
+    collected = Collected(steps=60)
+    replay = collected.replay()
+    for _ in range(more // 60 + (more > 0)):
+        replay.extend(collected.data)
+    before, newest = replay.write_count, collected.data[-1]
+    end_last_episodes(replay, NUM_ENVS, [2])
+    assert replay.write_count == before + 1
+    copy = replay[before % 100]
+    assert torch.equal(copy["observation"], newest["observation"]) and copy["next", "done"].all()
+    assert torch.equal(copy["next", "terminated"], newest["next", "terminated"])
+    assert (copy["next", "truncated"] | copy["next", "terminated"]).all()
+
+
+def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert r2d2.train(composer.configuration(), tmp_path) == INTERRUPTED
+    play, number = ReplayableEnv._play, iter(range(NUM_ENVS))
+    monkeypatch.setattr(ReplayableEnv, "_play", lambda env, state: play(env, state) and next(number) != 2)
+    lengths = []
+    end = training.end_last_episodes
+
+    def spy(replay, num_envs, envs):
+        end(replay, num_envs, envs)
+        lengths.append((envs, len(replay)))
+
+    monkeypatch.setattr(training, "end_last_episodes", spy)
+    assert r2d2.train(composer.resumed(tmp_path), tmp_path) == DONE
+    assert "the state of 1 of 4 environments cannot be restored" in capsys.readouterr().err
+    assert lengths == [([2], 52)]  # 48 steps, and one more of each environment
+    assert len(rows(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("r2d2.burn_in=-1", "r2d2.burn_in=-1: must be >= 0"),
+        ("r2d2.sequence_length=0", "r2d2.sequence_length=0: must be > 0"),
+        ("r2d2.target_steps=0", "r2d2.target_steps=0: must be > 0"),
+        ("r2d2.units=0", "r2d2.units=0: must be > 0"),
+        ("r2d2.eta=1.5", "r2d2.eta=1.5: must be in [0, 1]"),
+        ("r2d2.tau=null", "r2d2.tau=None: must be in (0, 0.5]"),
+        ("r2d2.buffer_size=66", "r2d2.buffer_size=66: must be a multiple of num_envs=4"),
+        ("+r2d2.n_step=3", "r2d2.n_step=3: must be 1; use r2d2.target_steps"),
+        ("sampler=sset", "sampler=sset: recipes.r2d2 does not support it; use sampler=uniform"),
+        ("sampler=dper", "sampler=dper: recipes.r2d2 does not support it; use recipes.td3 or recipes.sac"),
+    ],
+)
+def test_bad_values_are_config_errors(tmp_path, override, message):
+    assert_config_error(r2d2.train, composer.configuration(override), tmp_path, message)
+
+
+@pytest.mark.parametrize("sampler", slow_but(["per"], ["uniform", "per", "reaper"]))
+def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, sampler):
+    tables = eager_and_compiled(r2d2.train, composer.configuration, tmp_path, f"sampler={sampler}")
+    results = [[float(row["loss"]) for row in table[1:]] for table in tables]
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
