@@ -124,7 +124,7 @@ def check_command_line(name: str, schema: type, words: list[str]) -> bool:
         words: the words of the command line.
 
     Returns:
-        Whether they were checked. They are not if options of hydra choose what is run.
+        True if the configuration was checked; False if options of hydra choose another command than a run.
 
     Raises:
         ConfigError: if a configuration cannot be run.

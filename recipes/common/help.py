@@ -65,7 +65,7 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
             to list the games and their options. Values of single options are ignored.
 
     Raises:
-        ValueError: if a group has no such choice, or there is no such topic.
+        ValueError: if a word names no topic, or a choice that its group does not have.
     """
     topics = ["atari"] if atari_note(recipe) else []
     for word in words:

@@ -57,7 +57,7 @@ def make_round(
     # and samplers that sort ranks or evaluate events, which they do outside of graphs.
     writes_in_graph = num_calls == 1 and device.type == "cpu" and getattr(replay.sampler, "writes_in_graphs", True)
 
-    def learn(data: TensorDictBase) -> list[dict[str, Tensor]]:
+    def write_and_update(data: TensorDictBase) -> list[dict[str, Tensor]]:
         if not replay.write_count:
             # The first write sets up the buffer and must be eager. The graph always gets data, or never.
             return [update(data if number == 0 else None) for number in range(num_calls)]
@@ -66,4 +66,4 @@ def make_round(
         replay.extend(data)
         return [step(None) for _ in range(num_calls)]
 
-    return learn
+    return write_and_update
