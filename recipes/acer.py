@@ -39,6 +39,7 @@ progress.csv has one row per evaluation, with the columns
     bc_weight              weights of the bias correction
     tr_active              share of steps that the trust region changed
     wall_time              seconds, including the time before a resume
+    cpu_time               CPU seconds of this process, including the time before a resume
     sampler/...            scalars of the sampler's stats()
 
 Columns from loss_... to tr_active are means over the updates since the previous row.

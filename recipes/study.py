@@ -20,7 +20,7 @@ runs.csv has one row per run, with the columns
     env_steps, updates     total numbers
     threshold, reached     value to reach, and env steps after which the run reached it (empty: not reached)
     last, best, final      last evaluation, best evaluation, and mean of the last tenth of the evaluations
-    wall_time              seconds
+    wall_time, cpu_time    seconds, and CPU seconds of the process
     commit, torch          version of the code and of torch
     command                command that repeats the run
 """
@@ -154,6 +154,8 @@ class Pool:
             "best": max((value for value in values if not math.isnan(value)), default=math.nan),
             "final": statistics.fmean(values[-math.ceil(len(values) / 10) :]),
             "wall_time": round(float(evaluations[-1]["wall_time"]), 1),
+            # runs that have finished with an earlier version have no CPU time
+            "cpu_time": round(float(evaluations[-1].get("cpu_time", math.nan)), 1),
             "commit": self._version,
             "torch": torch.__version__,
             "command": shlex.join(["python", *job.command]),
