@@ -129,6 +129,8 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     row = found["reaper", "1"]
     assert (row["env_steps"], row["reached"], row["last"]) == ("200", "200", "480.0")
     assert (row["wall_time"], row["cpu_time"]) == ("1.2", "0.8")
+    curve = [row for row in study.read_rows(tmp_path / study.CURVES) if row["seed"] == "1"]
+    assert {row["cpu_time"] for row in curve} == {"0.8"}
     assert row["command"] == "python -m recipes.dqn env=cartpole compile=true sampler=reaper seed=1"
     assert found["uniform", "0"]["reached"] == ""
     # the failed one is tried again
@@ -142,7 +144,9 @@ def test_a_study_of_an_earlier_version_is_gone_on_with(tmp_path, processes):
     words = ["study.envs=[cartpole]", "~study.variants.rank"]
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
     before = study.read_rows(tmp_path / study.RUNS)
-    study.rewrite(tmp_path / study.RUNS, [{k: v for k, v in row.items() if k != "cpu_time"} for row in before])
+    for name in (study.RUNS, study.CURVES):
+        kept = [{k: v for k, v in row.items() if k != "cpu_time"} for row in study.read_rows(tmp_path / name)]
+        study.rewrite(tmp_path / name, kept)
     assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == DONE
     found = study.read_rows(tmp_path / study.RUNS)
     assert [row["cpu_time"] for row in found] == ["nan"] * 3 + ["0.8"] * 3
