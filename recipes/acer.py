@@ -3,6 +3,7 @@
     python -m recipes.acer env=cartpole seed=1
     python -m recipes.acer env=pendulum compile=true
     python -m recipes.acer -m seed=1,2,3 acer.trust_region=true,false
+    python -m recipes.acer env=pendulum acer.returns=truncated_importance_sampling
     python -m recipes.acer env=cartpole sampler=per
     python -m recipes.acer env=atari/pong num_envs=16
     python -m recipes.acer resume=runs/acer/cartpole/uniform/seed1-...
@@ -14,6 +15,12 @@ first step of each slice.
 
 The ablation of the paper: acer.returns=importance_sampling removes Retrace, acer.dueling=false the dueling network,
 acer.trust_region=false the trust region, and acer.c=inf truncation with bias correction.
+
+The baselines of the paper for continuous actions have acer.returns=truncated_importance_sampling, and no Q:
+
+    Trust-TIS    replays slices as ACER does; the product of a slice's importance weights is truncated at acer.c
+    Trust-A3C    acer.replay_ratio=0: only updates on the newest steps
+    TIS, A3C     acer.trust_region=false: the same two without trust region
 
 env=atari/<game> accepts any game of ale-py. Atari agents train on single lives with clipped rewards and are evaluated
 on whole games; see recipes.envs.atari.
@@ -32,6 +39,7 @@ progress.csv has one row per evaluation, with the columns
     bc_weight              weights of the bias correction
     tr_active              share of steps that the trust region changed
     wall_time              seconds, including the time before a resume
+    cpu_time               CPU seconds of this process, including the time before a resume
     sampler/...            scalars of the sampler's stats()
 
 Columns from loss_... to tr_active are means over the updates since the previous row.
@@ -135,6 +143,23 @@ class FixedScale(nn.Module):
         return loc, torch.full_like(loc, self.sigma)
 
 
+class StateValue(nn.Module):
+    """The critic of truncated importance sampling: V alone.
+
+    Args:
+        network: maps features to V.
+        trunk: maps observations to features; None: the observations are the features.
+    """
+
+    def __init__(self, network: nn.Module, trunk: nn.Module | None):
+        super().__init__()
+        self.network = network if trunk is None else nn.Sequential(trunk, network)
+
+    def state_value(self, observation: Tensor) -> Tensor:
+        """V of the observations, [..., 1]."""
+        return self.network(observation)
+
+
 def _small(layer: nn.Module) -> nn.Linear:
     """Scale down the last layer of a policy, so that the initial policy hardly depends on the state."""
     assert isinstance(layer, nn.Linear)
@@ -204,10 +229,14 @@ def make_continuous_loss(
             ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=IndependentNormal),
         ]
     )
-    critic = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
+    if acer.returns == "truncated_importance_sampling":
+        critic = StateValue(value, trunk)
+    else:
+        kind = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
+        critic = kind(value, mlp(num_features + num_actions, 1), trunk)
     return ACERContinuousLoss(
         actor,
-        critic(value, mlp(num_features + num_actions, 1), trunk),
+        critic,
         gamma=acer.gamma,
         lmbda=acer.lmbda,
         c=acer.c,

@@ -22,6 +22,7 @@ progress.csv has one row per evaluation, with the columns
     epsilon                exploration rate
     loss                   mean over the updates since the previous row
     wall_time              seconds, including the time before a resume
+    cpu_time               CPU seconds of this process, including the time before a resume
     sampler/...            scalars of the sampler's stats()
     q_mean                 mean value of the evaluation's steps, as the target network gives it (dqn.log_q_mean=true)
     q_sum                  sum of the target network's Q-values over all actions and all states except the goal (rooms)

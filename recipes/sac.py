@@ -17,6 +17,7 @@ progress.csv has one row per evaluation, with the columns
     alpha                  weight of the entropy
     entropy                entropy of the policy
     wall_time              seconds, including the time before a resume
+    cpu_time               CPU seconds of this process, including the time before a resume
     sampler/...            scalars of the sampler's stats()
 
 Losses, alpha and entropy are means over the updates since the previous row.

@@ -20,9 +20,12 @@ runs.csv has one row per run, with the columns
     env_steps, updates     total numbers
     threshold, reached     value to reach, and env steps after which the run reached it (empty: not reached)
     last, best, final      last evaluation, best evaluation, and mean of the last tenth of the evaluations
-    wall_time              seconds
+    wall_time, cpu_time    seconds, and CPU seconds of the process
     commit, torch          version of the code and of torch
     command                command that repeats the run
+
+curves.csv has one row per evaluation: recipe, env, variant, seed, env_steps, cpu_time, and the column that decides
+whether a run has reached the threshold.
 """
 
 if __name__ == "__main__":
@@ -154,23 +157,31 @@ class Pool:
             "best": max((value for value in values if not math.isnan(value)), default=math.nan),
             "final": statistics.fmean(values[-math.ceil(len(values) / 10) :]),
             "wall_time": round(float(evaluations[-1]["wall_time"]), 1),
+            "cpu_time": cpu_time_of(evaluations[-1]),
             "commit": self._version,
             "torch": torch.__version__,
             "command": shlex.join(["python", *job.command]),
         }
 
-    def curve(self, job: Job) -> list[dict[str, str]]:
+    def curve(self, job: Job) -> list[dict[str, Any]]:
         """The rows of a finished run in curves.csv."""
         column = self._study.column
         rows = read_progress(self.directory(job) / PROGRESS)
         key = dict(zip(KEYS, job.key, strict=True))
-        return [{**key, "env_steps": row["env_steps"], column: row[column]} for row in rows]
+        return [
+            {**key, "env_steps": row["env_steps"], "cpu_time": cpu_time_of(row), column: row[column]} for row in rows
+        ]
 
     def stop(self) -> None:
         """Ask all processes to save a checkpoint and exit."""
         self.stopped = True
         for process in list(self._running):
             process.send_signal(signal.SIGINT)
+
+
+def cpu_time_of(row: dict[str, str]) -> float:
+    """The CPU seconds in a row of progress.csv; NaN in a run of an earlier version, which has none."""
+    return round(float(row.get("cpu_time", math.nan)), 1)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

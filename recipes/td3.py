@@ -18,6 +18,7 @@ progress.csv has one row per evaluation, with the columns
     loss_actor             minus the first critic's value of the policy's actions; mean since the previous row
     loss_qvalue            mean over the updates since the previous row
     wall_time              seconds, including the time before a resume
+    cpu_time               CPU seconds of this process, including the time before a resume
     sampler/...            scalars of the sampler's stats()
 """
 

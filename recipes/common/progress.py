@@ -120,11 +120,20 @@ def warn(message: str) -> None:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Append rows to a CSV and sync it to the disk. If it raises OSError, the file is unchanged."""
+    """Append rows to a CSV and sync it to the disk. If it raises OSError, the rows in the file are unchanged.
+
+    If the rows have columns that the file lacks, as with a file of an earlier version, these columns are added to it.
+    A value that is missing is "nan".
+    """
+    columns = list(rows[0])
+    if path.is_file() and (before := read_progress(path)):
+        columns = list(dict.fromkeys([*before[0], *columns]))
+        if len(columns) > len(before[0]):
+            rewrite(path, [dict.fromkeys(columns, "nan") | row for row in before])
     length = path.stat().st_size if path.is_file() else 0
     try:
         with path.open("a", newline="") as file:
-            file.write(_lines(rows, header=not length))
+            file.write(_lines(rows, columns, header=not length))
             file.flush()
             os.fsync(file.fileno())
     except OSError:
@@ -139,15 +148,15 @@ def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
         path.unlink()
         return
     with atomic_write(path) as partial, partial.open("w", newline="") as file:
-        file.write(_lines(rows, header=True))
+        file.write(_lines(rows, list(rows[0]), header=True))
 
 
-def _lines(rows: Sequence[Mapping[str, object]], *, header: bool) -> str:
+def _lines(rows: Sequence[Mapping[str, object]], columns: Sequence[str], *, header: bool) -> str:
     text = io.StringIO(newline="")
-    writer = csv.writer(text)
+    writer = csv.DictWriter(text, columns, restval="nan")
     if header:
-        writer.writerow(rows[0])
-    writer.writerows(row.values() for row in rows)
+        writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -1,5 +1,6 @@
 """The frame of a training loop: checkpoints, evaluations, logs, the progress bar and Ctrl-C."""
 
+import math
 import random
 import sys
 import time
@@ -161,6 +162,7 @@ class Run:
             "best_return": None,
             "reached_at": None,
             "wall_time": 0.0,
+            "cpu_time": 0.0,
         }
         self._losses = Means()
         self._state = {
@@ -184,6 +186,8 @@ class Run:
 
     def _resume(self, device: torch.device) -> None:
         load_checkpoint(self._run_dir, device, **self._state)
+        # checkpoints of earlier versions have no CPU time
+        self._counters.setdefault("cpu_time", math.nan)
         lost = self._collector.resume()
         if lost and isinstance(self._replay, TensorDictReplayBuffer) and not self._finished():
             num_envs = self._cfg.num_envs
@@ -200,6 +204,7 @@ class Run:
         except OSError as error:
             raise ConfigError(f"{run_dir}: {reason(error)}") from error
         self._started = time.time() - self._counters["wall_time"]
+        self._cpu_started = time.process_time() - self._counters["cpu_time"]
         self._open = ExitStack()
         self._interrupted = self._open.enter_context(interruption())
         self._bar = self._open.enter_context(
@@ -255,6 +260,7 @@ class Run:
             **log.columns(self.env_steps),
             **self._losses.take(log.losses),
             "wall_time": time.time() - self._started,
+            "cpu_time": time.process_time() - self._cpu_started,
         }
         histograms: dict[str, Tensor] = {}
         if isinstance(self._replay, TensorDictReplayBuffer):
@@ -286,6 +292,7 @@ class Run:
 
     def _save(self) -> bool:
         self._counters["wall_time"] = time.time() - self._started
+        self._counters["cpu_time"] = time.process_time() - self._cpu_started
         try:
             self._progress.flush()
             save_checkpoint(self._run_dir, **self._state)

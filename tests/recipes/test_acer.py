@@ -134,6 +134,27 @@ def test_switches_of_the_ablation(tmp_path, words, env):
         assert float(last["bc_weight"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "on_policy"),
+    [
+        ([], False),
+        (["acer.shared_layers=true", "sampler=per"], False),
+        (["acer.trust_region=false", "acer.on_policy=false"], False),
+        (["acer.replay_ratio=0"], True),
+        (["acer.replay_ratio=0", "acer.trust_region=false", "acer.dueling=false"], True),
+    ],
+)
+def test_baselines_of_the_paper_learn_v_and_no_q(tmp_path, words, on_policy):
+    words = ["acer.returns=truncated_importance_sampling", "acer.learning_rate=0.1", *words]
+    assert acer.train(recipe.configuration(CONTINUOUS, *words), tmp_path) == DONE
+    last = {key: float(value) for key, value in rows(tmp_path)[-1].items()}
+    assert np.isfinite([last[name] for name in ("loss_actor", "kl", "tr_active")]).all()
+    assert (last["loss_qvalue"], last["bc_weight"]) == (0, 0)
+    assert last["loss_value"] > 0
+    # on-policy, all importance ratios are 1
+    assert (abs(last["rho"] - 1) < 1e-4) == on_policy
+
+
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     """The newest steps once, then Poisson(replay_ratio) replayed batches."""
@@ -223,6 +244,10 @@ def test_actions_out_of_range_count_as_the_bound():
         ("acer.delta=-1", r"acer: ACERLoss\(delta=-1.0\)"),
         ("acer.statistics=odds", r"acer.statistics=odds: must be one of probs"),
         ("acer.returns=monte_carlo", r"acer.returns=monte_carlo: choose retrace, importance_sampling"),
+        (
+            "acer.returns=truncated_importance_sampling",
+            r"acer: ACERLoss\(returns='truncated_importance_sampling'\): returns must be one of retrace, importance",
+        ),
         ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
         ("+sampler.alpha=1", r"sampler=uniform: "),
         ("sampler=dper", r"sampler=dper: this recipe does not support it"),

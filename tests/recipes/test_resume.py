@@ -1,13 +1,17 @@
 """A run that was stopped and resumed is the run that was not: the same bits, but for the time it took."""
 
+import time
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
 
 from recipes import acer, dqn, r2d2, sac, td3
+from recipes.common import run
 from recipes.common.cli import DONE, INTERRUPTED
-from tests.recipes.runs import TINY_R2D2, Composer, assert_same_runs, needs, stop_after, tiny
+from recipes.common.progress import rewrite
+from tests.recipes.runs import TINY_R2D2, Composer, assert_same_runs, needs, rows, stop_after, tiny
 
 RECIPES = {
     "dqn": (dqn, Composer("dqn", dqn.Config, tiny("dqn"))),
@@ -41,6 +45,40 @@ def check(monkeypatch, tmp_path, name, *words, stops=(3,)):
     torch._dynamo.reset()
     assert recipe.train(config, parts) == DONE
     assert_same_runs(whole, parts)
+
+
+def test_cpu_times_include_those_before_a_resume(tmp_path, monkeypatch):
+    """With a clock that moves by 1 whenever it is read."""
+    recipe, composer = RECIPES["dqn"]
+    clock = count()
+    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert recipe.train(composer.configuration(), tmp_path) == INTERRUPTED
+    # read at the start, for an evaluation, for the checkpoint, and again
+    assert recipe.train(composer.resumed(tmp_path), tmp_path) == DONE
+    assert [float(row["cpu_time"]) for row in rows(tmp_path)] == [1, 3, 4]
+
+
+def test_runs_of_an_earlier_version_resume_without_cpu_times(tmp_path, monkeypatch):
+    recipe, composer = RECIPES["dqn"]
+    save = run.save_checkpoint
+
+    def save_without(run_dir, *, counters, **components):
+        save(run_dir, counters={k: v for k, v in counters.items() if k != "cpu_time"}, **components)
+
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        patch.setattr(run, "save_checkpoint", save_without)
+        assert recipe.train(composer.configuration(), tmp_path) == INTERRUPTED
+    before = [{k: v for k, v in row.items() if k != "cpu_time"} for row in rows(tmp_path)]
+    rewrite(tmp_path / "progress.csv", before)
+    assert recipe.train(composer.resumed(tmp_path), tmp_path) == DONE
+    after = rows(tmp_path)
+    assert [row["env_steps"] for row in after] == ["32", "64", "96"]
+    assert [row["cpu_time"] for row in after] == ["nan"] * 3
+    assert {k: v for k, v in after[0].items() if k != "cpu_time"} == before[0]
+    assert float(after[2]["wall_time"]) > float(after[0]["wall_time"])
 
 
 EVENTS = ["env=tworooms", "+env.events.near_initial={history: 5, eta: 0.1}", "+env.options.max_episode_steps=30"]

@@ -50,7 +50,7 @@ class FakeRun:
         run_dir = study.Path(words["hydra.run.dir"])
         write_run(run_dir, returns, words["sampler"], env=words["env"], threshold=475.0, every=100)
         text = (run_dir / "progress.csv").read_text().splitlines()
-        extra = ["updates,wall_time", *["7,1.25"] * (len(text) - 1)]
+        extra = ["updates,wall_time,cpu_time", *["7,1.25,0.75"] * (len(text) - 1)]
         (run_dir / "progress.csv").write_text("".join(f"{a},{b}\n" for a, b in zip(text, extra, strict=True)))
 
     def wait(self):
@@ -127,13 +127,33 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     found = {(row["variant"], row["seed"]): row for row in study.read_rows(tmp_path / study.RUNS)}
     assert len(found) == 7
     row = found["reaper", "1"]
-    assert (row["env_steps"], row["reached"], row["last"], row["wall_time"]) == ("200", "200", "480.0", "1.2")
+    assert (row["env_steps"], row["reached"], row["last"]) == ("200", "200", "480.0")
+    assert (row["wall_time"], row["cpu_time"]) == ("1.2", "0.8")
+    curve = [row for row in study.read_rows(tmp_path / study.CURVES) if row["seed"] == "1"]
+    assert {row["cpu_time"] for row in curve} == {"0.8"}
     assert row["command"] == "python -m recipes.dqn env=cartpole compile=true sampler=reaper seed=1"
     assert found["uniform", "0"]["reached"] == ""
     # the failed one is tried again
     processes.started.clear()
     assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == study.FAILED
     assert len(processes.started) == 1
+
+
+def test_a_study_of_an_earlier_version_is_gone_on_with(tmp_path, processes):
+    """It has no CPU times."""
+    words = ["study.envs=[cartpole]", "~study.variants.rank"]
+    assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
+    before = study.read_rows(tmp_path / study.RUNS)
+    for name in (study.RUNS, study.CURVES):
+        kept = [{k: v for k, v in row.items() if k != "cpu_time"} for row in study.read_rows(tmp_path / name)]
+        study.rewrite(tmp_path / name, kept)
+    assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == DONE
+    found = study.read_rows(tmp_path / study.RUNS)
+    assert [row["cpu_time"] for row in found] == ["nan"] * 3 + ["0.8"] * 3
+    assert [row | {"cpu_time": "0.8"} for row in found[:3]] == before
+    assert [row["wall_time"] for row in found] == ["1.2"] * 6
+    assert {row["seed"] for row in found[3:]} == {"1"}
+    assert report.read_study(tmp_path).finished()
 
 
 @pytest.mark.parametrize("lost", [1, 60])

@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
 from torch import Tensor, nn
 
-from torchrl_replay_ext.functional import acer_value_target, importance_ratio, q_opc, trust_region_projection
+from torchrl_replay_ext.functional import (
+    acer_value_target,
+    importance_ratio,
+    importance_sampling_return,
+    q_opc,
+    trust_region_projection,
+)
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
-from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_invalid
+from torchrl_replay_ext.objectives.shifted import ShiftedStates
+from torchrl_replay_ext.objectives.trajectory import Trajectories, TrajectoryLoss, blank_invalid
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
 _HALF_LOG_2PI = math.log(2 * math.pi) / 2
+_TRUNCATED = "truncated_importance_sampling"
 
 
 def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     """Log-density of a diagonal Gaussian, [..., 1]."""
     whitened = (action - loc) / scale
     return -(whitened.square() / 2 + scale.log() + _HALF_LOG_2PI).sum(-1, keepdim=True)
+
+
+class _Terms(NamedTuple):
+    """What an algorithm contributes to the losses of a batch.
+
+    Args:
+        actions: m actions for each state, before any tanh, [*B, T, m, A].
+        coefficient: weights of their scores ∇ log f in the policy gradient, detached, [*B, T, m, 1].
+        q_error: errors of Q, [*B, T, 1].
+        value_error: errors of V, [*B, T, 1].
+        value_weight: weights of the squared errors of V, detached, [*B, T, 1].
+        td_error: errors that determine the priorities, [*B, T, 1].
+        rho: truncated importance weights, [*B, T, 1].
+        bc_weight: weights of the bias correction, [*B, T, 1].
+    """
+
+    actions: Tensor
+    coefficient: Tensor
+    q_error: Tensor
+    value_error: Tensor
+    value_weight: Tensor
+    td_error: Tensor
+    rho: Tensor
+    bc_weight: Tensor
 
 
 class ACERContinuousLoss(TrajectoryLoss):
@@ -56,12 +88,23 @@ class ACERContinuousLoss(TrajectoryLoss):
       Gaussian.
     * The average policy, truncated episodes, masks and weights are handled as in :class:`ACERLoss`.
 
+    ``returns="truncated_importance_sampling"`` is the baseline TIS of the paper (App. E.2), and with the trust region
+    Trust-TIS. Its critic is V alone. With importance ratios of 1, on-policy, it is A3C (Eq. 2) and Trust-A3C::
+
+        w_t = min(c, ∏_{i<k} ρ_{t+i}),   R_t = Σ_{i<k} γ^i r_{t+i} + γ^k V(x_{t+k})
+        g_t = w_t ∇_φ log f(a_t|φ) [R_t − V(x_t)]
+        loss_value: value_coeff w_t (R_t − V(x_t))²
+
+    The paper does not say how many steps k there are near the end of a trajectory. Here, as in A3C, step t + k − 1 is
+    the last one of the row or of the episode. ``loss_qvalue`` and ``bc_weight`` are 0, and ``rho`` is the mean of w_t.
+    ``lmbda``, ``num_samples``, ``critic_coeff``, ``retrace_thresh``, ``rho_power`` and ``use_q_opc`` have no effect.
+
     Args:
         actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with the distribution Normal, IndependentNormal or
             TanhNormal. It writes "loc" and "scale" [\*B, T, A].
         sdn: the critic: a :class:`StochasticDuelingNetwork`; or :class:`SeparateValueNetworks`, for which V moves
             towards Q^ret with the weight ρ (App. E.4); or another module with the same ``forward`` and
-            ``state_value``.
+            ``state_value``. With truncated importance sampling, only ``state_value`` is used.
         gamma: discount factor in [0, 1]. Default: 0.99.
         lmbda: λ of Retrace and of Q^opc, in [0, 1]. Default: 1.0.
         c: truncation of the importance weights in the policy gradient, >= 0. ``math.inf``: plain importance sampling,
@@ -76,8 +119,8 @@ class ACERContinuousLoss(TrajectoryLoss):
         retrace_thresh: truncation of ρ^rho_power in the traces of Retrace, >= 0. Default: 1.0.
         rho_power: exponent of ρ in the traces of Retrace, > 0. Default: None, 1/d.
         use_q_opc: True (default): g_t contains Q^opc, as in Eq. 16; False: Q^ret.
-        returns: "retrace" (default), or "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation
-            of the paper (App. E.4).
+        returns: "retrace" (default); "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation of
+            the paper (App. E.4); or "truncated_importance_sampling", the baseline described above.
         behaviour_keys: the entries with the mean and the standard deviation of μ. Default: ("loc", "scale").
         reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask").
 
@@ -131,6 +174,7 @@ class ACERContinuousLoss(TrajectoryLoss):
     target_actor_network_params: TensorDictParams
     target_sdn_params: TensorDictParams
     value_coeff: Tensor
+    _RETURNS = (*TrajectoryLoss._RETURNS, _TRUNCATED)
     _LOSSES = ("loss_actor", "loss_qvalue", "loss_value", "loss_entropy")
 
     def __init__(
@@ -243,28 +287,51 @@ class ACERContinuousLoss(TrajectoryLoss):
                 f"{action.dtype}, expected real numbers of shape {tuple(loc.shape)}, the shape of the policy's mean."
             )
         with torch.no_grad():
-            loc_avg, scale_avg = self._policy(batch, average=True)
-            loc_mu, scale_mu = self._statistics(batch, loc.shape)
-            drawn = self.sample_actions(loc, scale, self.num_samples + 1)
-            raw = torch.stack(
-                [inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action, drawn[..., 0, :]],
-                -2,
-            )
-            # for a_t and a'_t, [*B, T, 2, 1]
-            log_pi = _log_prob(raw, loc.unsqueeze(-2), scale.unsqueeze(-2))
-            log_mu = _log_prob(raw, loc_mu.unsqueeze(-2), scale_mu.unsqueeze(-2))
-            seen = drawn.tanh() if self._squashed else drawn
-            actions = torch.stack([action, seen[..., 0, :]], -2)
+            average = self._policy(batch, average=True)
+            mu = self._statistics(batch, loc.shape)
+            raw = inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action
+        terms_of = self._truncated_terms if self.returns == _TRUNCATED else self._acer_terms
         with self._params("sdn"):
-            observation = batch.get(self.tensor_keys.observation)
-            q_both, value = self.sdn(observation, actions, seen[..., 1:, :])
-            with torch.no_grad():
-                following = batch.get("next").get(self.tensor_keys.observation)
-                if shift is None:
-                    next_value = self.sdn.state_value(following)
-                else:
-                    separate = self.sdn.state_value(shift.select(observation, following))
-                    next_value = shift.next_value(torch.cat([value, separate], -2))
+            terms = terms_of(rows, batch, shift, raw, (loc, scale), mu)
+        with torch.no_grad():
+            z, kl, active = self._gradient(terms.actions, (loc, scale), average, terms.coefficient)
+        phi = torch.cat([loc, scale][: len(self.statistics)], -1)
+        entropy = (scale.log() + _HALF_LOG_2PI + 0.5).sum(-1)
+        q_error, value_error = rows.fill(terms.q_error), rows.fill(terms.value_error)
+        losses = {
+            "loss_actor": -(phi * rows.fill(z)).sum(-1),
+            "loss_qvalue": self.critic_coeff * q_error.square().squeeze(-1),
+            "loss_value": self.value_coeff * (rows.fill(terms.value_weight) * value_error.square()).squeeze(-1),
+            "loss_entropy": -self.entropy_coeff * entropy,
+        }
+        diagnostics = {
+            "entropy": entropy,
+            "kl": kl,
+            "rho": terms.rho.squeeze(-1),
+            "bc_weight": terms.bc_weight.squeeze(-1),
+            "tr_active": active,
+        }
+        return self._result(tensordict, rows, losses, diagnostics, rows.fill(terms.td_error))
+
+    def _acer_terms(
+        self,
+        rows: Trajectories,
+        batch: TensorDictBase,
+        shift: ShiftedStates | None,
+        raw: Tensor,
+        policy: tuple[Tensor, Tensor],
+        mu: list[Tensor],
+    ) -> _Terms:
+        """The terms of Algorithm 3; ``raw`` [*B, T, A] holds the actions taken, before any tanh."""
+        with torch.no_grad():
+            drawn = self.sample_actions(*policy, self.num_samples + 1)
+            # for a_t and a'_t
+            both = torch.stack([raw, drawn[..., 0, :]], -2)
+            log_pi, log_mu = (_log_prob(both, *(x.unsqueeze(-2) for x in gaussian)) for gaussian in (policy, mu))
+            seen = drawn.tanh() if self._squashed else drawn
+            actions = torch.stack([batch.get(self.tensor_keys.action), seen[..., 0, :]], -2)
+        q_both, value = self.sdn(batch.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
+        next_value = self._next_value(batch, shift, value)
         shape = rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
             raise ValueError(
@@ -273,7 +340,7 @@ class ACERContinuousLoss(TrajectoryLoss):
             )
         q = q_both[..., 0, :]
         with torch.no_grad():
-            power = 1 / action.shape[-1] if self.rho_power is None else self.rho_power
+            power = 1 / raw.shape[-1] if self.rho_power is None else self.rho_power
             of_taken = log_pi[..., 0, :], log_mu[..., 0, :]
             q_ret = self._returns(rows, *of_taken, q, next_value, power)
             q_actor = q_ret
@@ -283,38 +350,62 @@ class ACERContinuousLoss(TrajectoryLoss):
                 value_weight, target = importance_ratio(*of_taken), q_ret
             else:
                 value_weight, target = torch.ones_like(q), acer_value_target(*of_taken, q_ret, q, value)
+            rho = importance_ratio(*of_taken).clamp_max(self.c)
+            # [1 − c / ρ(a')]_+; 1 / ρ is positive, because c may be inf, and a compiled graph cannot branch on c
+            inverse = importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :]).clamp_min(torch.finfo(rho.dtype).tiny)
+            beyond = (1 - self.c * inverse).clamp_min(0)
             advantage = torch.stack([q_actor, q_both[..., 1, :]], -2) - value.unsqueeze(-2)
-            z, diagnostics = self._gradient(raw, (loc, scale), (loc_avg, scale_avg), log_pi, log_mu, advantage)
-        phi = torch.cat([loc, scale][: len(self.statistics)], -1)
-        entropy = (scale.log() + _HALF_LOG_2PI + 0.5).sum(-1)
-        td_error, value_error = rows.fill(q_ret - q), rows.fill(target - value)
-        losses = {
-            "loss_actor": -(phi * rows.fill(z)).sum(-1),
-            "loss_qvalue": self.critic_coeff * td_error.square().squeeze(-1),
-            "loss_value": self.value_coeff * (rows.fill(value_weight) * value_error.square()).squeeze(-1),
-            "loss_entropy": -self.entropy_coeff * entropy,
-        }
-        return self._result(tensordict, rows, losses, {"entropy": entropy, **diagnostics}, td_error)
+            coefficient = torch.stack([rho, beyond], -2) * advantage
+        td_error = q_ret - q
+        return _Terms(both, coefficient, td_error, target - value, value_weight, td_error, rho, beyond)
+
+    def _truncated_terms(
+        self,
+        rows: Trajectories,
+        batch: TensorDictBase,
+        shift: ShiftedStates | None,
+        raw: Tensor,
+        policy: tuple[Tensor, Tensor],
+        mu: list[Tensor],
+    ) -> _Terms:
+        """The terms of truncated importance sampling; the arguments are those of ``_acer_terms``."""
+        value = self.sdn.state_value(batch.get(self.tensor_keys.observation))
+        next_value = self._next_value(batch, shift, value)
+        if not value.shape == next_value.shape == rows.reward.shape:
+            raise ValueError(
+                f"ACERContinuousLoss: sdn.state_value returned V of shape {tuple(value.shape)}, expected "
+                f"{tuple(rows.reward.shape)}."
+            )
+        zero = torch.zeros_like(value)
+        with torch.no_grad():
+            log_rho = _log_prob(raw, *policy) - _log_prob(raw, *mu)
+            # the log of the product is a return without discount of the rewards log ρ
+            log_product = importance_sampling_return(1.0, zero, zero, zero, log_rho, rows.done)
+            weight = importance_ratio(log_product, zero).clamp_max(self.c)
+            ends = rows.reward, rows.done, rows.terminated
+            returns = importance_sampling_return(self.gamma, zero, zero, next_value, *ends)
+            coefficient = (weight * (returns - value)).unsqueeze(-2)
+        error = returns - value
+        return _Terms(raw.unsqueeze(-2), coefficient, zero, error, weight, error, weight, zero)
+
+    def _next_value(self, batch: TensorDictBase, shift: ShiftedStates | None, value: Tensor) -> Tensor:
+        """V(x_{t+1}), detached; ``value`` is V(x_t). Both have the shape [*B, T, 1]."""
+        key = self.tensor_keys.observation
+        following = batch.get("next").get(key)
+        with torch.no_grad():
+            if shift is None:
+                return self.sdn.state_value(following)
+            separate = self.sdn.state_value(shift.select(batch.get(key), following))
+            return shift.next_value(torch.cat([value, separate], -2))
 
     def _gradient(
-        self,
-        actions: Tensor,
-        policy: tuple[Tensor, Tensor],
-        average: tuple[Tensor, Tensor],
-        log_pi: Tensor,
-        log_mu: Tensor,
-        advantage: Tensor,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute z of Eq. 12, [*B, T, A] or [*B, T, 2 A], and diagnostics [*B, T].
+        self, actions: Tensor, policy: tuple[Tensor, Tensor], average: tuple[Tensor, Tensor], coefficient: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute z of Eq. 12, [*B, T, A] or [*B, T, 2 A]; the KL divergence and whether a step was projected [*B, T].
 
-        ``actions`` [*B, T, 2, A] holds a_t and a'_t; log-probabilities and advantages have shape [*B, T, 2, 1].
+        ``actions`` and ``coefficient`` are those of :class:`_Terms`.
         """
         (loc, scale), (loc_avg, scale_avg) = policy, average
-        rho = importance_ratio(log_pi[..., 0, :], log_mu[..., 0, :]).clamp_max(self.c)
-        # [1 − c / ρ(a')]_+; 1 / ρ is positive, because c may be inf, and a compiled graph cannot branch on c
-        inverse = importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :]).clamp_min(torch.finfo(rho.dtype).tiny)
-        beyond = (1 - self.c * inverse).clamp_min(0)
-        coefficient = torch.stack([rho, beyond], -2) * advantage
         difference, variance = actions - loc.unsqueeze(-2), scale.square()
         score = difference / variance.unsqueeze(-2)
         shift = loc - loc_avg
@@ -323,13 +414,8 @@ class ACERContinuousLoss(TrajectoryLoss):
         if "scale" in self.statistics:
             g.append((coefficient * (score * difference - 1)).sum(-2) / scale)
             k.append((1 - spread / variance) / scale)
-        z, active = tuple(g), torch.zeros_like(rho[..., 0])
+        kl = ((scale / scale_avg).log() + spread / (2 * variance) - 0.5).sum(-1)
+        z, active = tuple(g), torch.zeros_like(kl)
         if self.trust_region:
             z, active = trust_region_projection(tuple(g), tuple(k), self.delta)
-        kl = ((scale / scale_avg).log() + spread / (2 * variance) - 0.5).sum(-1)
-        return torch.cat(z, -1), {
-            "kl": kl,
-            "rho": rho.squeeze(-1),
-            "bc_weight": beyond.squeeze(-1),
-            "tr_active": active.to(kl.dtype),
-        }
+        return torch.cat(z, -1), kl, active.to(kl.dtype)

@@ -19,7 +19,6 @@ from torchrl.objectives import LossModule
 from torchrl_replay_ext.functional import importance_sampling_return, retrace
 from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
 
-RETURNS = ("retrace", "importance_sampling")
 # The component that should have written an entry, for error messages.
 _COLLECTOR = "the policy writes it, and the collector stores it"
 _ENVIRONMENT = "the environment writes it"
@@ -116,6 +115,7 @@ class TrajectoryLoss(LossModule):
     actor_network: ProbabilisticTensorDictSequential
     entropy_coeff: Tensor
     critic_coeff: Tensor
+    _RETURNS: tuple[str, ...] = ("retrace", "importance_sampling")
     _LOSSES: tuple[str, ...]
     _DIAGNOSTICS = ("entropy", "kl", "rho", "bc_weight", "tr_active")
 
@@ -147,7 +147,7 @@ class TrajectoryLoss(LossModule):
             ("c", c, c >= 0, ">= 0; use math.inf for importance sampling without truncation"),
             ("delta", delta, delta >= 0, ">= 0; use trust_region=False for no trust region"),
             ("retrace_thresh", retrace_thresh, retrace_thresh >= 0, ">= 0"),
-            ("returns", returns, returns in RETURNS, f"one of {', '.join(RETURNS)}"),
+            ("returns", returns, returns in self._RETURNS, f"one of {', '.join(self._RETURNS)}"),
             ("reduction", reduction, reduction in ("mean", "sum", "none"), "one of mean, sum, none"),
             *((key, value, 0 <= value < math.inf, ">= 0 and finite") for key, value in coefficients.items()),
         ):

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from recipes.common.config import LearningConfig, RunConfig
 
-RETURNS = ("retrace", "importance_sampling")
+RETURNS = ("retrace", "importance_sampling", "truncated_importance_sampling")
 # Statistics of a discrete policy that the trust region can use.
 STATISTICS = ("probs", "logits", "log_probs")
 
@@ -25,11 +25,12 @@ class ACERConfig(LearningConfig):
         on_policy: whether each round starts with an update on the newest steps.
         replay_ratio: mean number of replayed updates per round, >= 0.
         lmbda: λ of Retrace, in [0, 1].
-        c: truncation of the importance weights in the policy gradient, >= 0.
+        c: truncation of the importance weights in the policy gradient, >= 0. With truncated importance sampling, the
+            truncation of their product.
         trust_region: whether updates of the policy are limited by a trust region.
         delta: δ, bound of the trust region, >= 0.
         average: share of itself that the average policy keeps at each update, in [0, 1).
-        returns: "retrace" or "importance_sampling".
+        returns: "retrace", "importance_sampling" or, for continuous actions, "truncated_importance_sampling".
         entropy_coeff: weight of the entropy in the loss, >= 0.
         critic_coeff: weight of the squared error of Q in the loss, >= 0.
         max_grad_norm: gradients of a larger norm are scaled down to this norm; > 0.

@@ -1,0 +1,227 @@
+"""The baselines TIS and A3C of ACER, against a loop over single steps that follows App. E.2."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal, kl_divergence
+from torchrl.modules import IndependentNormal, TanhNormal
+from torchrl.objectives import SoftUpdate
+
+from tests.objectives import test_acer_continuous as continuous
+from tests.objectives.test_acer import Setting as DiscreteSetting
+from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, rows
+from tests.objectives.test_shifted import slices
+from tests.objectives.trajectories import (
+    Sums,
+    assert_agrees,
+    assert_compiles,
+    assert_same_gradients,
+    episodes,
+    gradients,
+    losses,
+    project,
+    set_average,
+)
+from torchrl_replay_ext import ACERContinuousLoss
+
+TIS = "truncated_importance_sampling"
+
+
+def setting_of(**arguments) -> Setting:
+    return Setting(returns=TIS, **arguments)
+
+
+def gaussian(loc: Tensor, scale: Tensor) -> Independent:
+    return Independent(Normal(loc, scale), 1)
+
+
+def appendix_e2(setting: Setting, batch: TensorDict) -> Sums:
+    """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
+    loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
+    critic, count = networks.critic, 0
+
+    def v_of(observation: Tensor) -> Tensor:
+        return critic.value_net(critic.trunk(observation))[0]
+
+    for piece in episodes(batch):
+        steps = [batch[position] for position in piece]
+        actions = [step["action"].atanh() if setting.squashed else step["action"] for step in steps]
+        rho = []
+        for step, a in zip(steps, actions, strict=True):
+            loc, scale = (x.detach() for x in networks.policy(step["observation"]))
+            rho.append(gaussian(loc, scale).log_prob(a) - gaussian(step["loc"], step["scale"]).log_prob(a))
+        last = steps[-1]["next"]
+        bootstrap = 0.0 if last["terminated"] else v_of(last["observation"]).item()
+        for t, (step, a) in enumerate(zip(steps, actions, strict=True)):
+            k, count = len(steps) - t, count + 1
+            weight = min(loss.c, math.prod(rho[t + i].exp().item() for i in range(k)))
+            target = sum(loss.gamma**i * steps[t + i]["next", "reward"].item() for i in range(k))
+            target += loss.gamma**k * bootstrap
+            loc, scale = networks.policy(step["observation"])
+            v = v_of(step["observation"])
+            live = loc if loss.statistics == LOC else torch.cat([loc, scale])
+            phi = live.detach().requires_grad_()
+            parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.chunk(2)
+            g = (
+                weight
+                * (target - v.item())
+                * torch.autograd.grad(gaussian(*parameters).log_prob(a), phi, retain_graph=True)[0]
+            )
+            mean = gaussian(*(x.detach() for x in setting.average.policy(step["observation"])))
+            divergence = kl_divergence(mean, gaussian(*parameters))
+            (gradient,) = torch.autograd.grad(divergence, phi)
+            z = project(g, gradient, loss.delta) if loss.trust_region else g
+            sums.backpropagate("loss_actor", live, -z)
+            sums.backpropagate("loss_value", v, -2 * loss.value_coeff.item() * weight * (target - v.item()))
+            sums.backpropagate("loss_entropy", Normal(loc, scale).entropy().sum(), -loss.entropy_coeff.item())
+            sums.add("loss_actor", -(live @ z))
+            sums.add("loss_qvalue", 0.0)
+            sums.add("loss_value", loss.value_coeff.item() * weight * (target - v.item()) ** 2)
+            sums.add("kl", divergence)
+            sums.add("rho", weight)
+            sums.add("bc_weight", 0.0)
+            sums.add("tr_active", float(not torch.equal(z, g)))
+    return sums.means(count)
+
+
+@pytest.mark.parametrize("statistics", [LOC, BOTH])
+@pytest.mark.parametrize("trust_region", [True, False])
+@pytest.mark.parametrize("c", [0.5, 1.0, 5.0, math.inf])
+def test_is_appendix_e2(statistics, trust_region, c):
+    setting, batch = setting_of(c=c, trust_region=trust_region, statistics=statistics), rows()
+    result = setting.loss(batch)
+    assert_agrees(result, appendix_e2(setting, batch))
+    if trust_region:
+        # the constraint is active in some steps, but not in all
+        assert 0 < result["tr_active"] < 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"shared": True},
+        {"dueling": False},
+        {"fixed": True},
+        {"distribution": Normal, "statistics": BOTH},
+        {"distribution": TanhNormal, "statistics": BOTH},
+        {"gamma": 1.0},
+        {"value_coeff": 0.125},
+        {"lmbda": 0.3, "retrace_thresh": 2.5, "rho_power": 0.2, "use_q_opc": False, "num_samples": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [False, True])
+def test_is_appendix_e2_for_any_argument_and_batch(arguments, mask):
+    setting = setting_of(c=2.0, **arguments)
+    batch = rows(mask=mask, squashed=setting.squashed)
+    assert_agrees(setting.loss(batch), appendix_e2(setting, batch))
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_slices_evaluate_states_once_with_the_same_losses(mask):
+    setting, batch = setting_of(c=2.0), slices(continuous, mask=mask)
+    assert_agrees(setting.loss(batch, shifted=True), appendix_e2(setting, batch))
+
+
+@pytest.mark.parametrize("c", [1.0, 5.0, math.inf])
+def test_on_policy_it_is_the_advantage_actor_critic(c):
+    """A3C (Eq. 2), with V evaluated and returns accumulated for whole rows."""
+    setting = setting_of(c=c, trust_region=False, statistics=BOTH, entropy_coeff=0.0)
+    batch = on_policy(setting)
+    result = setting.loss(batch)
+    value = setting.networks.critic.state_value(batch["observation"]).squeeze(-1)
+    following = setting.networks.critic.state_value(batch["next", "observation"]).squeeze(-1).detach()
+    done, terminated = (batch["next", key].squeeze(-1) for key in ("done", "terminated"))
+    following = following.masked_fill(terminated, 0.0)
+    target = torch.zeros_like(following)
+    for t in reversed(range(batch.shape[1])):
+        later = (
+            following[:, t] if t == batch.shape[1] - 1 else torch.where(done[:, t], following[:, t], target[:, t + 1])
+        )
+        target[:, t] = batch["next", "reward"][:, t, 0] + setting.loss.gamma * later
+    log_pi = Normal(*setting.networks.policy(batch["observation"])).log_prob(batch["action"]).sum(-1)
+    expected = ((target - value).square() / 2 - (target - value).detach() * log_pi).mean()
+    assert abs(result["rho"].item() - 1) < 1e-12
+    torch.testing.assert_close(batch["td_error"], (target - value).square().detach())
+    assert_same_gradients(gradients(losses(result), setting.parameters), gradients(expected, setting.parameters))
+
+
+class Values(nn.Module):
+    """A critic of V alone."""
+
+    def __init__(self, outputs: int = 1):
+        super().__init__()
+        self.net = nn.Linear(3, outputs, dtype=torch.float64)
+
+    def state_value(self, observation: Tensor) -> Tensor:
+        return self.net(observation)
+
+
+def test_the_critic_needs_state_values_only():
+    loss = ACERContinuousLoss(Networks().actor(), Values(), returns=TIS)
+    SoftUpdate(loss, eps=0.75)
+    result = loss(rows())
+    assert all(g.any() for g in torch.autograd.grad(result["loss_value"], list(loss.sdn.parameters())))
+
+
+def test_neither_q_learns_nor_are_actions_drawn():
+    setting, batch = setting_of(), rows()
+    before = torch.get_rng_state()
+    result = setting.loss(batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    advantage = list(setting.networks.critic.advantage_net.parameters())
+    assert not any(g.any() for g in gradients(losses(result), advantage))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_masked_steps_may_hold_anything(bad):
+    setting, batch = setting_of(shared=True), rows(mask=True)
+    results = []
+    for value in (0.0, bad):
+        for key in ("observation", "action", "loc", "scale", ("next", "observation"), ("next", "reward")):
+            batch[key][~batch["collector", "mask"]] = value
+        result = setting.loss(batch)
+        results.append((dict(result.items()), gradients(losses(result), setting.parameters), batch["td_error"]))
+    assert all(g.isfinite().all() for g in results[1][1])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
+@pytest.mark.parametrize("c", [5.0, math.inf])
+def test_float32_of_policies_far_apart(kind, c):
+    """Actions at the bounds; policy, average policy and behaviour policy are many standard deviations apart."""
+    setting, batch = setting_of(c=c, statistics=BOTH, distribution=kind), rows(squashed=True)
+    setting.loss.to(torch.float32)
+    batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
+    batch["next", "observation"].nan_to_num_()
+    batch["action"][0], batch["action"][1] = 1.0, -1.0
+    batch["loc"][2] += 100 * batch["scale"][2]
+    batch["scale"][3] *= 1e-3
+    with torch.no_grad():
+        setting.average.head.mean.bias += 50
+    set_average(setting.loss, setting.average.actor())
+    result = setting.loss(batch)
+    assert all(value.dtype == torch.float32 and value.isfinite() for value in result.values())
+    assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
+
+
+def test_in_one_graph():
+    setting, batch = setting_of(statistics=BOTH, distribution=TanhNormal), rows(mask=True, squashed=True)
+    assert_compiles(setting.loss, batch, setting.parameters)
+
+
+def test_values_of_another_shape():
+    loss = ACERContinuousLoss(Networks().actor(), Values(outputs=2), returns=TIS)
+    SoftUpdate(loss, eps=0.75)
+    with pytest.raises(ValueError, match=r"state_value returned V of shape \(4, 9, 2\), expected \(4, 9, 1\)"):
+        loss(rows())
+
+
+def test_discrete_actions_do_not_have_it():
+    with pytest.raises(
+        ValueError, match=r"ACERLoss\(returns=.*\): returns must be one of retrace, importance_sampling"
+    ):
+        DiscreteSetting(returns=TIS)
