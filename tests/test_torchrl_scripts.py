@@ -1,31 +1,37 @@
 """TorchRL's DQN, TD3 and SAC scripts, changed by the diffs of CONVERTING.md, run and resume with the samplers.
 
-TorchRL's package has no scripts. TORCHRL_REPOSITORY names a clone of https://github.com/pytorch/rl, or its git directory.
+TorchRL's package does not have them. TORCHRL_REPOSITORY names a clone of https://github.com/pytorch/rl.
 """
 
 import io
-import math
 import os
 import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.checkpoint import Checkpoint
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import torchrl_replay_ext
 from tests.test_examples import ROOT
+from torchrl_replay_ext import RecencySampler
 
 GUIDE = (ROOT / "torchrl_replay_ext" / "CONVERTING.md").read_text(encoding="utf-8")
 REPOSITORY = os.environ.get("TORCHRL_REPOSITORY")
-SIZE = 10_000
+CHECKPOINT = "Checkpoint and resume"
+SIZE = 2_000
+# transitions that the first run collects, and those of both runs
+FIRST, BOTH = 600, 1_200
+# each run makes 10 updates after every 100 transitions, the first ones after 200
+UPDATES = {FIRST: 50, BOTH: 110}
+
+needs_torchrl = pytest.mark.skipif(
+    not REPOSITORY, reason="TORCHRL_REPOSITORY does not name a clone of https://github.com/pytorch/rl"
+)
 
 
 class Hunk(NamedTuple):
@@ -70,29 +76,17 @@ def apply(diff: str, folder: Path, file: str) -> None:
         path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def sampler_of(diff: str) -> str:
-    """The expression that a diff passes as ``sampler=``."""
-    (expression,) = re.findall(r"^\+ *sampler=(.*),(?:  #.*)?$", diff, re.MULTILINE)
-    return expression
-
-
-def with_sampler(diff: str, expression: str | None) -> str:
+def with_sampler(diff: str, expression: str) -> str:
     """The diff with another sampler in place of its own."""
-    if expression is None:
-        return diff
     names = ", ".join(sorted(set(re.findall(r"\b([A-Z]\w+)\(", expression))))
-    diff = re.sub(r"^\+from torchrl_replay_ext import .*$", f"+from torchrl_replay_ext import {names}", diff, flags=re.M)
-    return diff.replace(sampler_of(diff), expression)
+    diff, imports = re.subn(r"^(\+from torchrl_replay_ext import ).*$", rf"\g<1>{names}", diff, flags=re.MULTILINE)
+    diff, samplers = re.subn(r"^(\+ *sampler=).*$", rf"\g<1>{expression},", diff, flags=re.MULTILINE)
+    assert imports == samplers == 1
+    return diff
 
 
 class Script:
-    """One of TorchRL's folders, exported at the commit that the guide names.
-
-    Args:
-        path: an empty folder.
-        file: the script, for example "td3/td3.py".
-        overrides: of its configuration.
-    """
+    """A script of TorchRL, exported with its folder at the commit that the guide names."""
 
     def __init__(self, path: Path, file: str, overrides: list[str]):
         assert REPOSITORY is not None
@@ -107,25 +101,177 @@ class Script:
     def apply(self, diff: str) -> None:
         apply(diff, self.folder, self.name)
 
-    def run(self, num_frames: int, *overrides: str) -> None:
+    def run(self, num_frames: int, *overrides: str) -> str:
+        """Run the script in a process of its own, and return what it prints."""
         command = [sys.executable, self.name, *self.overrides, f"collector.total_frames={num_frames}", *overrides]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-2_000:]}\n{result.stderr[-8_000:]}"
+        path = self.folder / "log.txt"
+        with path.open("w") as file:
+            try:
+                result = subprocess.run(
+                    command, cwd=self.folder, env=environment, stdout=file, stderr=file, timeout=240
+                )
+                status = result.returncode
+            except subprocess.TimeoutExpired:
+                # also after an error, since the script then waits for the processes of its environments
+                status = "a timeout"
+        log = path.read_text(errors="replace")
+        assert status == 0, f"{' '.join(command)} ended with {status}:\n{log[-8_000:]}"
+        return log
 
 
-def load(path: Path, sampler, writer=None) -> TensorDictReplayBuffer:
-    """The buffer of a script's checkpoint."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(SIZE), sampler=sampler, writer=writer, batch_size=32)
+def load(path: Path, diff: str, prefetch: int) -> tuple[TensorDictReplayBuffer, dict[str, Any]]:
+    """The buffer of a checkpoint, and the objects that the diff builds for it."""
+    built: dict[str, Any] = dict(vars(torchrl_replay_ext))
+    for name, value in re.findall(r"^\+ *(tables|sampler|writer) ?= ?(.*?),?(?:  #.*)?$", diff, re.MULTILINE):
+        built[name] = eval(value, built)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(SIZE),
+        sampler=built["sampler"],
+        writer=built.get("writer"),
+        batch_size=32,
+        prefetch=prefetch,
+    )
     Checkpoint(replay_buffer=buffer).load(path, components={"replay_buffer"})
+    return buffer, built
+
+
+def check_used(buffer: TensorDictReplayBuffer, diff: str, num_frames: int) -> None:
+    """The sampler has every transition, drew the batches of both runs, and got all TD errors."""
+    sampler: Any = buffer.sampler
     sampler.check_valid()
-    return buffer
-
-
-def check(buffer: TensorDictReplayBuffer, num_frames: int, num_updates: int) -> None:
-    """The sampler has all transitions, and the TD errors of all updates were applied."""
-    stats = {key: value.item() for key, value in buffer.sampler.stats().items()}
+    stats = {key: value.item() for key, value in sampler.stats().items()}
     assert len(buffer) == stats["num_items"] == num_frames
     assert stats["dropped_updates"] == stats["rejected_updates"] == 0
-    print(num_updates, stats)
-    assert buffer.sample()["index"].shape == (32,)
+    # the episode that the end of the first run interrupted, if there is no free stream
+    assert stats.get("broken_off", 0) <= (num_frames == BOTH)
+    if isinstance(sampler, RecencySampler):
+        probabilities = sampler.probabilities(buffer.storage)
+        assert (probabilities.diff() > 0).all()
+    else:
+        assert stats["never_updated"] < 0.5 and stats["max_priority"] != 1
+    if anneal := re.search(r"beta=Anneal\(([\d.]+), ([\d.]+), num_updates=([\d_]+)\)", diff):
+        start, end, num_updates = map(float, anneal.groups())
+        assert stats["beta"] == pytest.approx(start + (end - start) * UPDATES[num_frames] / num_updates, rel=1e-6)
+
+
+def check_resumed(first: TensorDictReplayBuffer, both: TensorDictReplayBuffer) -> None:
+    """The second run kept the transitions of the first one and began trajectories of its own."""
+    old, new = first[:], both[:]
+    assert (new[:FIRST] == old).all()
+    trajectories = new["collector", "traj_ids"]
+    assert trajectories[:FIRST].max() < trajectories[FIRST:].min()
+
+
+COLLECTOR = ["logger.backend=", "collector.frames_per_batch=100", "collector.init_random_frames=200"]
+PRINT_SCORES = 'print("scores", *(sampler.stats()[f"actor_{kind}score"].item() for kind in ("", "candidate_")))'
+BETA = "beta=Anneal(0.4, 1.0, num_updates=1_000)"
+# for the place of the sampler in the guide's diff
+SAMPLERS = {
+    "proportional": f"ProportionalSampler({BETA}, stratified=True)",
+    "rank": f"RankBasedSampler({BETA})",
+    "reaper": f"ReaPERSampler({BETA})",
+    "recency": "RecencySampler(half_life=200)",
+    "lap": "ProportionalSampler(alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0)",
+}
+
+
+@pytest.mark.slow
+@needs_torchrl
+@pytest.mark.parametrize("name", ["as in the guide", "rank", "reaper", "recency", "lap", "event tables"])
+def test_dqn_runs_and_resumes(name, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    short = ["device=cpu", f"buffer.buffer_size={SIZE}", "buffer.batch_size=32", "loss.num_updates=10"]
+    script = Script(tmp_path, "dqn/dqn_cartpole.py", [*COLLECTOR, *short, f"checkpoint.path={checkpoint}"])
+    diff, of_tables = guide_diffs("DQN")
+    if name == "event tables":
+        diff = of_tables
+    elif name in SAMPLERS:
+        diff = with_sampler(diff, SAMPLERS[name])
+    script.apply(diff)
+    if name == "lap":
+        script.apply('-        loss_function="l2",\n+        loss_function="smooth_l1",\n')
+
+    script.run(FIRST)
+    first, _ = load(checkpoint, diff, prefetch=0)
+    check_used(first, diff, FIRST)
+    script.run(BOTH, "checkpoint.resume=true")
+    both, built = load(checkpoint, diff, prefetch=0)
+    check_used(both, diff, BOTH)
+    check_resumed(first, both)
+    if name == "event tables":
+        assert built["tables"].sizes()["fell"] > 0
+        assert set(both.sample()["table"].tolist()) == {0, 1}
+
+
+@pytest.mark.slow
+@needs_torchrl
+@pytest.mark.parametrize("name", ["as in the guide", "proportional", "rank", "recency", "lap", "dper"])
+@pytest.mark.parametrize("algorithm", ["td3", "sac"])
+def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    short = ["network.device=cpu", f"replay_buffer.size={SIZE}", "optim.batch_size=32", "optim.utd_ratio=0.1"]
+    short += ["replay_buffer.prb=True", "env.max_episode_steps=20", f"hydra.run.dir={tmp_path}"]
+    # several environments, in processes of their own, for the sampler that tells them apart
+    short += [f"collector.env_per_collector={2 if name == 'as in the guide' else 1}"]
+    if name == "lap":
+        short += ["optim.loss_function=smooth_l1"]
+    script = Script(tmp_path, f"{algorithm}/{algorithm}.py", [*COLLECTOR, *short])
+    diff, of_dper = guide_diffs(algorithm.upper())
+    (resume,) = guide_diffs(CHECKPOINT)
+    if name in SAMPLERS:
+        absolute = algorithm == "sac" and name != "recency"
+        diff = with_sampler(diff, SAMPLERS[name][:-1] + (', td_error="absolute")' if absolute else ")"))
+    script.apply(diff)
+    if name == "dper":
+        script.apply(of_dper)
+        script.apply(f"+    {PRINT_SCORES}\n     collector.shutdown()\n")
+    if algorithm == "sac":
+        both_optimizers = r"^\+ *optimizer_actor=.*\n\+ *optimizer_critic=.*$"
+        resume, count = re.subn(both_optimizers, "+        optimizer=optimizer,", resume, flags=re.MULTILINE)
+        assert count == 1
+    script.apply(resume)
+
+    logs = [script.run(FIRST)]
+    first, _ = load(checkpoint, diff, prefetch=3)
+    check_used(first, diff, FIRST)
+    logs += [script.run(BOTH, f"+resume={checkpoint}")]
+    both, _ = load(checkpoint, diff, prefetch=3)
+    check_used(both, diff, BOTH)
+    check_resumed(first, both)
+    if name == "dper":
+        for log in logs:
+            (scores,) = re.findall(r"scores (\S+) (\S+)$", log, re.MULTILINE)
+            # of the last actor batch, and of its candidates
+            assert 0 < float(scores[0]) < float(scores[1])
+
+
+DIFF = """ first
+-second
++new
+ third
+--- other.py
++begin
+ end
+"""
+
+
+def test_a_diff_of_the_guide_replaces_lines_and_inserts_lines(tmp_path):
+    (tmp_path / "script.py").write_text("zeroth\nfirst\nsecond\nthird\n")
+    (tmp_path / "other.py").write_text("end\n")
+    apply(DIFF, tmp_path, "script.py")
+    assert (tmp_path / "script.py").read_text() == "zeroth\nfirst\nnew\nthird\n"
+    assert (tmp_path / "other.py").read_text() == "begin\nend\n"
+
+
+@pytest.mark.parametrize("content", ["first\nother\nthird\n", "first\nsecond\nthird\n" * 2])
+def test_a_diff_must_fit_in_exactly_one_place(content, tmp_path):
+    (tmp_path / "script.py").write_text(content)
+    with pytest.raises(AssertionError, match=r"places of script.py have the lines of this hunk, not one"):
+        apply(DIFF, tmp_path, "script.py")
+
+
+def test_every_diff_of_the_guide_is_applied_to_a_script():
+    tested = [diff for heading in ("DQN", "TD3", "SAC", CHECKPOINT) for diff in guide_diffs(heading)]
+    assert len(tested) == GUIDE.count("```diff") == 7
+    assert all(hunk.old and hunk.new for diff in tested for hunk in hunks(diff, "script.py"))
