@@ -164,7 +164,18 @@ def check_resumed(first: TensorDictReplayBuffer, both: TensorDictReplayBuffer) -
 
 
 COLLECTOR = ["logger.backend=", "collector.frames_per_batch=100", "collector.init_random_frames=200"]
-PRINT_SCORES = 'print("scores", *(sampler.stats()[f"actor_{kind}score"].item() for kind in ("", "candidate_")))'
+PRINT_SCORES = """
++    print("scores", *(sampler.stats()[f"actor_{kind}score"].item() for kind in ("", "candidate_")))
+     collector.shutdown()
+""".lstrip("\n")
+# after a checkpoint is loaded, and at the end
+PRINT_WEIGHTS = """
+         checkpoint.load(cfg.resume)
++    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
+@@
++    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
+     collector.shutdown()
+""".lstrip("\n")
 BETA = "beta=Anneal(0.4, 1.0, num_updates=1_000)"
 # for the place of the sampler in the guide's diff
 SAMPLERS = {
@@ -225,12 +236,13 @@ def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
     script.apply(diff)
     if name == "dper":
         script.apply(of_dper)
-        script.apply(f"+    {PRINT_SCORES}\n     collector.shutdown()\n")
+        script.apply(PRINT_SCORES)
     if algorithm == "sac":
         both_optimizers = r"^\+ *optimizer_actor=.*\n\+ *optimizer_critic=.*$"
         resume, count = re.subn(both_optimizers, "+        optimizer=optimizer,", resume, flags=re.MULTILINE)
         assert count == 1
     script.apply(resume)
+    script.apply(PRINT_WEIGHTS)
 
     logs = [script.run(FIRST)]
     first, _ = load(checkpoint, diff, prefetch=3)
@@ -239,6 +251,8 @@ def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
     both, _ = load(checkpoint, diff, prefetch=3)
     check_used(both, diff, BOTH)
     check_resumed(first, both)
+    (_, end), (begin, _) = (re.findall(r"weights (\S+)$", log, re.MULTILINE) for log in logs)
+    assert begin == end
     if name == "dper":
         for log in logs:
             (scores,) = re.findall(r"scores (\S+) (\S+)$", log, re.MULTILINE)
