@@ -1,0 +1,291 @@
+"""TorchRL's DQN, TD3 and SAC scripts, changed by the diffs of CONVERTING.md, run and resume with the samplers.
+
+TorchRL's package does not have them. TORCHRL_REPOSITORY names a clone of https://github.com/pytorch/rl.
+"""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torchrl.checkpoint import Checkpoint
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+import torchrl_replay_ext
+from tests.test_examples import ROOT
+from torchrl_replay_ext import RecencySampler
+
+GUIDE = (ROOT / "torchrl_replay_ext" / "CONVERTING.md").read_text(encoding="utf-8")
+REPOSITORY = os.environ.get("TORCHRL_REPOSITORY")
+CHECKPOINT = "Checkpoint and resume"
+SIZE = 2_000
+# transitions that the first run collects, and those of both runs
+FIRST, BOTH = 600, 1_200
+# each run makes 10 updates after every 100 transitions, the first ones after 200
+UPDATES = {FIRST: 50, BOTH: 110}
+
+needs_torchrl = pytest.mark.skipif(
+    not REPOSITORY, reason="TORCHRL_REPOSITORY does not name a clone of https://github.com/pytorch/rl"
+)
+
+
+class Hunk(NamedTuple):
+    file: str
+    old: list[str]
+    new: list[str]
+
+
+def guide_diffs(heading: str) -> list[str]:
+    """The diffs of a section of the guide."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL)
+    assert section, f"CONVERTING.md has no section {heading!r}"
+    return re.findall(r"^```diff\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+
+
+def hunks(diff: str, file: str) -> list[Hunk]:
+    """The parts of a diff that has no line numbers. ``file`` is changed until a line ``--- name`` names another."""
+    found = [Hunk(file, [], [])]
+    for line in diff.splitlines():
+        if line.startswith("--- "):
+            file = line.removeprefix("--- ")
+        if line.startswith(("--- ", "@@")):
+            found.append(Hunk(file, [], []))
+            continue
+        assert line[:1] in ("", " ", "+", "-"), f"{line!r} is not a line of a diff"
+        if not line.startswith("+"):
+            found[-1].old.append(line[1:])
+        if not line.startswith("-"):
+            found[-1].new.append(line[1:])
+    return [hunk for hunk in found if hunk.old or hunk.new]
+
+
+def apply(diff: str, folder: Path, file: str) -> None:
+    """Replace the lines of each hunk, which must occur exactly once in their file."""
+    for hunk in hunks(diff, file):
+        path = folder / hunk.file
+        lines = path.read_text(encoding="utf-8").splitlines()
+        places = [i for i in range(len(lines)) if hunk.old and lines[i : i + len(hunk.old)] == hunk.old]
+        text = "\n".join(hunk.old)
+        assert len(places) == 1, f"{len(places)} places of {hunk.file} have the lines of this hunk, not one:\n{text}"
+        lines[places[0] : places[0] + len(hunk.old)] = hunk.new
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def with_sampler(diff: str, expression: str) -> str:
+    """The diff with another sampler in place of its own."""
+    names = ", ".join(sorted(set(re.findall(r"\b([A-Z]\w+)\(", expression))))
+    diff, imports = re.subn(r"^(\+from torchrl_replay_ext import ).*$", rf"\g<1>{names}", diff, flags=re.MULTILINE)
+    diff, samplers = re.subn(r"^(\+ *sampler=).*$", rf"\g<1>{expression},", diff, flags=re.MULTILINE)
+    assert imports == samplers == 1
+    return diff
+
+
+class Script:
+    """A script of TorchRL, exported with its folder at the commit that the guide names."""
+
+    def __init__(self, path: Path, file: str, overrides: list[str]):
+        assert REPOSITORY is not None
+        (commit,) = set(re.findall(r"github\.com/pytorch/rl/(?:blob|tree)/(\w+)/sota-implementations", GUIDE))
+        folder = f"sota-implementations/{Path(file).parent}"
+        export = subprocess.run(["git", "-C", REPOSITORY, "archive", commit, folder], capture_output=True)
+        assert export.returncode == 0, export.stderr.decode()
+        with tarfile.open(fileobj=io.BytesIO(export.stdout)) as archive:
+            archive.extractall(path, filter="data")
+        self.folder, self.name, self.overrides = path / folder, Path(file).name, overrides
+
+    def apply(self, diff: str) -> None:
+        apply(diff, self.folder, self.name)
+
+    def run(self, num_frames: int, *overrides: str) -> str:
+        """Run the script in a process of its own, and return what it prints."""
+        command = [sys.executable, self.name, *self.overrides, f"collector.total_frames={num_frames}", *overrides]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = self.folder / "log.txt"
+        with path.open("w") as file:
+            try:
+                result = subprocess.run(
+                    command, cwd=self.folder, env=environment, stdout=file, stderr=file, timeout=240
+                )
+                status = result.returncode
+            except subprocess.TimeoutExpired:
+                # also after an error, since the script then waits for the processes of its environments
+                status = "a timeout"
+        log = path.read_text(errors="replace")
+        assert status == 0, f"{' '.join(command)} ended with {status}:\n{log[-8_000:]}"
+        return log
+
+
+def load(path: Path, diff: str, prefetch: int) -> tuple[TensorDictReplayBuffer, dict[str, Any]]:
+    """The buffer of a checkpoint, and the objects that the diff builds for it."""
+    built: dict[str, Any] = dict(vars(torchrl_replay_ext))
+    for name, value in re.findall(r"^\+ *(tables|sampler|writer) ?= ?(.*?),?(?:  #.*)?$", diff, re.MULTILINE):
+        built[name] = eval(value, built)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(SIZE),
+        sampler=built["sampler"],
+        writer=built.get("writer"),
+        batch_size=32,
+        prefetch=prefetch,
+    )
+    Checkpoint(replay_buffer=buffer).load(path, components={"replay_buffer"})
+    return buffer, built
+
+
+def check_used(buffer: TensorDictReplayBuffer, diff: str, num_frames: int) -> None:
+    """The sampler has every transition, drew the batches of both runs, and got all TD errors."""
+    sampler: Any = buffer.sampler
+    sampler.check_valid()
+    stats = {key: value.item() for key, value in sampler.stats().items()}
+    assert len(buffer) == stats["num_items"] == num_frames
+    assert stats["dropped_updates"] == stats["rejected_updates"] == 0
+    # the episode that the end of the first run interrupted, if there is no free stream
+    assert stats.get("broken_off", 0) <= (num_frames == BOTH)
+    if isinstance(sampler, RecencySampler):
+        probabilities = sampler.probabilities(buffer.storage)
+        assert (probabilities.diff() > 0).all()
+    else:
+        assert stats["never_updated"] < 0.5
+    if anneal := re.search(r"beta=Anneal\(([\d.]+), ([\d.]+), num_updates=([\d_]+)\)", diff):
+        start, end, num_updates = map(float, anneal.groups())
+        assert stats["beta"] == pytest.approx(start + (end - start) * UPDATES[num_frames] / num_updates, rel=1e-6)
+
+
+def check_resumed(first: TensorDictReplayBuffer, both: TensorDictReplayBuffer) -> None:
+    """The second run kept the transitions of the first one and began trajectories of its own."""
+    old, new = first[:], both[:]
+    assert (new[:FIRST] == old).all()
+    trajectories = new["collector", "traj_ids"]
+    assert trajectories[:FIRST].max() < trajectories[FIRST:].min()
+
+
+COLLECTOR = ["logger.backend=", "collector.frames_per_batch=100", "collector.init_random_frames=200"]
+PRINT_SCORES = """
++    print("scores", *(sampler.stats()[f"actor_{kind}score"].item() for kind in ("", "candidate_")))
+     collector.shutdown()
+""".lstrip("\n")
+# after a checkpoint is loaded, and at the end
+PRINT_WEIGHTS = """
+         checkpoint.load(cfg.resume)
++    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
+@@
++    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
+     collector.shutdown()
+""".lstrip("\n")
+BETA = "beta=Anneal(0.4, 1.0, num_updates=1_000)"
+# for the place of the sampler in the guide's diff
+SAMPLERS = {
+    "proportional": f"ProportionalSampler({BETA}, stratified=True)",
+    "rank": f"RankBasedSampler({BETA})",
+    "reaper": f"ReaPERSampler({BETA})",
+    "recency": "RecencySampler(half_life=200)",
+    "lap": "ProportionalSampler(alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0)",
+}
+
+
+@pytest.mark.slow
+@needs_torchrl
+@pytest.mark.parametrize("name", ["as in the guide", "rank", "reaper", "recency", "lap", "event tables"])
+def test_dqn_runs_and_resumes(name, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    short = ["device=cpu", f"buffer.buffer_size={SIZE}", "buffer.batch_size=32", "loss.num_updates=10"]
+    script = Script(tmp_path, "dqn/dqn_cartpole.py", [*COLLECTOR, *short, f"checkpoint.path={checkpoint}"])
+    diff, of_tables = guide_diffs("DQN")
+    if name == "event tables":
+        diff = of_tables
+    elif name in SAMPLERS:
+        diff = with_sampler(diff, SAMPLERS[name])
+    script.apply(diff)
+    if name == "lap":
+        script.apply('-        loss_function="l2",\n+        loss_function="smooth_l1",\n')
+
+    script.run(FIRST)
+    first, _ = load(checkpoint, diff, prefetch=0)
+    check_used(first, diff, FIRST)
+    script.run(BOTH, "checkpoint.resume=true")
+    both, built = load(checkpoint, diff, prefetch=0)
+    check_used(both, diff, BOTH)
+    check_resumed(first, both)
+    if name == "event tables":
+        assert built["tables"].sizes()["fell"] > 0
+        assert set(both.sample()["table"].tolist()) == {0, 1}
+
+
+@pytest.mark.slow
+@needs_torchrl
+@pytest.mark.parametrize("name", ["as in the guide", "proportional", "rank", "recency", "lap", "dper"])
+@pytest.mark.parametrize("algorithm", ["td3", "sac"])
+def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    short = ["network.device=cpu", f"replay_buffer.size={SIZE}", "optim.batch_size=32", "optim.utd_ratio=0.1"]
+    short += ["replay_buffer.prb=True", "env.max_episode_steps=20", f"hydra.run.dir={tmp_path}"]
+    # several environments, in processes of their own, for the sampler that tells them apart
+    short += [f"collector.env_per_collector={2 if name == 'as in the guide' else 1}"]
+    if name == "lap":
+        short += ["optim.loss_function=smooth_l1"]
+    script = Script(tmp_path, f"{algorithm}/{algorithm}.py", [*COLLECTOR, *short])
+    diff, of_dper = guide_diffs(algorithm.upper())
+    (resume,) = guide_diffs(CHECKPOINT)
+    if name in SAMPLERS:
+        absolute = algorithm == "sac" and name != "recency"
+        diff = with_sampler(diff, SAMPLERS[name][:-1] + (', td_error="absolute")' if absolute else ")"))
+    script.apply(diff)
+    if name == "dper":
+        script.apply(of_dper)
+        script.apply(PRINT_SCORES)
+    if algorithm == "sac":
+        both_optimizers = r"^\+ *optimizer_actor=.*\n\+ *optimizer_critic=.*$"
+        resume, count = re.subn(both_optimizers, "+        optimizer=optimizer,", resume, flags=re.MULTILINE)
+        assert count == 1
+    script.apply(resume)
+    script.apply(PRINT_WEIGHTS)
+
+    logs = [script.run(FIRST)]
+    first, _ = load(checkpoint, diff, prefetch=3)
+    check_used(first, diff, FIRST)
+    logs += [script.run(BOTH, f"+resume={checkpoint}")]
+    both, _ = load(checkpoint, diff, prefetch=3)
+    check_used(both, diff, BOTH)
+    check_resumed(first, both)
+    (_, end), (begin, _) = (re.findall(r"weights (\S+)$", log, re.MULTILINE) for log in logs)
+    assert begin == end
+    if name == "dper":
+        for log in logs:
+            (scores,) = re.findall(r"scores (\S+) (\S+)$", log, re.MULTILINE)
+            # of the last actor batch, and of its candidates
+            assert 0 < float(scores[0]) < float(scores[1])
+
+
+DIFF = """ first
+-second
++new
+ third
+--- other.py
++begin
+ end
+"""
+
+
+def test_a_diff_of_the_guide_replaces_lines_and_inserts_lines(tmp_path):
+    (tmp_path / "script.py").write_text("zeroth\nfirst\nsecond\nthird\n")
+    (tmp_path / "other.py").write_text("end\n")
+    apply(DIFF, tmp_path, "script.py")
+    assert (tmp_path / "script.py").read_text() == "zeroth\nfirst\nnew\nthird\n"
+    assert (tmp_path / "other.py").read_text() == "begin\nend\n"
+
+
+@pytest.mark.parametrize("content", ["first\nother\nthird\n", "first\nsecond\nthird\n" * 2])
+def test_a_diff_must_fit_in_exactly_one_place(content, tmp_path):
+    (tmp_path / "script.py").write_text(content)
+    with pytest.raises(AssertionError, match=r"places of script.py have the lines of this hunk, not one"):
+        apply(DIFF, tmp_path, "script.py")
+
+
+def test_every_diff_of_the_guide_is_applied_to_a_script():
+    tested = [diff for heading in ("DQN", "TD3", "SAC", CHECKPOINT) for diff in guide_diffs(heading)]
+    assert len(tested) == GUIDE.count("```diff") == 7
+    assert all(hunk.old and hunk.new for diff in tested for hunk in hunks(diff, "script.py"))
