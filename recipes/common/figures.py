@@ -137,6 +137,7 @@ LABELS = {
     "lunarlander_continuous": "Lunar Lander, continuous",
     "threerooms": "Three Rooms",
     "tworooms": "Two Rooms",
+    "deepsea": "Deep Sea",
     "obstacles": "Obstacle Course",
     "skills": "Randomized Skills",
     "doorkey": "DoorKey",

@@ -1,4 +1,4 @@
-"""Grid worlds of the event-table paper (SSET) and a CartPole without velocities, registered with Gymnasium.
+"""Grid worlds of the event-table paper (SSET), Deep Sea and a CartPole without velocities, registered with Gymnasium.
 
     gymnasium.make("recipes.envs:ThreeRooms-v0", rewards=(1.0, 0.0))
 
@@ -9,6 +9,7 @@
 ``RandomizedSkill-v0``    lava, a gap or a locked door, chosen per episode: ``scenario``, ``step_reward``
 ``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
 ``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)
+``DeepSea-v0``            a treasure that one of 2^N sequences of actions finds: ``size``, ``mapping_seed``
 ``CartPolePositions-v0``  CartPole that shows positions without velocities: the options of CartPole
 ========================  =========================================================================================
 
@@ -18,6 +19,7 @@ triggered the event. After a reset, all are ``False``.
 
 from gymnasium.envs.registration import register, registry
 
+from recipes.envs.deep_sea import DeepSea
 from recipes.envs.minigrid_events import MiniGridEvents
 from recipes.envs.obstacle_course import ObstacleCourse
 from recipes.envs.positions import CartPolePositions
@@ -26,6 +28,7 @@ from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
 
 __all__ = [
     "CartPolePositions",
+    "DeepSea",
     "Dynamics",
     "MiniGridEvents",
     "ObstacleCourse",
@@ -42,6 +45,7 @@ for _id, _entry_point, _limit in (
     ("RandomizedSkill-v0", "recipes.envs.randomized_skill:RandomizedSkill", 200),
     ("DoorKey-v0", "recipes.envs.minigrid_events:door_key", None),
     ("LavaGap-v0", "recipes.envs.minigrid_events:lava_gap", None),
+    ("DeepSea-v0", "recipes.envs.deep_sea:DeepSea", None),
     ("CartPolePositions-v0", "recipes.envs.positions:CartPolePositions", 500),
 ):
     if _id not in registry:

@@ -14,7 +14,7 @@ from recipes.envs.atari import make_atari
 from tests.recipes.runs import ROOT, needs
 
 PRESETS = {
-    None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills"],
+    None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills", "deepsea"],
     "minigrid": ["doorkey", "lavagap"],
     "Box2D": ["lunarlander", "lunarlander_continuous", "bipedalwalker"],
     "mujoco": ["ant", "halfcheetah", "hopper", "humanoid", "invertedpendulum", "walker2d"],
