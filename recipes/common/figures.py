@@ -138,6 +138,8 @@ LABELS = {
     "threerooms": "Three Rooms",
     "tworooms": "Two Rooms",
     "deepsea": "Deep Sea",
+    "minatar_space_invaders": "Space Invaders (MinAtar)",
+    "minatar_breakout": "Breakout (MinAtar)",
     "obstacles": "Obstacle Course",
     "skills": "Randomized Skills",
     "doorkey": "DoorKey",
