@@ -12,10 +12,11 @@ from gymnasium.wrappers import ClipAction, RescaleAction, TransformAction
 from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
 from recipes.envs.atari import make_atari
+from recipes.envs.minatar_games import MinAtar
 
 
 def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Make an environment with discrete actions 0 ... n - 1 and vector observations, or an Atari game.
+    """Make an environment with discrete actions 0 ... n - 1 and vector observations, or a game of Atari or MinAtar.
 
     Args:
         config: the environment.
@@ -27,7 +28,7 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
             if it does not signal a configured event.
     """
     env = _make(config, training=training)
-    if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env)):
+    if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env) or _is_minatar(env)):
         raise ConfigError(
             f"env.id={config.id}: this recipe needs discrete actions and vector observations; "
             "for continuous actions use recipes.sac, recipes.td3 or recipes.acer"
@@ -126,6 +127,10 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
                 f"{', '.join(found) or 'none'}"
             )
     return env
+
+
+def _is_minatar(env: gymnasium.Env) -> bool:
+    return isinstance(env.unwrapped, MinAtar)
 
 
 def _observes_vectors(env: gymnasium.Env) -> bool:

@@ -12,32 +12,36 @@ def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
     return torch.as_tensor(observations, dtype=dtype, device=device)
 
 
-class Convolutions(nn.Module):
-    """The convolutions of Mnih et al. 2015 and of the ACER paper, with ReLU.
+# Filters, kernel size and stride of each layer.
+_ATARI = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+_MINATAR = ((16, 3, 1),)
+_LEAST_PIXELS = 36  # smallest image for _ATARI
 
-    Filters, kernel size and stride of the three layers: 32 of 8x8 / 4, 64 of 4x4 / 2, 64 of 3x3 / 1.
+
+class Convolutions(nn.Module):
+    """Convolutions with ReLU: the three layers of Mnih et al. 2015 and of the ACER paper, or the layer of MinAtar.
+
+    Filters, kernel size and stride are 32 of 8x8 / 4, 64 of 4x4 / 2 and 64 of 3x3 / 1. Images with less than 36 pixels
+    per side have one layer, 16 of 3x3 / 1 (Young and Tian 2019).
 
     Args:
-        shape: shape of an observation, [frames, height, width], uint8.
+        shape: shape of an observation, [channels, height, width], uint8.
         device: device of the parameters. Default: None, torch's default.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device | None = None):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(shape[0], 32, 8, 4, device=device),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 4, 2, device=device),
-            nn.ReLU(),
-            nn.Conv2d(64, 64, 3, 1, device=device),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
+        channels, *sides = shape
+        layers: list[nn.Module] = []
+        for filters, kernel, stride in _ATARI if min(sides) >= _LEAST_PIXELS else _MINATAR:
+            layers += [nn.Conv2d(channels, filters, kernel, stride, device=device), nn.ReLU()]
+            channels = filters
+        self.layers = nn.Sequential(*layers, nn.Flatten())
         with torch.no_grad():
             self.num_features = self.layers(torch.zeros(1, *shape, device=device)).shape[1]
 
     def forward(self, observation: Tensor) -> Tensor:
-        """Features [..., num_features] of observations [..., frames, height, width]."""
+        """Features [..., num_features] of observations [..., channels, height, width]."""
         images = observation.reshape(-1, *observation.shape[-3:]).to(torch.float32) / 255
         return self.layers(images).reshape(*observation.shape[:-3], self.num_features)
 

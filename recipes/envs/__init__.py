@@ -1,4 +1,4 @@
-"""Grid worlds of the event-table paper (SSET) and a CartPole without velocities, registered with Gymnasium.
+"""Environments of the recipes, registered with Gymnasium: grid worlds of the event-table paper (SSET) and others.
 
     gymnasium.make("recipes.envs:ThreeRooms-v0", rewards=(1.0, 0.0))
 
@@ -9,6 +9,9 @@
 ``RandomizedSkill-v0``    lava, a gap or a locked door, chosen per episode: ``scenario``, ``step_reward``
 ``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
 ``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)
+``DeepSea-v0``            a treasure that one of 2^N sequences of actions finds: ``size``, ``mapping_seed``
+``MinAtar-v0``            a game of MinAtar (needs ``pip install minatar``): ``game``, ``sticky_action_prob``,
+                          ``difficulty_ramping``
 ``CartPolePositions-v0``  CartPole that shows positions without velocities: the options of CartPole
 ========================  =========================================================================================
 
@@ -18,6 +21,8 @@ triggered the event. After a reset, all are ``False``.
 
 from gymnasium.envs.registration import register, registry
 
+from recipes.envs.deep_sea import DeepSea
+from recipes.envs.minatar_games import MinAtar
 from recipes.envs.minigrid_events import MiniGridEvents
 from recipes.envs.obstacle_course import ObstacleCourse
 from recipes.envs.positions import CartPolePositions
@@ -26,7 +31,9 @@ from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
 
 __all__ = [
     "CartPolePositions",
+    "DeepSea",
     "Dynamics",
+    "MinAtar",
     "MiniGridEvents",
     "ObstacleCourse",
     "RandomizedSkill",
@@ -42,6 +49,9 @@ for _id, _entry_point, _limit in (
     ("RandomizedSkill-v0", "recipes.envs.randomized_skill:RandomizedSkill", 200),
     ("DoorKey-v0", "recipes.envs.minigrid_events:door_key", None),
     ("LavaGap-v0", "recipes.envs.minigrid_events:lava_gap", None),
+    ("DeepSea-v0", "recipes.envs.deep_sea:DeepSea", None),
+    # good players of Breakout would never end
+    ("MinAtar-v0", "recipes.envs.minatar_games:MinAtar", 5000),
     ("CartPolePositions-v0", "recipes.envs.positions:CartPolePositions", 500),
 ):
     if _id not in registry:

@@ -340,9 +340,9 @@ def test_help_explains_options_that_no_file_lists(shown):
 
 
 def test_help_lists_games_and_their_options_on_request(shown):
-    assert "breakout" not in shown("dqn")
+    assert "ms_pacman" not in shown("dqn")
     text = shown("dqn", "atari")
-    assert "breakout" in text and "env.atari.frame_skip=4  " in text
+    assert "ms_pacman" in text and "env.atari.frame_skip=4  " in text
 
 
 def test_running_out_of_memory_is_told_from_other_errors():

@@ -14,12 +14,13 @@ from recipes.envs.atari import make_atari
 from tests.recipes.runs import ROOT, needs
 
 PRESETS = {
-    None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills"],
+    None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills", "deepsea"],
     "minigrid": ["doorkey", "lavagap"],
+    "minatar": ["minatar_breakout", "minatar_space_invaders"],
     "Box2D": ["lunarlander", "lunarlander_continuous", "bipedalwalker"],
     "mujoco": ["ant", "halfcheetah", "hopper", "humanoid", "invertedpendulum", "walker2d"],
 }
-QUICK = ("cartpole", "tworooms", "doorkey", "bipedalwalker", "hopper")
+QUICK = ("cartpole", "tworooms", "doorkey", "minatar_space_invaders", "bipedalwalker", "hopper")
 
 
 def play(recording, steps, rng):

@@ -1,0 +1,80 @@
+"""Deep Sea of bsuite (Osband et al. 2020): of 2^N sequences of actions in an N x N grid, one finds the treasure."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from recipes.envs.grid import GOAL, GREEN, METADATA, check_action, check_choice, draw
+
+_DOWN = 1
+_MOVE_COST = 0.01
+
+
+class DeepSea(gymnasium.Env):
+    """An agent starts at the top left of a grid and falls by one row per step, to the left or to the right.
+
+    An episode has `size` steps and ends below the bottom row. A step to the right costs 0.01 / size, a step to the left
+    nothing. A step to the right in the bottom right cell finds the treasure, which gives a reward of 1. Only the agent
+    that always goes right gets there: its return is 0.99. The walls on both sides stop sideways moves. Which of the two
+    actions goes right differs from cell to cell, so actions do not generalize.
+
+    The observation is the cell, one-hot and row by row. After the last step, it is 0 everywhere.
+
+    Args:
+        size: N, the number of rows and columns, >= 1. Default: 10.
+        mapping_seed: seed of the meaning of the actions, >= 0. Default: 0.
+        render_mode: ``"rgb_array"`` or None (default).
+
+    Raises:
+        ValueError: if an argument is invalid.
+    """
+
+    metadata = METADATA
+    EVENTS = ("treasure",)
+
+    def __init__(self, size: int = 10, mapping_seed: int = 0, render_mode: str | None = None):
+        for name, value, least in (("size", size, 1), ("mapping_seed", mapping_seed, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"DeepSea({name}={value!r}): must be a whole number >= {least}")
+        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
+        self.render_mode = render_mode
+        self.action_space = Discrete(2)
+        self.observation_space = Box(0.0, 1.0, (size * size,), np.float32)
+        self._size = size
+        self.right_actions = np.random.default_rng(mapping_seed).integers(2, size=(size, size))
+        """The action that goes right in each cell, int64 [row, column]."""
+        # The rows after the last one are 0: the agent is below the grid.
+        self._observations = np.eye(size * (size + 1), size * size, dtype=np.float32)
+        self._row, self._column = size, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        """Place the agent at the top left."""
+        super().reset(seed=seed)
+        self._row = self._column = 0
+        return self._observations[0].copy(), {"treasure": False}
+
+    def step(self, action: int):
+        """Fall by one row, to the left or to the right."""
+        size, row, column = self._size, self._row, self._column
+        if row == size:
+            raise gymnasium.error.ResetNeeded("DeepSea: call reset() first")
+        check_action(action, 2)
+        goes_right = bool(action == self.right_actions[row, column])
+        # The last column is reached in the bottom row at the earliest.
+        treasure = goes_right and column == size - 1
+        reward = float(treasure) - goes_right * _MOVE_COST / size
+        self._row = row + 1
+        self._column = min(max(column + (1 if goes_right else -1), 0), size - 1)
+        observation = self._observations[self._row * size + self._column].copy()
+        return observation, reward, self._row == size, False, {"treasure": treasure}
+
+    def render(self) -> np.ndarray | None:
+        """The image of the grid; None without a render mode. At the end of an episode, the agent is at the bottom."""
+        if self.render_mode is None:
+            return None
+        size = self._size
+        cells = np.zeros((size, size, 3), dtype=np.int64)
+        cells[-1, -1] = GOAL, GREEN, 0
+        return draw(cells, self._column, min(self._row, size - 1), _DOWN)

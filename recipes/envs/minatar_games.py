@@ -1,0 +1,87 @@
+"""The games of MinAtar (Young and Tian 2019) as images. Needs ``pip install minatar``."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from recipes.envs.grid import METADATA, RGB, check_action, check_choice
+
+GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
+
+_PIXELS = 16  # width of a drawn cell
+
+
+class MinAtar(gymnasium.Env):
+    """A game of MinAtar: 10 x 10 cells with a channel for each kind of object.
+
+    Observations are uint8 [channels, 10, 10] with 255 where there is an object, so networks that scale images to [0, 1]
+    see MinAtar's bits. Actions are those that have an effect in the game. Unlike MinAtar's registration with Gymnasium,
+    an episode depends on the generator of the environment alone, so runs resume in the middle of an episode.
+
+    Args:
+        game: one of `GAMES`. Default: ``"breakout"``.
+        sticky_action_prob: probability that a step repeats the last action instead, in [0, 1]. Default: 0.1.
+        difficulty_ramping: whether games become harder in the course of an episode. Default: True.
+        render_mode: ``"rgb_array"`` or None (default).
+
+    Raises:
+        ValueError: if an argument is invalid.
+        ImportError: if MinAtar is not installed.
+    """
+
+    metadata = METADATA
+
+    def __init__(
+        self,
+        game: str = "breakout",
+        sticky_action_prob: float = 0.1,
+        difficulty_ramping: bool = True,
+        render_mode: str | None = None,
+    ):
+        check_choice(self, "game", game, GAMES)
+        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
+        if not 0 <= sticky_action_prob <= 1:
+            raise ValueError(f"MinAtar(sticky_action_prob={sticky_action_prob!r}): must be in [0, 1]")
+        try:
+            from minatar import Environment
+        except ImportError as error:
+            raise ImportError(f"MinAtar(game={game!r}) needs the games: pip install minatar") from error
+        self.render_mode = render_mode
+        self._game = Environment(game, sticky_action_prob=sticky_action_prob, difficulty_ramping=difficulty_ramping)
+        self._actions = self._game.minimal_action_set()
+        self._over = True
+        height, width, channels = self._game.state_shape()
+        self.action_space = Discrete(len(self._actions))
+        self.observation_space = Box(0, 255, (channels, height, width), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        """Start an episode with a seed and without a last action."""
+        super().reset(seed=seed)
+        self._game.seed(int(self.np_random.integers(2**31)))
+        self._game.last_action = 0
+        self._game.reset()
+        self._over = False
+        return self._observe(), {}
+
+    def step(self, action: int):
+        """Play one frame."""
+        if self._over:
+            raise gymnasium.error.ResetNeeded("MinAtar: call reset() first")
+        check_action(action, len(self._actions))
+        reward, self._over = self._game.act(self._actions[action])
+        return self._observe(), float(reward), bool(self._over), False, {}
+
+    def render(self) -> np.ndarray | None:
+        """The image of the cells, a colour per channel; None without a render mode."""
+        if self.render_mode is None:
+            return None
+        cells = self._game.state()
+        image = np.zeros((*cells.shape[:2], 3), dtype=np.uint8)
+        for channel in range(cells.shape[2]):
+            image[cells[..., channel]] = RGB[channel % len(RGB)]
+        return image.repeat(_PIXELS, 0).repeat(_PIXELS, 1)
+
+    def _observe(self) -> np.ndarray:
+        return np.ascontiguousarray(self._game.state().transpose(2, 0, 1)) * np.uint8(255)
