@@ -27,7 +27,7 @@ def guide_blocks(of_ray=False):
     for guide in GUIDES:
         text = guide.read_text(encoding="utf-8")
         for match in re.finditer(r"^ *```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-            if ("RayReplayBuffer" in match[1]) != of_ray:
+            if any(name in match[1] for name in ("RayReplayBuffer", "ShardedReplayBuffer")) != of_ray:
                 continue
             line = text.count("\n", 0, match.start(1))
             name = f"{guide.relative_to(ROOT)}-line-{line + 1}"

@@ -1,6 +1,7 @@
 """A RayReplayBuffer with each sampler of the package, made in the actor, behaves like a buffer in this process."""
 
 import os
+import signal
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    ShardedReplayBuffer,
     Threshold,
     TrajectoryRetraceSampler,
 )
@@ -198,3 +200,68 @@ def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
 @pytest.mark.parametrize("block", list(guide_blocks(of_ray=True)))
 def test_guides(buffers, block):
     exec(block, {"__name__": "__main__"})
+
+
+def process_of(shard):
+    return ray.get(shard.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def test_a_sharded_buffer(buffers, tmp_path):
+    """Writes, draws, updates, a killed process that continues from a checkpoint, and a second process that writes."""
+    rb = ShardedReplayBuffer(
+        2,
+        storage=partial(CompilableTensorStorage, 200),
+        sampler=partial(ReaPERSampler, num_streams=2, beta=BETA),
+        batch_size=BATCH,
+        seed=1,
+        remote_config={"num_cpus": 0},
+    )
+    for first in range(0, 128, 32):
+        rb.extend(transitions(first))
+    for _ in range(4):
+        batch = rb.sample()
+        assert batch.shape == (BATCH,) and set(batch["shard"].tolist()) <= {0, 1}
+        batch["td_error"] = torch.linspace(0.1, 2.0, BATCH) ** 2
+        rb.update_tensordict_priority(batch)
+    assert rb.stats()["beta"] == 1.0 and len(rb) == 128
+    rb.dumps(tmp_path)
+
+    @ray.remote(num_cpus=0)
+    def write(writer, data):
+        data["collector", "traj_ids"] += 1000
+        data["next", "done"][-2:] = True
+        writer.extend(data)
+        return writer.write_count
+
+    # the last episodes of this process end first: there are two streams
+    ended = transitions(128)
+    ended["next", "done"][-2:] = True
+    rb.extend(ended)
+    assert ray.get(write.remote(rb.client(), transitions(0))) == 32
+    assert len(rb) == 192
+
+    os.kill(process_of(rb._group.handles[1]), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="the process of shard 1 of the replay buffer has ended"):
+        for _ in range(3):
+            assert rb.sample().shape == (BATCH,)
+    rb.dumps(tmp_path)  # waits until the shard has been restored
+    stats = rb.stats()
+    assert stats["shards"] == 2 and stats["lost_shards"] == 1
+    # what was written to the shard after the checkpoint is gone
+    assert 128 <= len(rb) <= 194
+    rb.extend(transitions(256))
+    rb.check_valid()
+    rb.shutdown()
+
+
+def test_errors_of_a_shard_pass_as_they_are(buffers):
+    rb = ShardedReplayBuffer(
+        1,
+        storage=partial(CompilableTensorStorage, 64),
+        sampler=partial(ReaPERSampler, num_streams=1),
+        batch_size=4,
+        remote_config={"num_cpus": 0},
+    )
+    with pytest.raises(ValueError, match="num_streams=1"):
+        rb.extend(transitions(0))
+    rb.shutdown()

@@ -54,8 +54,7 @@ READ = {
         "_writer",
     },
     "Sampler": {"_empty", "_rng"},
-    "TensorDict": {"_fast_apply"},
-    "_RayReplayBufferClient": {"_actor"},
+    "TensorDict": {"_fast_apply", "_new_unsafe"},
 }
 INHERITED = {
     "LazyTensorStorage": {

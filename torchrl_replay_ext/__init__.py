@@ -17,6 +17,7 @@ from torchrl_replay_ext.samplers import (
     RecencySampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.sharding import ShardedReplayBuffer, ShardWriter
 from torchrl_replay_ext.steps import compile_step
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.storages.frame_stack import FrameStackStorage
@@ -43,6 +44,8 @@ __all__ = [
     "RecencySampler",
     "RetraceEstimator",
     "SeparateValueNetworks",
+    "ShardWriter",
+    "ShardedReplayBuffer",
     "StochasticDuelingNetwork",
     "SumTree",
     "Threshold",

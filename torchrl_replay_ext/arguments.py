@@ -28,10 +28,10 @@ def require_bool(owner: str, name: str, value: Any) -> None:
         raise TypeError(f"{owner}({name}={value!r}): {name} must be True or False.")
 
 
-def require_integer(owner: str, name: str, value: Any) -> None:
-    """ValueError if ``value`` is not an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{owner}({name}={value!r}): {name} must be an integer >= 1.")
+def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> None:
+    """ValueError if ``value`` is not an integer >= ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{owner}({name}={value!r}): {name} must be an integer >= {least}.")
 
 
 def as_number(owner: str, name: str, value: Any) -> float:

@@ -41,6 +41,9 @@ class EpisodeIndex:
         validate: see :class:`~torchrl_replay_ext.core.lanes.Lanes`. Default: False.
     """
 
+    # lower limit of the largest total in :meth:`reliability`: the largest total of other shards
+    least_largest = 0
+
     def __init__(
         self,
         steps: int,
@@ -97,6 +100,10 @@ class EpisodeIndex:
         self._lane_episode = full(lanes, records)
         self._lane_total = full(lanes, 0)
         self._lane_next = full(lanes, 0)
+
+    def largest_total(self) -> int:
+        """The largest sum of the masses of an episode."""
+        return int(self._totals.max())
 
     @property
     def _page_table(self) -> Tensor:
@@ -373,7 +380,10 @@ class EpisodeIndex:
             around = gather_in_bounds(around, (position // self.span).clamp_max(self.lanes - 1))
         part = upto.sub_(behind).add_((position < start) * around)
         totals = gather_in_bounds(self._totals.leaves, record)
-        whole = torch.where(gather_in_bounds(self._finished, record), totals, self._totals.max())
+        largest = self._totals.max()
+        if self.least_largest:
+            largest = largest.clamp_min(self.least_largest)
+        whole = torch.where(gather_in_bounds(self._finished, record), totals, largest)
         is_new = gather_in_bounds(stamp, slots) > gather_in_bounds(self._touched, record)
         # clamp: empty slots belong to the extra record and may lie before its start
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from torchrl_replay_ext.core.rank_order import RankOrder, masses
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 from torchrl_replay_ext.distributions.rejection import Rejection, Rows
 from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.distributions.table_joint import JointTables, whole_only
 from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
@@ -100,6 +101,9 @@ class EventTableMixture(Distribution):
             self._rejection = Rejection(self._tree, self._reliability, for_graphs=layout.for_graphs, tables=tables)
         entries = self._nowhere if kind == "rank" else 0
         self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
+        self.whole_only = whole_only(kind, correction, tables.retention)
+        settings = self._min_sizes, allocation, correction or ("priority" if kind else None)
+        self._joint = JointTables(self._tree, tables, self._begins, shares, *settings)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
         self._entries = TableMasses(self._tree, may_be_equal=kind is None)
@@ -284,17 +288,9 @@ class EventTableMixture(Distribution):
         """η (0 for tables that are too small), sum of masses before each table, sum of its masses, [tables] each."""
         ends = self._tree.prefix(self._begins)
         low, total = ends[:-1], ends[1:] - ends[:-1]
-        eta = self._shares.current
-        if self._correction == "priority":
-            eta = eta * 0
-        else:
-            needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-            eta = eta * ((self._tables.counts >= needed) & (total > 0))
-        share = eta.sum()
-        # use the default table if all η are 0
-        only = (self._begins[:-1] == 0) * (share == 0)
-        eta = (eta + only) / (share + (share == 0))
-        return eta, low, total
+        needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
+        usable = (self._tables.counts >= needed) & (total > 0) & (self._correction != "priority")
+        return self._shares.among(usable), low, total
 
     def _plain_rows(
         self, batch_size: int, generator: torch.Generator | None
@@ -357,7 +353,7 @@ class EventTableMixture(Distribution):
             if plain is not None:
                 slots, table, probability, share = plain
                 weight = self._weights.of_plain(slots, probability, share)
-                self._count_batch()
+                self.count_batch()
                 extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
                 return Draw(slots, extras=extras)
         self._sort_if_due()
@@ -381,7 +377,7 @@ class EventTableMixture(Distribution):
         weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
         # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
         weight = torch.where(mass > 0, weight, 0.0)
-        self._count_batch()
+        self.count_batch()
         extras = {
             "priority_weight": weight.to(torch.float32),
             "table": table,
@@ -389,8 +385,16 @@ class EventTableMixture(Distribution):
         }
         return Draw(slots, extras=extras)
 
-    def _count_batch(self) -> None:
-        """Advance the schedules that count batches."""
+    def sums(self) -> Sums:
+        return self._joint.sums()
+
+    def plan(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self._joint.plan(*arguments)
+
+    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+        return self._joint.draw_share(share)
+
+    def count_batch(self) -> None:
         if self._kind is None:
             self._beta.step()
         self._shares.step()
@@ -474,7 +478,6 @@ class EventTableMixture(Distribution):
         names, eta = self._tables.names, self._shares.current
         sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
         stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
-        if self._rejection is not None:
-            acceptance = (self._rejection.acceptance() * eta).sum()
-            stats |= {"acceptance_rate": acceptance, "repeated_draws": self._rejection.repeated}
+        if (rejection := self._rejection) is not None:
+            stats |= {"acceptance_rate": (rejection.acceptance() * eta).sum(), "repeated_draws": rejection.repeated}
         return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import overload
 
 import numpy as np
@@ -12,9 +13,9 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
 from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask, stratify
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 
 
 class PowerTree:
@@ -70,6 +71,17 @@ class PowerTree:
         is_last = torch.arange(len(slots), device=slots.device) < self._size
         mass = self.mass(gather_in_bounds(priority, slots).abs())
         self.tree.write(slots, mass, mask=UpdateMask(gather_in_bounds(generation, slots) > 0, is_last))
+
+    def draw_share(self, share: Share) -> tuple[Tensor, Tensor]:
+        """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
+
+        None, if all masses are 0.
+        """
+        total = self.tree.total().double()
+        if not total:
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        slots, mass = self.tree.draw(share.u.clone())
+        return slots, mass * (share.probability[0] / total)
 
     def check_valid(self) -> None:
         """Raise AssertionError if sums are wrong, or an empty slot can be drawn. O(N)."""
@@ -128,6 +140,22 @@ class Proportional(Distribution):
             # in a graph, add 0: this data dependency orders the read of the minimum before the next update
             slots = slots + (smallest.clamp(1, 2**62 - 1) >> 62)
         return Draw(slots, mass, smallest)
+
+    def sums(self) -> Sums:
+        return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)
+
+    def _smallest(self) -> Tensor:
+        smallest = self._tree.min() if self._tree.total() else math.inf
+        return torch.as_tensor(smallest, dtype=torch.float64)
+
+    def plan(
+        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        table, u, eta = super().plan(everywhere, num_rows, batch_size, generator)
+        return table, stratify(u) if self._stratified else u, eta
+
+    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+        return Draw(*self._power.draw_share(share))
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()

@@ -10,11 +10,11 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array
+from torchrl_replay_ext.compilation import Array, uniform
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 
-__all__ = ["Distribution", "Draw", "RowView", "UpdateMask", "WriteObserver"]
+__all__ = ["Distribution", "Draw", "RowView", "Share", "Sums", "UpdateMask", "WriteObserver"]
 
 
 class Draw(NamedTuple):
@@ -35,6 +35,46 @@ class Draw(NamedTuple):
     density: Tensor | None = None
     smallest: float | Tensor | None = None
     extras: dict[str, Tensor] | None = None
+
+
+class Sums(NamedTuple):
+    """What joint draws from several buffers, called shards, need to know of one of them.
+
+    Distributions without tables have one table.
+
+    Args:
+        mass: sum of the densities of each table, float64 [tables]. With :attr:`Distribution.rejects` these are the
+            densities of proposals.
+        smallest: the smallest positive density, or inf if there is none, float64 []. None: weights are divided by the
+            largest weight of the batch.
+        count: number of transitions of each event table, int64 [tables]. Default: None, there are no event tables.
+        eta: proportions of the event tables, float64 [tables]. Default: None, likewise.
+        largest_episode: the largest sum of priorities of an episode, in units of mass. Default: 0.
+    """
+
+    mass: Tensor
+    smallest: Tensor | None
+    count: Tensor | None = None
+    eta: Tensor | None = None
+    largest_episode: int = 0
+
+
+class Share(NamedTuple):
+    """The rows of a joint draw that are taken from one shard.
+
+    Args:
+        u: where each row lies among the masses of its table, in [0, 1), float64 [n].
+        table: the table of each row, int64 [n]; None if there is one table.
+        probability: probability that a row of each table lies in this shard, float64 [tables].
+        eta: proportions of the tables, float64 [tables].
+        count: number of transitions of each event table in all shards, int64 [tables]; None without event tables.
+    """
+
+    u: Tensor
+    table: Tensor | None
+    probability: Tensor
+    eta: Tensor
+    count: Tensor | None
 
 
 class RowView(Protocol):
@@ -138,6 +178,10 @@ class Distribution(WriteObserver):
     takes_priorities = True
     # entries of tensors() that do not depend on the stored transitions
     settings: tuple[str, ...] = ()
+    # why joint draws from several shards are not possible; None: they are
+    whole_only: str | None = None
+    # True if joint draws only propose rows, and some are rejected
+    rejects = False
     _log: WriteLog
 
     @property
@@ -163,6 +207,45 @@ class Distribution(WriteObserver):
         Raises:
             RuntimeError: if nothing can be drawn. Where values cannot be read, all rows are then slot 0 with density 0.
         """
+
+    # --- joint draws from several shards, in eager code on the CPU
+
+    def sums(self) -> Sums:
+        """The sums of this shard."""
+        raise NotImplementedError(f"{type(self).__name__}: {self.whole_only}")
+
+    def plan(
+        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the tables of the rows of a joint draw, and where the rows lie among all masses of their tables.
+
+        Args:
+            everywhere: the sums of all shards together.
+            num_rows: number of rows, n.
+            batch_size: number of rows of the whole batch; the same unless some rows are drawn again.
+            generator: source of randomness; None: the global generator.
+
+        Returns:
+            The table of each row, int64 [n]; u of each row in [0, 1), float64 [n]; and the proportions of the tables,
+            float64 [tables].
+        """
+        table = torch.zeros(num_rows, dtype=torch.int64)
+        return table, uniform(num_rows, device=table.device, generator=generator), torch.ones(1, dtype=torch.float64)
+
+    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+        """Draw the rows of a joint draw that lie in this shard.
+
+        Returns:
+            At most n slots: rejected rows, and those of tables without mass, are left out. ``density`` is the
+            probability of each slot in the joint draw, or None if all slots are equally likely.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: {self.whole_only}")
+
+    def count_batch(self) -> None:
+        """Called once for each joint draw: advance the schedules that count batches."""
+
+    def hear(self, largest_episode: int) -> None:
+        """Called with the largest :attr:`Sums.largest_episode` of the other shards."""
 
     @abstractmethod
     def density(self, slots: Tensor) -> Tensor:

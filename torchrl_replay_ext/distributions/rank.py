@@ -54,6 +54,7 @@ class RankBased(Distribution):
 
     # a graph cannot sort; writes outside graphs sort instead
     writes_in_graphs = False
+    whole_only = "ranks need the priorities of all shards; use ProportionalSampler or ReaPERSampler."
 
     def __init__(
         self,

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import as_array, rows_where
+from torchrl_replay_ext.compilation import as_array, rows_where, uniform
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import PowerTree
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
 
@@ -31,7 +31,7 @@ class ReliabilityAdjusted(Distribution):
         may_be_zero: True if all TD errors of an episode may be 0.
     """
 
-    needs_order = requires_sequential_writer = True
+    needs_order = requires_sequential_writer = rejects = True
 
     def __init__(
         self,
@@ -84,6 +84,23 @@ class ReliabilityAdjusted(Distribution):
             return None
         everything = self.density(rows_where(self._log.generation > 0))
         return torch.where(everything > 0, everything, math.inf).min()
+
+    def sums(self) -> Sums:
+        smallest = self._smallest()
+        return Sums(
+            self._tree.total().double().reshape(1),
+            None if smallest is None else smallest.double(),
+            largest_episode=self._reliability.largest_episode(),
+        )
+
+    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+        slots, probability = self._power.draw_share(share)
+        factor = self._reliability.factor(slots)
+        accepted = uniform(len(slots), device=self._device, generator=generator) < factor
+        return Draw(slots[accepted], (probability * factor)[accepted])
+
+    def hear(self, largest_episode: int) -> None:
+        self._reliability.hear(largest_episode)
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots) * self._reliability.factor(slots)

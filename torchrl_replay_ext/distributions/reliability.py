@@ -98,6 +98,14 @@ class Reliability(WriteObserver):
         """The largest d that can be represented."""
         return self._episodes.max_priority
 
+    def largest_episode(self) -> int:
+        """F of Eq. 16: the largest sum of d of a stored episode, in units of the mass."""
+        return self._episodes.largest_total()
+
+    def hear(self, largest_episode: int) -> None:
+        """F is at least ``largest_episode``, that of the episodes in other shards."""
+        self._episodes.least_largest = largest_episode
+
     def graph_tensors(self) -> list[Tensor]:
         """The tensors that :meth:`factor` reads and that graphs modify."""
         return [*self._episodes.graph_tensors(), self._log.generation, *self.omega.tensors()]

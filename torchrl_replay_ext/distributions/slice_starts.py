@@ -14,7 +14,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 
 BEHAVIOUR = (
     "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
@@ -100,6 +100,14 @@ class SliceStarts(Distribution):
         )
         self._had_starts = self._had_starts or not is_traced()
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
+
+    def sums(self) -> Sums:
+        return Sums(self._tree.total().double().reshape(1), None)
+
+    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+        if not self._tree.total():
+            return Draw(torch.zeros(0, dtype=torch.int64))
+        return Draw(self._tree.draw(share.u.clone())[0])
 
     def may_start(self, slots: Tensor) -> Tensor:
         """True where a slice may begin at a slot of ``slots`` [n], bool [n]."""

@@ -34,6 +34,16 @@ class TableShares:
         """η of each table, float64 [tables]."""
         return self.state[0]
 
+    def among(self, usable: Tensor, eta: Tensor | None = None) -> Tensor:
+        """η of the tables that are ``usable`` [tables], with sum 1; if none is, rows come from the default table.
+
+        ``eta``: the proportions, float64 [tables]. Default: None, the current ones.
+        """
+        eta = (self.current if eta is None else eta) * usable
+        share = eta.sum()
+        only = (torch.arange(len(eta), device=eta.device) == 0) * (share == 0)
+        return (eta + only) / (share + (share == 0))
+
     def as_dict(self) -> dict[str, float]:
         """η of each table, by name."""
         return dict(zip(self._names, self.current.tolist(), strict=True))

@@ -18,6 +18,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar, to_device, values_can_be_read
 from torchrl_replay_ext.core.write_log import Layout
+from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, unravel
@@ -224,6 +225,73 @@ class PrioritySampler(ShowsArguments, Sampler):
         if not values_can_be_read(density):
             weight = torch.where(density > 0, weight, 0.0)
         return slots, {"priority_weight": weight, **(extras or {})}
+
+    # --- joint draws from several shards; see ShardedReplayBuffer
+
+    def sums(self, storage: Storage) -> Sums:
+        """What joint draws need to know of this shard."""
+        self.ready(storage)
+        return self.distribution.sums()
+
+    def hear(self, largest_priority: float, largest_episode: int) -> None:
+        """Take over the largest priority and the largest sum of an episode of the other shards."""
+        largest = self.state.priorities.largest
+        largest.clamp_min_(min(largest_priority, self.distribution.max_priority))
+        self.distribution.hear(largest_episode)
+
+    @property
+    def largest_priority(self) -> float:
+        """The priority d of new transitions."""
+        return self.state.priorities.largest.item()
+
+    @property
+    def largest_td_error(self) -> float:
+        """The largest TD error that an update may contain."""
+        limit = max(self.distribution.max_priority - self._priority_arguments["eps"], 0.0)
+        return limit**2 if self._priority_arguments["td_error"] == "squared" else limit
+
+    @property
+    def holds_nothing(self) -> bool:
+        """True if the storage is empty, or holds only the rows of a rejected first write."""
+        return self.state.log.is_empty and self.state.holds_only_rejected_write
+
+    def schedules(self) -> dict[str, list]:
+        """Where the schedules of annealed hyperparameters are; empty if none is annealed."""
+        tensors, parts = self.distribution.tensors(), self.hyperparameters
+        schedules: dict[str, list] = {name: tensors[name].tolist() for name in self.distribution.settings}
+        is_annealed = any(part.annealed for part in parts.values()) or any(s[1] != s[2] for s in schedules.values())
+        return schedules | {name: part.state().tolist() for name, part in parts.items()} if is_annealed else {}
+
+    def load_schedules(self, schedules: dict[str, list]) -> None:
+        """Continue the schedules of another shard, as :meth:`schedules` returned them."""
+        tensors = self.distribution.tensors()
+        for name in self.distribution.settings:
+            tensors[name].copy_(torch.tensor(schedules[name], dtype=tensors[name].dtype))
+        for name, hyperparameter in self.hyperparameters.items():
+            hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
+        self.state.hyperparameters_changed()
+        self.state.reweight()
+
+    def count_update(self) -> None:
+        """Count an update of which no row lies in this shard, so that schedules advance alike in all shards."""
+        self.state.updates.step()
+
+    @torch.no_grad()
+    def sample_share(self, storage: Storage, share: Share) -> tuple[Tensor, dict[str, Any]]:
+        """Draw the rows of a joint draw that lie in this shard.
+
+        Returns:
+            The index, [n], and a dict with further columns: write stamps, and ``"density"``, float64 [n], the
+            probability of each row, unless all rows are equally likely.
+        """
+        slots, info = self.draw_share(storage, share)
+        return slots, {STAMP_KEY: self.state.generation(slots), **info}
+
+    def draw_share(self, storage: Storage, share: Share) -> tuple[Tensor, dict[str, Any]]:
+        """:meth:`sample_share` without stamps."""
+        self.ready(storage)
+        slots, density, _, extras = self.distribution.draw_share(share, self._rng)
+        return slots, {**({} if density is None else {"density": density}), **(extras or {})}
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""

@@ -155,7 +155,7 @@ class SlotUpdates:
             with self._log.transaction():
                 self._priorities.update(slots, priority, self._priorities.from_td_error(largest))
                 self._distribution.update(slots, priority, None)
-        self._step()
+        self.step()
 
     def apply_masked(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool = False) -> None:
         """Set priorities from TD errors where values cannot be read. Invalid rows are left out and counted.
@@ -205,7 +205,7 @@ class SlotUpdates:
             priority = gather_in_bounds(priority, source)
             self._priorities.update_masked(slots, priority, applied, largest)
             self._distribution.update(slots, priority, UpdateMask(applied, is_last))
-        self._step()
+        self.step()
 
     def _require_valid(self, slots: Tensor, error: Tensor, wrong: Tensor) -> None:
         """With ``layout.validate``, raise an error outside graphs if a row of an update is ``wrong``, bool [n]."""
@@ -221,7 +221,7 @@ class SlotUpdates:
 
         raise_if(wrong.any, refused, reads=self._layout.checked)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
         for hyperparameter in self._hyperparameters.values():
             hyperparameter.step()

@@ -18,6 +18,7 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_bool, require_integer
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
+from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
@@ -186,6 +187,16 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         return self._sampler if self._is_prioritized else "uniform"
 
     @property
+    def slice_len(self) -> int:
+        """Steps per slice."""
+        return self._slice_len
+
+    @property
+    def starts_sampler(self) -> PrioritySampler:
+        """The sampler that draws the starts."""
+        return self._sampler
+
+    @property
     def _starts(self) -> SliceStarts:
         starts = self._sampler.state.observers[-1] if self._is_prioritized else self._sampler.distribution
         assert isinstance(starts, SliceStarts)
@@ -243,7 +254,19 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        start, drawn = self._sampler.draw(storage, batch_size // self._slice_len)
+        return self._slices(storage, *self._sampler.draw(storage, batch_size // self._slice_len))
+
+    @torch.no_grad()
+    def sample_share(self, storage: Storage, share: Share) -> tuple[Any, dict]:
+        """Draw the slices of a joint draw whose starts lie in this shard; see ShardedReplayBuffer."""
+        return self._slices(storage, *self._sampler.draw_share(storage, share))
+
+    def sums(self, storage: Storage) -> Sums:
+        """What joint draws need to know of this shard."""
+        return self._sampler.sums(storage)
+
+    def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
+        """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
         starts = self._starts
         slots = starts.slices.walk(start)
         # all False if the buffer is empty, in a graph

@@ -1,0 +1,177 @@
+"""Sharded buffers in this process, single buffers with the same content, and comparisons of both."""
+
+import copy
+from functools import partial
+
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import RandomSampler
+
+from tests.chi_square import p_value
+from tests.sharding.local_calls import LocalCalls
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    ReaPERSampler,
+    ShardedReplayBuffer,
+    Threshold,
+    TrajectoryRetraceSampler,
+)
+
+STREAMS, BATCH = 4, 64
+
+
+def tables(retention="ring"):
+    capacity = {"high": 64} | ({"default": 192} if retention == "pinned" else {})
+    return EventTables([EventSpec("high", Threshold("value", ">", 0.9), history=3)], capacity, retention=retention)
+
+
+def event_tables(retention="ring", **arguments):
+    return {
+        "sampler": partial(
+            EventTableSampler, tables(retention), eta={"default": 0.6, "high": 0.4}, min_size=8, **arguments
+        ),
+        "writer": partial(EventTableWriter, tables(retention)),
+    }
+
+
+PARTS = {
+    "uniform": {"sampler": RandomSampler},
+    "proportional": {"sampler": partial(ProportionalSampler, alpha=0.7, beta=0.5)},
+    "stratified": {"sampler": partial(ProportionalSampler, alpha=0.7, beta=0.5, stratified=True)},
+    "reaper": {"sampler": partial(ReaPERSampler, alpha=0.7, beta=0.5, omega=0.6, num_streams=STREAMS)},
+    "reaper, ongoing": {
+        "sampler": partial(ReaPERSampler, beta=0.5, omega=1.0, num_streams=STREAMS, weight_norm="buffer")
+    },
+    "event tables": event_tables(),
+    "event tables, mixture": event_tables(correction="mixture", beta=0.5),
+    "event tables, priorities": event_tables(priority={"kind": "proportional", "beta": 0.5}),
+    "event tables, pinned": event_tables("pinned", priority={"kind": "proportional", "beta": 0.5}),
+    "slices": {
+        "sampler": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=(), pad=False)
+    },
+    "slices, priorities": {
+        "sampler": lambda: TrajectoryRetraceSampler(
+            slice_len=4, num_streams=STREAMS, behaviour_keys=(), anchors=ProportionalSampler(alpha=0.7, beta=0.5)
+        )
+    },
+}
+
+
+def transitions(first, steps, *, seed=0, length=7):
+    """`steps` steps of STREAMS environments that alternate. Row i has the number `first` + i."""
+    count = steps * STREAMS
+    number = torch.arange(first, first + count)
+    step, stream = number // STREAMS, number % STREAMS
+    # episodes of different lengths
+    done = (step % (length + stream) == length + stream - 1).unsqueeze(1)
+    rng = torch.Generator().manual_seed(seed)
+    return TensorDict(
+        {
+            "number": number,
+            "value": torch.rand(count, generator=rng),
+            "collector": {"traj_ids": step // (length + stream) * STREAMS + stream},
+            "next": {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)},
+        },
+        [count],
+    )
+
+
+def sharded(name, num_shards, *, capacity=256, calls=None, **arguments):
+    arguments = {"batch_size": BATCH, "seed": 1, "prefetch": 0, "timeout": 0.1, **arguments}
+    return ShardedReplayBuffer(
+        num_shards,
+        storage=partial(CompilableTensorStorage, capacity),
+        calls=calls or LocalCalls(),
+        **{**copy.deepcopy(PARTS.get(name, {})), **arguments},
+    )
+
+
+def whole(name, capacity=256, batch_size=BATCH):
+    parts = {key: part() for key, part in copy.deepcopy(PARTS[name]).items()}
+    return CompilableReplayBuffer(storage=CompilableTensorStorage(capacity), batch_size=batch_size, **parts)
+
+
+def td_errors(number):
+    """A TD error for each row that depends on nothing else."""
+    rng = torch.Generator().manual_seed(5)
+    return torch.rand(4096, generator=rng).square()[number] + 0.01
+
+
+def fill(rb, steps=40):
+    for first in range(0, steps, 8):
+        rb.extend(transitions(first * STREAMS, 8, seed=first))
+
+
+def learn(rb, updates=40):
+    for _ in range(updates):
+        batch = rb.sample()
+        batch["td_error"] = td_errors(batch["number"])
+        rb.update_tensordict_priority(batch)
+
+
+def written_slots(buffer):
+    """The slots that hold transitions; with pinned tables there are gaps between them."""
+    if isinstance(buffer.writer, EventTableWriter):
+        tables = buffer.writer.tables
+        return torch.cat([tables[name].index() for name in tables.names]).unique()
+    return torch.arange(len(buffer))
+
+
+def set_priorities(one, many, td_error=td_errors):
+    """Give all rows of both buffers priorities that depend on the row alone."""
+    if many._takes_priorities:
+        for buffer in (one, *(handle.replay._buffer for handle in many._group.handles)):
+            slots = written_slots(buffer)
+            buffer.update_priority(slots, td_error(buffer[slots]["number"]))
+    # the shards tell each other about the largest priority
+    many.sample()
+
+
+def probability_of_rows(one):
+    """Probability of each row to be drawn by one buffer with all transitions, by its number."""
+    slots = written_slots(one)
+    number = one[slots]["number"]
+    probability = torch.full((len(one),), 1 / len(one), dtype=torch.float64)
+    if not isinstance(one.sampler, RandomSampler):
+        probability = one.sampler.probabilities(one.storage)
+    return torch.zeros(int(number.max()) + 1, dtype=torch.float64).index_add_(0, number, probability[slots])
+
+
+def draw(many, batches=200, unit=1):
+    """The numbers of drawn rows (the first one of each slice), and the weight of each."""
+    numbers, weights = [], {}
+    for _ in range(batches):
+        batch = many.sample()
+        assert len(batch) == many.batch_size
+        numbers.append(batch["number"][::unit])
+        if "priority_weight" in batch:
+            weights.update(zip(batch["number"].tolist(), batch["priority_weight"].tolist(), strict=True))
+    return torch.cat(numbers), weights
+
+
+def agreement(numbers, probability):
+    """The p-value of the drawn rows. Rows with a small probability count together."""
+    group, of_groups = torch.zeros(len(probability), dtype=torch.int64), [0.0]
+    for row in probability.argsort(descending=True):
+        if of_groups[-1] * len(numbers) >= 8:
+            of_groups.append(0.0)
+        of_groups[-1] += float(probability[row])
+        group[row] = len(of_groups) - 1
+    if of_groups[-1] * len(numbers) < 8:
+        rest = of_groups.pop()
+        of_groups[-1] += rest
+        group.clamp_(max=len(of_groups) - 1)
+    assert (probability[numbers] > 0).all()
+    return p_value(group[numbers], torch.tensor(of_groups, dtype=torch.float64))
+
+
+def rows_in(many):
+    """The numbers of the rows that the living shards hold, by shard."""
+    buffers = [handle.replay._buffer if handle.is_alive else [] for handle in many._group.handles]
+    return [set(buffer[:]["number"].tolist()) if len(buffer) else set() for buffer in buffers]

@@ -1,0 +1,247 @@
+"""A sharded buffer draws as one buffer with all transitions does. The shards are in this process."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.sharding.local_calls import LocalCalls
+from tests.sharding.shards import (
+    BATCH,
+    PARTS,
+    STREAMS,
+    agreement,
+    draw,
+    fill,
+    learn,
+    probability_of_rows,
+    set_priorities,
+    sharded,
+    td_errors,
+    transitions,
+    whole,
+)
+from torchrl_replay_ext import (
+    Anneal,
+    ProportionalSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+from torchrl_replay_ext.sharding.shard import Report
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", PARTS)
+def test_rows_have_the_probabilities_of_one_buffer(name, num_shards):
+    one, many = whole(name), sharded(name, num_shards)
+    fill(one)
+    fill(many)
+    set_priorities(one, many)
+    numbers, _ = draw(many, unit=4 if name.startswith("slices") else 1)
+    assert agreement(numbers, probability_of_rows(one)) > 1e-4
+
+
+def test_draws_from_shards_equally_are_found_out(monkeypatch):
+    """The negative control of the test above."""
+    one, many = whole("proportional"), sharded("proportional", 3)
+    fill(one)
+    fill(many)
+    in_first = many._group.handles[0].replay._buffer[:]["number"]
+    set_priorities(one, many, lambda number: torch.where(torch.isin(number, in_first), 4.0, 1.0))
+    assert agreement(draw(many)[0], probability_of_rows(one)) > 1e-4
+    monkeypatch.setattr(Report, "mass", (1.0,))
+    assert agreement(draw(many)[0], probability_of_rows(one)) < 1e-6
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "name",
+    ["proportional", "stratified", "reaper", "reaper, ongoing", "event tables, mixture", "slices, priorities"],
+)
+def test_weights_are_those_of_one_buffer(name, num_shards):
+    """(P(i) / smallest P)^-beta; the smallest P of the buffer, or with weight_norm="batch" of the batch."""
+    one, many = whole(name), sharded(name, num_shards)
+    fill(one)
+    fill(many)
+    set_priorities(one, many)
+    probability = probability_of_rows(one)
+    of_buffer = name in ("proportional", "stratified", "reaper, ongoing", "slices, priorities")
+    for _ in range(5):
+        batch = many.sample()
+        unit = 4 if name.startswith("slices") else 1
+        drawn = probability[batch["number"][::unit]].repeat_interleave(unit)
+        smallest = probability[probability > 0].min() if of_buffer else drawn.min()
+        torch.testing.assert_close(batch["priority_weight"].double(), (drawn / smallest) ** -0.5, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("name", ["event tables, priorities", "event tables, pinned"])
+def test_weights_of_priorities_inside_tables(name, num_shards):
+    """(1 / (n q(i)))^beta for a table of n transitions with probabilities q, divided by the largest of the batch."""
+    one, many = whole(name), sharded(name, num_shards)
+    fill(one)
+    fill(many)
+    set_priorities(one, many)
+    d = (td_errors(torch.arange(STREAMS * 40)).double().sqrt() + 1e-6) ** 0.6
+    tables = one.writer.tables
+    batch = many.sample()
+    weight = torch.empty(len(batch), dtype=torch.float64)
+    for k, table in enumerate(tables.names):
+        members = one[tables[table].index()]["number"]
+        q = torch.zeros_like(d)
+        q[members] = d[members] / d[members].sum()
+        inside = batch["table"] == k
+        weight[inside] = (1 / (len(members) * q[batch["number"][inside]])) ** 0.5
+    torch.testing.assert_close(batch["priority_weight"].double(), weight / weight.max(), rtol=1e-6, atol=0)
+
+
+def test_events_have_fixed_proportions_of_a_batch():
+    many = sharded("event tables", 3)
+    fill(many)
+    share = torch.cat([many.sample()["table"] for _ in range(50)]).double().mean()
+    assert share == pytest.approx(0.4, abs=1 / BATCH)
+    # the minimum size of 8 refers to the tables of all shards together
+    assert max(report.count[1] for report in many._group.reports) < sum(r.count[1] for r in many._group.reports)
+
+
+def test_a_table_is_used_when_all_shards_together_have_enough():
+    many = sharded("event tables", 3)
+    many.extend(transitions(0, 16))
+    counts = [report.count[1] for report, _ in many._group.call("report")]
+    assert max(counts) < 8 <= sum(counts)
+    assert (many.sample()["table"] == 1).any()
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper", "slices, priorities"])
+def test_annealed_exponents_are_those_of_one_buffer(name):
+    calls = LocalCalls()
+    sampler = {
+        "proportional": partial(ProportionalSampler, beta=Anneal(0.4, 1.0, num_updates=10)),
+        "reaper": partial(
+            ReaPERSampler,
+            beta=Anneal(0.4, 1.0, num_updates=10),
+            omega=Anneal(0.0, 1.0, num_updates=10),
+            num_streams=STREAMS,
+        ),
+        "slices, priorities": lambda: TrajectoryRetraceSampler(
+            slice_len=4,
+            num_streams=STREAMS,
+            behaviour_keys=(),
+            anchors=ProportionalSampler(beta=Anneal(0.4, 1.0, num_updates=10)),
+        ),
+    }[name]
+    many = sharded("", 3, calls=calls, sampler=sampler)
+    fill(many)
+    for number in range(5):
+        batch = many.sample()
+        batch["td_error"] = td_errors(batch["number"])
+        # an update of a few rows, all in one shard
+        many.update_tensordict_priority(batch[batch["shard"] == number % 3])
+    assert many.stats()["beta"] == pytest.approx(0.7)
+    assert [shard.replay.stats()["beta"] for shard in calls.shards] == pytest.approx([0.7] * 3)
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper", "event tables, priorities", "slices, priorities"])
+def test_updates_reach_the_rows_they_belong_to(name):
+    many = sharded(name, 3)
+    fill(many)
+    learn(many)
+    many.check_valid()
+    for handle in many._group.handles:
+        buffer, sampler = handle.replay._buffer, handle.replay._buffer.sampler
+        sampler = getattr(sampler, "starts_sampler", sampler)
+        expected = td_errors(buffer[:]["number"]).sqrt() + 1e-6
+        priority = sampler.state_dict()["priority"][: len(buffer)]
+        assert (priority > 0).sum() > 10
+        torch.testing.assert_close(priority[priority > 0], expected[priority > 0])
+
+
+def test_new_rows_get_the_largest_priority_of_all_shards():
+    many = sharded("proportional", 3)
+    fill(many)
+    batch = many.sample()
+    batch["td_error"] = torch.where(batch["shard"] == 0, 25.0, 0.01)
+    many.update_tensordict_priority(batch)
+    many.sample()
+    many.sample()
+    many.extend(transitions(1000, 3))
+    assert {round(shard.largest_priority, 3) for shard, _ in many._group.call("report")} == {5.0}
+
+
+def test_episodes_stay_in_one_shard_and_shards_have_equal_loads():
+    many = sharded("reaper", 3)
+    fill(many, 160)
+    homes = {}
+    for number, handle in enumerate(many._group.handles):
+        for trajectory in handle.replay._buffer[:]["collector", "traj_ids"].unique().tolist():
+            assert homes.setdefault(trajectory, number) == number
+    lengths = [report.written for report, _ in many._group.call("report")]
+    assert sum(lengths) == 640 and max(lengths) - min(lengths) < 3 * 11
+
+
+def test_writers_of_several_processes():
+    many = sharded("proportional", 2)
+    writers = many.clients(2)
+    for number, writer in enumerate(writers):
+        data = transitions(1000 * number, 8)
+        data["collector", "traj_ids"] = data["collector", "traj_ids"] * 2 + number
+        writer.extend(data)
+    assert len(many) == 64 and [writer.write_count for writer in writers] == [32, 32]
+    assert many.sample().shape == (BATCH,)
+
+
+def test_one_environment_needs_no_trajectory_ids():
+    many = sharded("", 2, sampler=partial(ReaPERSampler, 256))
+    data = transitions(0, 40).exclude("collector")[::STREAMS]
+    for start in range(0, 40, 4):
+        many.extend(data[start : start + 4])
+    lengths = [report.length for report, _ in many._group.call("report")]
+    assert sum(lengths) == 40 and min(lengths) >= 14
+    for handle in many._group.handles:
+        number = handle.replay._buffer[:]["number"] // STREAMS
+        # whole episodes of 7 steps
+        assert (number.diff()[number[:-1] % 7 != 6] == 1).all()
+
+
+# --- staleness
+
+
+def test_weights_correct_for_the_probability_of_a_stale_draw():
+    """The priorities of shard 0 change after the sums are known, so its share of the batch is that of before."""
+    many = sharded("proportional", 2)
+    fill(many)
+    many.sample()
+    before = [report.mass[0] for report in many._group.reports]
+    buffers = [handle.replay._buffer for handle in many._group.handles]
+    buffers[0].update_priority(torch.arange(4), torch.full((4,), 1e6))
+    batch = many.sample()
+    inside = [buffer.sampler.probabilities(buffer.storage) for buffer in buffers]
+    probability = [p * mass / sum(before) for p, mass in zip(inside, before, strict=True)]
+    rows = zip(batch["shard"], batch["index"], strict=True)
+    drawn = torch.stack([probability[shard][slot] for shard, slot in rows])
+    smallest = min(p.min() for p in probability)
+    torch.testing.assert_close(batch["priority_weight"].double(), (drawn / smallest) ** -0.5, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_staleness_is_bounded_and_reported(prefetch):
+    many = sharded("proportional", 2, prefetch=prefetch)
+    fill(many)
+    learn(many, 10)
+    stats = many.stats()
+    assert 0 <= stats["stale_updates"] <= prefetch + 1
+    many.extend(transitions(500, 4))
+    many.sample()
+    assert many.stats()["stale_writes"] in (0, 16)
+
+
+def test_two_phases_include_every_update():
+    many = sharded("proportional", 2, two_phase=True)
+    fill(many)
+    learn(many, 10)
+    many.sample()
+    assert many.stats()["stale_updates"] == 0
+    batch = many.sample()
+    batch["td_error"] = torch.where(batch["shard"] == 0, 1e6, 1e-6)
+    many.update_tensordict_priority(batch)
+    assert (many.sample()["shard"] == 0).double().mean() > 0.9

@@ -1,0 +1,370 @@
+"""Processes of shards that end: what is lost, what goes on, and what a checkpoint restores."""
+
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sharding.local_calls import LocalCalls
+from tests.sharding.shards import (
+    BATCH,
+    STREAMS,
+    agreement,
+    draw,
+    fill,
+    learn,
+    probability_of_rows,
+    rows_in,
+    set_priorities,
+    sharded,
+    td_errors,
+    transitions,
+    whole,
+    written_slots,
+)
+from torchrl_replay_ext import (
+    Anneal,
+    ProportionalSampler,
+    TrajectoryRetraceSampler,
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["uniform", "proportional", "reaper", "event tables, priorities", "slices, priorities"]
+)
+def test_a_lost_shard(name):
+    """Draws go on with the others, by the probabilities of one buffer without the lost rows."""
+    many = sharded(name, 3)
+    fill(many)
+    learn(many, 5)
+    held = len(rows_in(many)[1])
+    many._group.handles[1].kill()
+    with pytest.warns(UserWarning, match=f"process of shard 1 .* has ended .* its {held} transitions,"):
+        many.sample()
+        batch = many.sample()
+    assert len(batch) == BATCH and (batch["shard"] != 1).all()
+    stats = many.stats()
+    assert (stats["shards"], stats["lost_shards"], stats["lost_rows"]) == (2, 1, held)
+    assert len(many) == 160 - held
+    learn(many, 5)
+    # started again by Ray: empty, and written to first
+    many._group.handles[1].restart()
+    learn(many, 3)
+    for first in range(4000, 4400, 80):
+        many.extend(transitions(first, 20))
+    lengths = [len(rows) for rows in rows_in(many)]
+    assert many.stats()["shards"] == 3 and min(lengths) > 100
+    many.sample()
+    assert 1 in many.sample()["shard"]
+    many.check_valid()
+
+
+def test_draws_after_a_loss_follow_one_buffer_without_the_lost_rows():
+    one, many = whole("proportional"), sharded("proportional", 3)
+    fill(one)
+    fill(many)
+    set_priorities(one, many)
+    probability = probability_of_rows(one)
+    probability[list(rows_in(many)[2])] = 0
+    many._group.handles[2].kill()
+    with pytest.warns(UserWarning, match="shard 2 of"):
+        many.sample()
+    assert agreement(draw(many)[0], probability / probability.sum()) > 1e-4
+
+
+@pytest.mark.parametrize("when", ["write", "exchange", "state_dict", "dumps"])
+def test_a_process_that_ends_during_a_call(when, tmp_path):
+    ends = []
+
+    def before(number, method):
+        if ends and method == when and number == 1:
+            ends.pop()
+            many._group.handles[1].kill()
+
+    many = sharded("reaper", 3, calls=LocalCalls(before))
+    fill(many)
+    many.dumps(tmp_path)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    ends.append(True)
+    if when == "write":
+        many.extend(transitions(200, 20))
+        lost = set(range(200, 280)) - set().union(*rows_in(many))
+        # those of the episodes that ended in this batch
+        assert 0 < len(lost) == many._writer.lost_rows < 40
+        with pytest.warns(UserWarning, match="shard 1 of"):
+            many.sample()
+    elif when == "exchange":
+        with pytest.warns(UserWarning, match="shard 1 of"):
+            learn(many, 3)
+    else:
+        call = many.state_dict if when == "state_dict" else partial(many.dumps, tmp_path)
+        with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="the process of shard 1 has ended"):
+            call()
+        assert (tmp_path / "checkpoint.json").is_file() and set(written) <= {p.name for p in tmp_path.iterdir()}
+    many._group.handles[1].restart()
+    learn(many, 3)
+    # from the checkpoint
+    assert len(rows_in(many)[1]) > 40
+    many.check_valid()
+    many.dumps(tmp_path)
+
+
+def test_late_updates_of_an_earlier_incarnation_are_dropped():
+    many = sharded("proportional", 2)
+    fill(many)
+    batch = many.sample()
+    batch["td_error"] = torch.full((BATCH,), 100.0)
+    many._group.handles[1].kill()
+    with pytest.warns(UserWarning):
+        many.sample()
+    many._group.handles[1].restart()
+    many.sample()
+    # the same slots, with the same numbers of writes
+    fill(many)
+    many.update_tensordict_priority(batch)
+    after = many._group.handles[1].replay._buffer.sampler.state_dict()["priority"]
+    assert (after.abs() <= 1).all()
+    assert many.stats()["dropped_updates"] == (batch["shard"] == 1).sum()
+
+
+def test_batches_drawn_ahead_of_a_loss():
+    many = sharded("proportional", 2, prefetch=3)
+    fill(many)
+    learn(many, 3)
+    many._group.handles[0].kill()
+    with pytest.warns(UserWarning, match="shard 0") as warned:
+        learn(many, 8)
+    assert len(warned) == 1
+    many._group.handles[0].restart()
+    learn(many, 8)
+    assert many.stats()["lost_shards"] == 1 and many.stats()["shards"] == 2
+
+
+def test_episodes_of_a_lost_shard_go_on_elsewhere_and_those_of_a_checkpoint_are_ended(tmp_path):
+    many = sharded(
+        "slices", 1, sampler=partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=())
+    )
+    many.extend(transitions(0, 5))
+    many.dumps(tmp_path)
+    many.extend(transitions(20, 1))
+    many._group.handles[0].kill()
+    many._group.handles[0].restart()
+    with pytest.warns(UserWarning, match="its 24 transitions,"):
+        many.sample()
+    many.extend(transitions(24, 5))
+    many.sample()
+    buffer = many._group.handles[0].replay._buffer
+    stored = buffer[:]
+    # 5 steps of 4 environments, an end for each, and the new steps
+    assert stored["number"].tolist() == [*range(20), 16, 17, 18, 19, *range(24, 44)]
+    assert stored["next", "truncated"][20:24].all() and not stored["next", "terminated"][20:24].any()
+    assert stored["collector", "traj_ids"][24:28].min() > 2**60
+    for _ in range(20):
+        slices = many.sample().reshape(-1, 4)
+        number, mask = slices["number"], slices["collector", "mask"]
+        step = number[:, 1:] - number[:, :-1]
+        assert (step[mask[:, 1:] & (number[:, :-1] >= 24)] == STREAMS).all()
+        assert not ((number[:, :-1] < 20) & (number[:, 1:] >= 24) & mask[:, 1:]).any()
+
+
+@pytest.mark.parametrize("name", ["proportional", "reaper", "event tables, priorities", "slices, priorities"])
+def test_a_thousand_random_operations_with_kills(name, tmp_path):
+    """No row is drawn that is not stored, and no priority reaches another row."""
+    rng = np.random.default_rng(3)
+    many = sharded(name, 3, capacity=64 if "event" not in name else 96, prefetch=1, timeout=0.5)
+    numbers, batches, saved = 0, [], False
+
+    def kill():
+        many._group.handles[rng.integers(3)].kill()
+
+    def write():
+        nonlocal numbers
+        steps = int(rng.integers(1, 4))
+        data = transitions(numbers * STREAMS, steps, seed=numbers)
+        many.extend(data)
+        numbers += steps
+
+    def sample():
+        batch = many.sample()
+        # a batch drawn ahead may hold rows that have been overwritten or lost since, but none that never was
+        assert (batch["number"] < numbers * STREAMS).all()
+        now = many.sample()
+        del now
+        batches.append(batch)
+
+    def update():
+        if batches:
+            batch = batches.pop(int(rng.integers(len(batches))))
+            batch["td_error"] = td_errors(batch["number"] % 4096)
+            many.update_tensordict_priority(batch)
+
+    def revive():
+        for handle in many._group.handles:
+            if not handle.is_alive:
+                handle.restart()
+
+    def save():
+        nonlocal saved
+        try:
+            many.dumps(tmp_path)
+            saved = True
+        except RuntimeError:
+            pass
+
+    def check():
+        many.check_valid()
+        for handle in many._group.handles:
+            if not handle.is_alive or not len(handle.replay._buffer):
+                continue
+            buffer = handle.replay._buffer
+            sampler = getattr(buffer.sampler, "starts_sampler", buffer.sampler)
+            slots = written_slots(buffer)
+            priority = sampler.state_dict()["priority"][slots]
+            expected = td_errors(buffer[slots]["number"] % 4096).sqrt() + 1e-6
+            torch.testing.assert_close(priority[priority > 0], expected[priority > 0])
+
+    write()
+    operations = [write, sample, update, revive, save, kill, check]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for choice in rng.choice(len(operations), 1000, p=[0.3, 0.25, 0.25, 0.1, 0.03, 0.03, 0.04]):
+            if not any(handle.is_alive for handle in many._group.handles):
+                revive()
+            try:
+                operations[choice]()
+            except RuntimeError as error:
+                assert "no transition can be drawn" in str(error)
+        revive()
+        write()
+        sample()
+        check()
+    assert many.stats()["lost_shards"] > 10 and saved
+
+
+def silently_restarted(many, number):
+    """A process that ends and is started again before the next call."""
+    many._group.handles[number].kill()
+    many._group.handles[number].restart()
+
+
+def test_a_checkpoint_after_a_silent_restart_keeps_the_content_of_the_one_before(tmp_path):
+    many = sharded("proportional", 3)
+    fill(many)
+    learn(many, 3)
+    many.dumps(tmp_path)
+    held = [len(rows) for rows in rows_in(many)]
+    for save in (partial(many.dumps, tmp_path), many.state_dict):
+        silently_restarted(many, 1)
+        with pytest.warns(UserWarning, match="shard 1 of"):
+            save()
+        assert [len(rows) for rows in rows_in(many)] == held
+    restored = sharded("proportional", 3)
+    restored.loads(tmp_path)
+    assert len(restored) >= sum(held)
+
+
+def test_statistics_after_a_silent_restart():
+    many = sharded("proportional", 3)
+    fill(many)
+    learn(many, 3)
+    silently_restarted(many, 1)
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        stats = many.stats()
+    assert stats["shards"] == 2 and stats["alpha"] == pytest.approx(0.7)
+    assert many.stats()["shards"] == 3
+
+
+@pytest.mark.parametrize("change", ["empty", "load_state_dict", "loads"])
+def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
+    many = sharded("proportional", 3)
+    fill(many)
+    many.dumps(tmp_path)
+    call = {"empty": many.empty, "load_state_dict": partial(many.load_state_dict, many.state_dict())}
+    call["loads"] = partial(many.loads, tmp_path)
+    held = rows_in(many)
+    many._group.handles[1].kill()
+    with pytest.warns(UserWarning, match="shard 1 of"), pytest.raises(RuntimeError, match="shard 1 has ended"):
+        call[change]()
+    assert [rows_in(many)[number] for number in (0, 2)] == [held[0], held[2]]
+    many._group.handles[1].restart()
+    call[change]()
+    assert len(many) == (0 if change == "empty" else len(many)) and many.stats()["shards"] == 3
+    many.check_valid()
+
+
+def test_a_damaged_checkpoint_changes_nothing(tmp_path):
+    many = sharded("proportional", 3)
+    fill(many)
+    many.dumps(tmp_path)
+    (file,) = tmp_path.glob("*/shard2.pt")
+    file.write_bytes(file.read_bytes()[:100])
+    held = rows_in(many)
+    with pytest.raises(Exception, match=r"archive|zip|file"):
+        many.loads(tmp_path)
+    assert rows_in(many) == held
+    many.sample()
+
+
+def test_parts_of_a_batch_are_updates_of_their_own():
+    many = sharded("proportional", 2)
+    fill(many)
+    for _ in range(10):
+        batch = many.sample()
+        batch["td_error"] = td_errors(batch["number"])
+        for part in batch.split(BATCH // 4):
+            many.update_tensordict_priority(part)
+        assert len(many._requests) <= 1
+    assert many.stats()["stale_updates"] <= 4
+    many.check_valid()
+
+
+def test_rows_that_other_processes_lose_are_reported():
+    many = sharded("proportional", 3)
+    fill(many)
+    writer = many.client()
+    writer.extend(transitions(400, 5))
+    many._group.handles[1].kill()
+    writer.extend(transitions(420, 40))
+    assert writer.lost_rows > 0
+    writer.extend(transitions(580, 5))
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        many.sample()
+    held = many._group.lost_rows
+    assert many.stats()["lost_rows"] == held + writer.lost_rows
+
+
+def test_writers_lose_nothing_when_the_buffer_is_emptied():
+    many = sharded("proportional", 3)
+    writer = many.client()
+    writer.extend(transitions(0, 5))
+    many.empty()
+    writer.extend(transitions(20, 20))
+    assert writer.lost_rows == 0 and len(many) == 80
+
+
+def test_schedules_survive_the_loss_of_all_shards():
+    beta = Anneal(0.4, 1.0, num_updates=10)
+    many = sharded("", 3, sampler=partial(ProportionalSampler, beta=beta))
+    fill(many)
+    learn(many, 5)
+    many.sample()
+    for number in range(3):
+        silently_restarted(many, number)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="no transition can be drawn"):
+        many.sample()
+    fill(many)
+    assert many.stats()["beta"] == pytest.approx(0.7)
+
+
+def test_a_shard_without_priorities_is_left_out():
+    many = sharded("", 2, sampler=partial(ProportionalSampler, eps=0.0))
+    fill(many)
+    many.sample()
+    buffer = many._group.handles[0].replay._buffer
+    # after the sums are known
+    buffer.update_priority(torch.arange(len(buffer)), torch.zeros(len(buffer)))
+    for _ in range(3):
+        batch = many.sample()
+        assert len(batch) == BATCH and (batch["shard"] == 1).all()

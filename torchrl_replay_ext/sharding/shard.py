@@ -1,0 +1,380 @@
+"""One shard of a sharded replay buffer: a buffer in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import secrets
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey
+from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage
+
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
+from torchrl_replay_ext.core.event_spec import DEFAULT
+from torchrl_replay_ext.distributions.protocol import Share, Sums
+from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
+from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
+from torchrl_replay_ext.sharding.arrays import Arrays, from_arrays, take, to_arrays
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+from torchrl_replay_ext.writers.event_table import EventTableWriter
+
+# A write stamp is the number of a write, plus the number of the shard's incarnation times this.
+INCARNATION = 2**34
+# entry of a sample with the probability of each row; becomes the weight
+DENSITY = "_probability_of_draw"
+
+
+def _new_incarnation() -> int:
+    return 1 + secrets.randbelow(2**27 - 1)
+
+
+class Report(NamedTuple):
+    """The state of a shard after a call. All numbers are plain, because small tensors are slow to send.
+
+    Args:
+        incarnation: number of the incarnation; 0: the shard has not answered yet.
+        number: number of the report; a larger number is newer. Default: 0.
+        length: number of stored transitions.
+        written: number of transitions ever written.
+        mass, smallest, count, eta, largest_episode: see :class:`~torchrl_replay_ext.distributions.protocol.Sums`.
+        largest_priority: the priority of new transitions; 0 without priorities.
+        beta: exponent of the weights; None without weights.
+        dropped: number of rows of updates that were dropped because they belong to an earlier incarnation.
+        lost: number of rows that writers could not write because of lost shards, as they have told this shard.
+        largest_td_error: the largest TD error that an update may contain.
+        schedules: where annealed hyperparameters are; empty if none is annealed.
+    """
+
+    incarnation: int
+    number: int = 0
+    length: int = 0
+    written: int = 0
+    mass: tuple[float, ...] = (0.0,)
+    smallest: float | None = None
+    count: tuple[int, ...] | None = None
+    eta: tuple[float, ...] | None = None
+    largest_episode: int = 0
+    largest_priority: float = 0.0
+    beta: float | None = None
+    dropped: int = 0
+    lost: int = 0
+    largest_td_error: float = math.inf
+    schedules: dict[str, list] | None = None
+
+
+class Exchange(NamedTuple):
+    """A call of :meth:`ReplayShard.exchange`.
+
+    Args:
+        updates: the entries ``"index"``, ``"write_stamp"``, the TD errors and, for slices, the mask; no rows if the
+            update has none of this shard. None: there is no update.
+        share: the rows to draw, with arrays and lists instead of tensors. None: none.
+        largest_priority, largest_episode: those of the other shards.
+        counts_batch: True for the first draw of a batch.
+    """
+
+    updates: Arrays | None
+    share: Share | None
+    largest_priority: float
+    largest_episode: int
+    counts_batch: bool
+
+    def pack(self) -> bytes:
+        """The call in one piece, because Ray takes 20 us for each array."""
+        return pickle.dumps(self, protocol=5)
+
+
+class UniformShare:
+    """Joint draws with TorchRL's RandomSampler; see :class:`~torchrl_replay_ext.samplers.adapter.PrioritySampler`."""
+
+    def sums(self, storage: Storage) -> Sums:
+        """What joint draws need to know of this shard."""
+        return Sums(torch.tensor([float(_torchrl.length(storage))], dtype=torch.float64), None)
+
+    def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The rows of a joint draw that lie in this shard."""
+        length = _torchrl.length(storage)
+        return (share.u * length).to(torch.int64) if length else torch.zeros(0, dtype=torch.int64), {}
+
+
+class WholeDraw:
+    """The draws of a sampler that cannot draw from several shards, for a single one."""
+
+    def __init__(self, sampler: Any):
+        self._sampler = sampler
+        self._unit = sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
+
+    def sums(self, storage: Storage) -> Sums:
+        """What joint draws need to know of this shard."""
+        return UniformShare().sums(storage)
+
+    def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
+        """All rows of a draw."""
+        return self._sampler.sample(storage, len(share.u) * self._unit)
+
+
+def joint_sampler(sampler: Sampler) -> PrioritySampler | TrajectoryRetraceSampler | UniformShare | WholeDraw:
+    """The object that makes the joint draws of a sampler.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if type(sampler) is RandomSampler:
+        return UniformShare()
+    if isinstance(sampler, (PrioritySampler, TrajectoryRetraceSampler)):
+        drawing = drawing_sampler(sampler)
+        return sampler if drawing is None or drawing.distribution.whole_only is None else WholeDraw(sampler)
+    raise TypeError(
+        f"ShardedReplayBuffer(sampler={type(sampler).__name__}): pass RandomSampler, or a sampler of this package "
+        "other than DecoupledSampler, which needs the policy."
+    )
+
+
+def drawing_sampler(sampler: Any) -> PrioritySampler | None:
+    """The sampler that draws and has the priorities: for slices, that of the anchors; None with uniform draws."""
+    if isinstance(sampler, TrajectoryRetraceSampler):
+        return sampler.starts_sampler
+    return sampler if isinstance(sampler, PrioritySampler) else None
+
+
+def stored_slots(buffer: CompilableReplayBuffer) -> torch.Tensor:
+    """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
+    if isinstance(buffer.writer, EventTableWriter):
+        return buffer.writer.tables[DEFAULT].index()
+    length = len(buffer)
+    return (buffer.write_count - length + torch.arange(length)) % buffer.storage.max_size
+
+
+class ReplayShard:
+    """A replay buffer in an actor, with the calls of coordinator and writers.
+
+    If the process ends, Ray starts another one with an empty shard. Writers and the coordinator see this by the number
+    of the incarnation, which is random.
+
+    Args:
+        traj_key: entry with trajectory ids.
+        done_key: entry that marks the end of an episode.
+        seed: seed of the draws; None: not seeded.
+        **arguments: of :class:`~torchrl_replay_ext.CompilableReplayBuffer`.
+    """
+
+    def __init__(self, *, traj_key: NestedKey, done_key: tuple[str, ...], seed: int | None, **arguments: Any):
+        torch.set_num_threads(1)
+        self._buffer = CompilableReplayBuffer(**arguments)
+        if seed is not None:
+            self._buffer.set_rng(torch.Generator().manual_seed(seed))
+        self._sampler = joint_sampler(self._buffer.sampler)
+        self._traj_key, self._done_key = traj_key, done_key
+        self._incarnation, self._num_reports, self._dropped, self._lost = _new_incarnation(), 0, 0, 0
+        self._columns: Any = None
+        self._staged: dict[str, Any] | None = None
+
+    # --- life
+
+    def stage(self, state: dict[str, Any] | None = None, path: str | None = None) -> None:
+        """Read a checkpoint, for :meth:`restore`.
+
+        Args:
+            state: see :meth:`state_dict`. Default: None.
+            path: file of :meth:`dumps`, used if there is no ``state``. Default: None.
+        """
+        self._staged = torch.load(path, map_location="cpu", weights_only=True) if state is None and path else state
+
+    def restore(self) -> Report:
+        """Replace the content by that of the staged checkpoint, and truncate its open episodes: a new incarnation."""
+        state, self._staged = self._staged, None
+        assert state is not None
+        # torchrl cannot load the state of an empty storage over a filled one
+        if state["_storage"]["_len"]:
+            self._buffer.load_state_dict(state)
+        else:
+            self._buffer.empty()
+        self._incarnation = _new_incarnation()
+        return self.end_open_episodes()
+
+    def _length(self) -> int:
+        drawing = drawing_sampler(self._buffer.sampler)
+        return 0 if drawing is not None and drawing.holds_nothing else len(self._buffer)
+
+    def answer(self, method: str, *arguments: Any) -> tuple[Report, Any]:
+        """Call a method; return its result after the report."""
+        result = getattr(self, method)(*arguments)
+        return self.report(), result
+
+    def report(self) -> Report:
+        """The state of the shard."""
+        buffer, drawing = self._buffer, drawing_sampler(self._buffer.sampler)
+        sums, length = Sums(torch.zeros(1, dtype=torch.float64), None), self._length()
+        if length:
+            sums = self._sampler.sums(buffer.storage)
+        beta = None if drawing is None else drawing.hyperparameters.get("beta")
+        self._num_reports += 1
+        return Report(
+            self._incarnation,
+            self._num_reports,
+            length,
+            buffer.write_count,
+            mass=tuple(sums.mass.tolist()),
+            smallest=None if sums.smallest is None else float(sums.smallest),
+            count=None if sums.count is None else tuple(sums.count.tolist()),
+            eta=None if sums.eta is None else tuple(sums.eta.tolist()),
+            largest_episode=sums.largest_episode,
+            largest_priority=0.0 if drawing is None else drawing.largest_priority,
+            beta=None if beta is None else float(beta.value),
+            dropped=self._dropped,
+            lost=self._lost,
+            largest_td_error=math.inf if drawing is None else drawing.largest_td_error,
+            schedules=None if drawing is None else drawing.schedules(),
+        )
+
+    # --- data
+
+    def agree(self, columns: Any) -> Any:
+        """The description of the first rows written to any shard; the first call decides. Called for one shard only."""
+        if self._columns is None:
+            self._columns = columns
+        return self._columns
+
+    def disagree(self) -> None:
+        """Forget the first rows: they were refused."""
+        self._columns = None
+
+    def write(self, rows: Arrays, incarnation: int | None, lost: int) -> tuple[bool, Report]:
+        """Write rows, unless the shard has another incarnation.
+
+        Args:
+            rows: the rows.
+            incarnation: the incarnation that the writer knows; None: any.
+            lost: number of rows that the writer has lost since it last told a shard.
+
+        Returns:
+            True if the rows were written, and the report.
+        """
+        self._lost += lost
+        if incarnation not in (None, self._incarnation):
+            return False, self.report()
+        self._buffer.extend(from_arrays(rows))
+        return True, self.report()
+
+    def exchange(self, packed: bytes) -> tuple[Report, Arrays]:
+        """Apply TD errors, then draw; ``packed``: see :class:`Exchange`.
+
+        Returns:
+            The report after the draw, and the rows.
+        """
+        call: Exchange = pickle.loads(packed)
+        drawing = drawing_sampler(self._buffer.sampler)
+        if call.updates is not None and drawing is not None:
+            self._update(drawing, call.updates)
+        if drawing is not None:
+            drawing.hear(call.largest_priority, call.largest_episode)
+        rows = {} if call.share is None or not self._length() else self._draw(call.share)
+        if call.counts_batch and drawing is not None:
+            drawing.distribution.count_batch()
+        return self.report(), rows
+
+    def _update(self, drawing: PrioritySampler, updates: Arrays) -> None:
+        stamps = updates[STAMP_KEY]
+        is_current = (stamps // INCARNATION == self._incarnation) | (stamps < 0)
+        self._dropped += int((~is_current).sum())
+        if not (is_current & (stamps >= 0)).any():
+            drawing.count_update()
+            return
+        rows = from_arrays(take(updates, is_current))
+        rows[STAMP_KEY] = torch.where(rows[STAMP_KEY] < 0, -1, rows[STAMP_KEY] % INCARNATION)
+        self._buffer.update_tensordict_priority(rows)
+
+    def _draw(self, share: Share) -> Arrays:
+        tensors = Share(
+            torch.tensor(share.u),
+            None if share.table is None else torch.tensor(share.table),
+            torch.tensor(share.probability, dtype=torch.float64),
+            torch.tensor(share.eta, dtype=torch.float64),
+            None if share.count is None else torch.tensor(share.count),
+        )
+        storage = self._buffer.storage
+        assert isinstance(storage, CompilableTensorStorage)
+        index, info = self._sampler.sample_share(storage, tensors)
+        if not len(index):
+            return {}
+        rows = storage.take(index)
+        if (density := info.pop("density", None)) is not None:
+            info[DENSITY] = density
+        for key, column in info.items():
+            rows.set(key, column)
+        rows["index"] = index
+        if STAMP_KEY in info:
+            rows[STAMP_KEY] = torch.where(info[STAMP_KEY] < 0, -1, info[STAMP_KEY] + self._incarnation * INCARNATION)
+        return to_arrays(rows)
+
+    # --- the rest of a buffer
+
+    def end_open_episodes(self) -> Report:
+        """Truncate all episodes that have not ended.
+
+        Stored transitions must not be changed without the sampler. Therefore a copy of the newest transition of each
+        open episode, marked as truncated, is written. Its event flags are cleared. An event that is a condition on
+        entries also holds for the copy, which then enters the event's table next to the original.
+        """
+        buffer = self._buffer
+        if not self._length():
+            return self.report()
+        slots = stored_slots(buffer)
+        stored = buffer[slots]
+        done = stored.get(self._done_key, None)
+        if done is None:
+            return self.report()
+        ids = stored.get(self._traj_key, None)
+        ids = torch.zeros(len(slots), dtype=torch.int64) if ids is None else ids.reshape(len(slots))
+        _, which = ids.unique(return_inverse=True)
+        last = torch.zeros(int(which.max()) + 1, dtype=torch.int64)
+        last.scatter_reduce_(0, which, torch.arange(len(slots)), "amax")
+        last = last.sort().values
+        rows = stored[last[~done.reshape(len(slots), -1).any(1)[last]]].exclude("index")
+        if len(rows):
+            for key in (self._done_key, (*self._done_key[:-1], "truncated")):
+                if rows.get(key, None) is not None:
+                    rows[key] = torch.ones_like(rows[key])
+            for key in self._flags():
+                rows[key] = torch.zeros_like(rows[key])
+            buffer.extend(rows)
+        return self.report()
+
+    def _flags(self) -> list[NestedKey]:
+        """The entries that flag events."""
+        writer = self._buffer.writer
+        specs = writer.tables.specs if isinstance(writer, EventTableWriter) else ()
+        return [spec.condition for spec in specs if isinstance(spec.condition, (str, tuple))]
+
+    def empty(self) -> Report:
+        """Remove all transitions. This is a new incarnation."""
+        self._buffer.empty()
+        self._incarnation = _new_incarnation()
+        return self.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the buffer."""
+        return self._buffer.state_dict()
+
+    def dumps(self, path: str) -> None:
+        """Save the state of the buffer as the file ``path``."""
+        # not the buffer's dumps(), which writes memory-mapped files: on a full disk, that kills the process
+        torch.save(self._buffer.state_dict(), path)
+
+    def follow(self, schedules: dict[str, list]) -> None:
+        """Continue the schedules of another shard."""
+        if drawing := drawing_sampler(self._buffer.sampler):
+            drawing.load_schedules(schedules)
+
+    def stats(self) -> dict[str, float]:
+        """Statistics of the sampler."""
+        stats = getattr(self._buffer.sampler, "stats", None)
+        return {key: value.item() for key, value in stats().items()} if stats is not None else {}
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the sampler's state contradict each other. O(N)."""
+        if drawing := drawing_sampler(self._buffer.sampler):
+            drawing.check_valid()
