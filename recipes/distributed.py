@@ -1,11 +1,14 @@
 """Double DQN with Ray: collectors and replay buffer are Ray actors, and the learner samples from the remote buffer.
 
     python -m recipes.distributed env=cartpole sampler=reaper num_collectors=2
-    python -m recipes.distributed address=auto num_collectors=32 num_envs=4
+    python -m recipes.distributed env=cartpole sampler=per num_collectors=4 num_shards=4
+    python -m recipes.distributed address=auto num_collectors=32 num_envs=4 num_shards=8
     python -m recipes.distributed resume=runs/distributed/cartpole/reaper/seed1-...
 
 The settings are those of recipes.dqn (conf/dqn/<env>.yaml), with the same number of updates per env step. Collectors
-act with weights that are up to num_collectors batches old. Two runs with the same seed differ, because the order in
+act with weights that are up to num_collectors batches old. The buffer is split between num_shards actors; draws follow
+the distribution of a single buffer. If the process of a shard ends, the run goes on, and the shard continues from the
+last checkpoint. Two runs with the same seed differ, because the order in
 which collectors finish is not deterministic. Needs Ray (pip install "ray>=2.9").
 
 progress.csv has the columns of recipes.dqn, except q_sum and q_error.
@@ -49,7 +52,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         The exit code.
     """
     cfg = parse_config(config, Config)
-    with runtime(cfg.address, cfg.num_collectors + 1):
+    with runtime(cfg.address, cfg.num_collectors, cfg.num_shards):
         return train_with_ray(cfg, config, run_dir)
 
 
@@ -82,7 +85,15 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
     # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
-    replay = RemoteReplay(cfg, cfg.num_collectors * cfg.num_envs, device, prefetch=cfg.prefetch, td_error="squared")
+    replay = RemoteReplay(
+        cfg,
+        num_shards=cfg.num_shards,
+        num_streams=cfg.num_collectors * cfg.num_envs,
+        device=device,
+        prefetch=cfg.prefetch,
+        td_error="squared",
+        run_dir=run_dir,
+    )
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
@@ -112,7 +123,7 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
             losses=("loss",),
             columns=lambda steps: {
                 "epsilon": dqn.epsilon(steps),
-                **{f"sampler/{key}": value for key, value in replay.sampler_stats().items()},
+                **{f"sampler/{key}": value for key, value in replay.stats().items()},
             },
             shown=("return_mean", "epsilon", "loss"),
         ),

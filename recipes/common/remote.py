@@ -7,52 +7,35 @@ import importlib.util
 import logging
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors.distributed import RayCollector
-from torchrl.data import Binary, Composite, RayReplayBuffer
+from torchrl.data import Binary, Composite
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
 
-from recipes.common.cli import ConfigError, LostProcess
+from recipes.common.checkpoint import load_checkpoint
+from recipes.common.cli import CHECKPOINT, ConfigError, LostProcess
 from recipes.common.config import EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.replay import (
-    PRIORITIZED,
-    end_episodes,
-    make_event_tables,
-    make_replay,
-    make_sampler,
-    written_slots,
-)
-from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
-from torchrl_replay_ext._torchrl import ray_actor
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY
-
-# Batches are sent as arrays: Ray takes 2.3 ms of CPU time to pack and unpack a batch of tensors, and 0.1 ms for arrays.
-Arrays = dict[NestedKey, np.ndarray]
+from recipes.common.progress import warn
+from recipes.common.replay import make_event_tables, make_replay, make_sampler
+from torchrl_replay_ext import CompilableTensorStorage, EventTableWriter, ShardedReplayBuffer
+from torchrl_replay_ext.sharding import Lost
 
 TRAJECTORY = ("collector", "traj_ids")
 
 
-def from_arrays(columns: Arrays) -> TensorDict:
-    """The batch that was sent as arrays. The data is copied, because arrays from Ray are read-only."""
-    data = {key: torch.tensor(column) for key, column in columns.items()}
-    return TensorDict(data, next(iter(data.values())).shape[:1], device="cpu")
-
-
 @contextmanager
-def runtime(address: str | None, num_actors: int) -> Iterator[None]:
+def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterator[None]:
     """Connect to Ray or start it, for the duration of the block.
 
     If Ray is already initialized in this process, it is used and not shut down.
@@ -60,7 +43,9 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
     Args:
         address: address of a running cluster, or "auto" to search for one; None: start Ray on this host and stop it at
             the end.
-        num_actors: number of actors. Each needs one CPU of the cluster; on this host, they may share the CPUs.
+        num_collectors: number of collectors. Each actor needs one CPU of the cluster; on this host, they may share
+            the CPUs.
+        num_shards: number of actors of the replay buffer.
 
     Raises:
         ConfigError: if Ray is not installed, no cluster is found at `address`, or the cluster has too few CPUs.
@@ -69,7 +54,18 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
         raise ConfigError("Ray is not installed, but recipes.distributed needs it: pip install 'ray>=2.9'")
     import ray  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
 
+    num_actors = num_collectors + num_shards
+
+    def require_cpus() -> None:
+        available = ray.cluster_resources().get("CPU", 0)
+        if available < num_actors:
+            raise ConfigError(
+                f"num_collectors={num_collectors} num_shards={num_shards}: they need {num_actors} CPUs, the cluster "
+                f"has {available:g}; reduce num_collectors"
+            )
+
     if ray.is_initialized():
+        require_cpus()
         yield
         return
     # By default, Ray's workers run at low priority, but they do most of the work.
@@ -81,73 +77,30 @@ def runtime(address: str | None, num_actors: int) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"address={address}: {error}") from error
     try:
-        available = ray.cluster_resources().get("CPU", 0)
-        if available < num_actors:
-            raise ConfigError(
-                f"num_collectors={num_actors - 1}: collectors and buffer need {num_actors} CPUs, the cluster has "
-                f"{available:g}; reduce num_collectors"
-            )
+        require_cpus()
         yield
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def noticing_lost_actors(buffer: Any) -> Iterator[None]:
+def noticing_lost_actors() -> Iterator[None]:
     """Raise LostProcess if a call of an actor fails because its process has ended. Other errors are not changed.
 
-    Args:
-        buffer: handle of the buffer's actor.
-
     Raises:
-        LostProcess: if the process of the buffer or of a collector was killed, ran out of memory or crashed.
+        LostProcess: if the process of a collector was killed, ran out of memory or crashed, or those of all shards of
+            the replay buffer, without a checkpoint.
     """
     try:
         yield
     except Exception as error:
         import ray.exceptions  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
 
+        lost = "the replay buffer" if isinstance(error, Lost) else "a collector"
         # Sending weights to a lost process raises a Gloo error.
-        if not isinstance(error, ray.exceptions.RayActorError) and "/gloo/" not in str(error):
+        if not isinstance(error, (Lost, ray.exceptions.RayActorError)) and "/gloo/" not in str(error):
             raise
-        lost = "a collector"
-        try:
-            # Only the buffer can be checked: after an error in one collector, TorchRL ends all collectors.
-            ray.get(buffer.__ray_ready__.remote(), timeout=10)
-        except ray.exceptions.GetTimeoutError:
-            pass
-        except ray.exceptions.RayActorError:
-            lost = "the replay buffer"
         raise LostProcess(f"the process of {lost} has ended (killed, or out of memory?)") from error
-
-
-class ReplayActor(CompilableReplayBuffer):
-    """The buffer inside its actor, with methods for the remote learner."""
-
-    def draw(self) -> Arrays:
-        """Draw a batch, as arrays."""
-        return {key: column.numpy() for key, column in self.sample().items(True, True)}
-
-    def exchange(self, errors: Arrays) -> Arrays:
-        """Apply the TD errors of one batch and draw another."""
-        self.update_tensordict_priority(from_arrays(errors))
-        return self.draw()
-
-    def sampler_stats(self) -> dict[str, float]:
-        """The sampler's stats(); empty if it has none."""
-        sampler = self.sampler
-        return {key: value.item() for key, value in sampler.stats().items()} if isinstance(sampler, PRIORITIZED) else {}
-
-    def end_open_episodes(self) -> None:
-        """Truncate all episodes that have not ended: a resumed run starts new ones."""
-        slots = written_slots(self)
-        if not len(slots):
-            return
-        trajectories = self[slots][TRAJECTORY].reshape(-1)
-        _, which = trajectories.unique(return_inverse=True)
-        last = torch.zeros(int(which.max()) + 1, dtype=torch.int64)
-        last.scatter_reduce_(0, which, torch.arange(len(slots)), "amax")
-        end_episodes(self, slots[last.sort().values])
 
 
 def _event_sampler(*arguments: Any) -> Sampler:
@@ -158,93 +111,105 @@ def _event_writer(*arguments: Any) -> EventTableWriter:
     return EventTableWriter(make_event_tables(*arguments)[0])
 
 
-class RemoteReplay:
-    """The learner's interface to a replay buffer in an actor. The collectors write to the buffer directly.
+class RemoteReplay(ShardedReplayBuffer):
+    """The replay buffer of a run, in `num_shards` Ray actors. Collectors write to them directly.
 
-    A background thread makes the calls one after the other. Each call sends the TD errors of one batch and receives a
-    new batch, while the learner works on batches drawn earlier. Batches carry the number of each row's write; the
-    buffer ignores updates of rows that have been overwritten.
+    If the process of a shard ends, the run goes on, with the shard's content of the last checkpoint.
 
     Args:
         config: the run's configuration.
+        num_shards: number of actors, which share the capacity.
         num_streams: number of environments that write to the buffer.
         device: device of the batches.
-        prefetch: batches requested ahead while the learner works on one. A batch may be drawn before the last
-            ``prefetch`` updates are applied.
+        prefetch: batches requested ahead while the learner works on one.
         td_error: the kind of TD errors that the loss writes: "squared" or "absolute".
+        run_dir: directory of the run, with its checkpoint.
 
     Raises:
-        ConfigError: see :func:`~recipes.common.replay.make_replay`.
+        ConfigError: see :func:`~recipes.common.replay.make_replay`; also if the sampler cannot draw from several
+            shards.
     """
 
-    # the sampler is in the actor
+    # the samplers are in the actors
     sampler = None
 
-    def __init__(self, config: RunConfig, num_streams: int, device: torch.device, *, prefetch: int, td_error: str):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        num_shards: int,
+        num_streams: int,
+        device: torch.device,
+        prefetch: int,
+        td_error: str,
+        run_dir: Path,
+    ):
         learning, name = config.learning, config.sampler["name"]
         # Built only to check the settings before an actor is started.
-        local = make_replay(config, torch.device("cpu"), td_error=td_error)
-        self._prioritized = isinstance(local.sampler, PRIORITIZED)
+        make_replay(config, torch.device("cpu"), td_error=td_error)
+        capacity = learning.buffer_size // num_shards
         # The actor builds sampler and writer separately; they find their common tables through the storage.
-        arguments = dict(config.sampler), learning.buffer_size, learning.num_updates(), num_streams, td_error
+        arguments = dict(config.sampler), capacity, learning.num_updates(), num_streams, td_error
         if name in EVENT_TABLES:
             sampler = partial(_event_sampler, config.env, *arguments)
             writer = partial(_event_writer, config.env, *arguments)
         else:
             sampler, writer = partial(make_sampler, *arguments), None
-        self.buffer = RayReplayBuffer(
-            replay_buffer_cls=ReplayActor,
-            storage=partial(CompilableTensorStorage, learning.buffer_size),
-            sampler=sampler,
-            writer=writer,
-            batch_size=learning.batch_size,
-            priority_key="td_error",
-            remote_config={"num_cpus": 1},
-        )
-        self.buffer.set_rng(torch.Generator().manual_seed(config.seed))
-        self._remote: Any = self.buffer.client()
-        self.actor = ray_actor(self._remote)
-        self._device, self._prefetch = device, prefetch
-        self._calls = ThreadPoolExecutor(1)
-        self._batches: deque[Future[Arrays]] = deque()
-
-    def _answer(self, call: Future[Any]) -> Any:
-        with noticing_lost_actors(self.actor):
-            return call.result()
+        try:
+            super().__init__(
+                num_shards,
+                storage=partial(CompilableTensorStorage, capacity),
+                sampler=sampler,
+                writer=writer,
+                batch_size=learning.batch_size,
+                prefetch=prefetch,
+                device=device,
+                seed=config.seed,
+                restored=partial(load_shard, run_dir),
+                on_loss=warn,
+            )
+        except ValueError as error:
+            raise ConfigError(f"num_shards={num_shards} sampler={name}: {error}") from error
 
     def sample(self) -> TensorDictBase:
         """Return the next batch."""
-        while len(self._batches) <= self._prefetch:
-            self._batches.append(self._calls.submit(self._remote.draw))
-        return from_arrays(self._answer(self._batches.popleft())).to(self._device)
+        with noticing_lost_actors():
+            return super().sample()
 
-    def update_tensordict_priority(self, sample: TensorDictBase) -> None:
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Send the TD errors of a sample and request another."""
-        if not self._prioritized:
-            return
-        errors: Arrays = {key: sample[key].cpu().numpy() for key in ("index", STAMP_KEY, "td_error")}
-        self._batches.append(self._calls.submit(self._remote.exchange, errors))
-
-    def sampler_stats(self) -> dict[str, float]:
-        """The sampler's stats()."""
-        return self._answer(self._calls.submit(self._remote.sampler_stats))
-
-    def end_open_episodes(self) -> None:
-        """See :class:`ReplayActor`."""
-        self._answer(self._calls.submit(self._remote.end_open_episodes))
+        with noticing_lost_actors():
+            super().update_tensordict_priority(data)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the whole buffer after all updates so far, copied to the learner."""
-        return self._answer(self._calls.submit(self.buffer.state_dict))
+        """The state of the whole buffer, copied to the learner."""
+        try:
+            return super().state_dict()
+        except RuntimeError as error:
+            raise LostProcess(str(error)) from error
+
+
+def load_shard(run_dir: Path, number: int) -> dict[str, Any] | None:
+    """The state of a shard in the last checkpoint of a run; None if there is none."""
+    if not (run_dir / CHECKPOINT).is_file():
+        return None
+    replay = _State()
+    load_checkpoint(run_dir, torch.device("cpu"), replay=replay)
+    return replay.state["shards"][number]
+
+
+class _State:
+    """Takes a state out of a checkpoint."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        self._answer(self._calls.submit(self.buffer.load_state_dict, state))
-
-    def shutdown(self) -> None:
-        """End the actor."""
-        self._calls.shutdown(cancel_futures=True)
-        self.buffer.shutdown()
+        """Take the state."""
+        self.state = state
 
 
 class FlagReader(BaseInfoDictReader):
@@ -325,7 +290,7 @@ class RemoteCollector:
             policy,
             frames_per_batch=frames_per_batch,
             total_frames=sys.maxsize,
-            replay_buffer=replay.buffer,
+            replay_buffer=replay,  # pyright: ignore[reportArgumentType]: has what RayCollector needs
             sync=False,
             update_after_each_batch=True,
             remote_configs={"num_cpus": 1},
@@ -341,7 +306,7 @@ class RemoteCollector:
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches without entries; the collectors write the data to the buffer."""
         self._collector.set_seed(self._seed + self._starts)
-        with noticing_lost_actors(self._replay.actor):
+        with noticing_lost_actors():
             self._collector.update_policy_weights_(self._policy)
             for _ in self._collector:
                 yield TensorDict({}, [self.steps_of_batch])

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,10 +13,8 @@ from tensordict import TensorDict
 from recipes import distributed
 from recipes.common import evaluation, remote
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
-from recipes.common.remote import ReplayActor, from_arrays, stored_rows
-from recipes.common.replay import STORED_KEYS, make_sampler
+from recipes.common.remote import TRAJECTORY, stored_rows
 from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
-from torchrl_replay_ext import CompilableTensorStorage
 
 composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
@@ -26,6 +23,8 @@ composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_ep
     ("override", "message"),
     [
         ("num_collectors=0", "num_collectors=0: must be >= 1"),
+        ("num_shards=0", "num_shards=0: must be >= 1"),
+        ("num_shards=3", "num_shards=3: must divide dqn.buffer_size"),
         ("prefetch=17", r"prefetch=17: must be in \[0, 16\]"),
         ("+compile=true", "compile=true: the buffer is in another process"),
         ("dqn.cagrad=0.5", "dqn.cagrad=0.5: recipes.distributed does not support it"),
@@ -43,79 +42,24 @@ def test_without_ray(tmp_path, monkeypatch):
         distributed.train(composer.configuration(), tmp_path)
 
 
-def transitions(first, trajectories, done=False):
-    count = len(trajectories)
-    column = torch.full((count, 1), done)
-    return TensorDict(
-        {
-            "observation": torch.arange(first, first + count).float().unsqueeze(1),
-            "action": torch.zeros(count, dtype=torch.int64),
-            "collector": {"traj_ids": torch.tensor(trajectories)},
-            "next": {
-                "observation": torch.zeros(count, 1),
-                "reward": torch.zeros(count, 1),
-                "done": column,
-                "terminated": column.clone(),
-                "truncated": torch.zeros_like(column),
-            },
-        },
-        [count],
-    )
-
-
-def replay_actor(sampler):
-    return ReplayActor(
-        storage=CompilableTensorStorage(8),
-        sampler=make_sampler({"name": sampler}, 8, 100, 2),
-        batch_size=4,
-        priority_key="td_error",
-    )
-
-
 def test_trajectories_of_different_collectors_differ():
-    batches = [transitions(0, [0, 0, 1, 2]).reshape(2, 2) for _ in range(3)]
-    ids = [stored_rows(worker, 3, STORED_KEYS, batch)["collector", "traj_ids"] for worker, batch in enumerate(batches)]
+    batch = TensorDict({"collector": {"traj_ids": torch.tensor([[0, 0], [1, 2]])}}, [2, 2])
+    ids = [stored_rows(worker, 3, (TRAJECTORY,), batch)["collector", "traj_ids"] for worker in range(3)]
     assert [trajectory.tolist() for trajectory in ids] == [[0, 0, 3, 6], [1, 1, 4, 7], [2, 2, 5, 8]]
 
 
-def test_batches_that_travel():
-    actor = replay_actor("reaper")
-    actor.extend(transitions(0, [0, 0, 1, 1]))
-    batch = from_arrays(actor.draw())
-    assert set(STORED_KEYS) < set(batch.keys(True, True)) and batch.shape == (4,)
-    assert torch.equal(batch["observation"], batch["index"].float().unsqueeze(1))
-    actor.exchange(
-        {"index": np.arange(4), "write_stamp": np.array([1, 1, 1, 0]), "td_error": np.float32([4.0, 0.0, 1.0, 9.0])}
-    )
-    stats = actor.sampler_stats()
-    assert (
-        stats["dropped_updates"] == 1 and stats["never_updated"] == 0.25 and stats["max_priority"] == pytest.approx(2)
-    )
-    assert replay_actor("uniform").sampler_stats() == {}
-
-
-@pytest.mark.parametrize("sampler", ["uniform", "reaper"])
-def test_episodes_that_go_on_are_ended(sampler):
-    actor = replay_actor(sampler)
-    actor.end_open_episodes()
-    actor.extend(transitions(0, [0, 1, 0, 0]))
-    actor.extend(transitions(4, [1], done=True))
-    actor.extend(transitions(5, [2]))
-    actor.end_open_episodes()
-    newest = actor[6:8]
-    assert newest["observation"].flatten().tolist() == [3.0, 5.0]
-    assert newest["next", "truncated"].all() and newest["next", "done"].all()
-    assert not newest["next", "terminated"].any()
-    count = actor.write_count
-    actor.end_open_episodes()
-    assert actor.write_count == count
+@pytest.mark.parametrize("sampler", ["rank", "recency"])
+def test_samplers_that_need_one_shard(tmp_path, sampler):
+    pytest.importorskip("ray", reason="needs ray (pip install ray)")
+    with pytest.raises(ConfigError, match=f"num_shards=2 sampler={sampler}: .* need the"):
+        distributed.train(composer.configuration(f"sampler={sampler}", "num_shards=2"), tmp_path)
 
 
 @pytest.fixture(scope="module")
 def ray_runtime():
     ray = pytest.importorskip("ray", reason="needs ray (pip install ray)")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
 
@@ -145,11 +89,8 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
     }
 
 
-@pytest.mark.parametrize(
-    ("which", "saved"), [("a collector", {64, 80}), ("the replay buffer", {32})], ids=["collector", "buffer"]
-)
-def test_killed_actor(ray_runtime, tmp_path, monkeypatch, capsys, which, saved):
-    """SIGKILL, as if it had run out of memory: the run ends, says why, and goes on from what could be saved."""
+def killing(monkeypatch, victim):
+    """Kill a process before the second evaluation, as if it had run out of memory; `victim` maps a collector to it."""
     import ray
 
     collectors = []
@@ -159,28 +100,46 @@ def test_killed_actor(ray_runtime, tmp_path, monkeypatch, capsys, which, saved):
         collectors.append(collector(*arguments, **keywords))
         return collectors[0]
 
-    def killing(*arguments, **keywords):
+    def kill(*arguments, **keywords):
         if keywords["seed"][1] == 2:
-            actors = *collectors[0]._collector.remote_collectors, collectors[0]._replay.actor
-            victim = actors[-1 if which == "the replay buffer" else 1]
-            os.kill(ray.get(victim.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            pid = ray.get(victim(collectors[0]).__ray_call__.remote(lambda _: os.getpid()))
+            os.kill(pid, signal.SIGKILL)
         return evaluate(*arguments, **keywords)
 
+    monkeypatch.setattr(distributed, "RemoteCollector", noted)
+    monkeypatch.setattr(evaluation, "evaluate", kill)
+
+
+def test_killed_collector(ray_runtime, tmp_path, monkeypatch, capsys):
+    """The run ends, says why, and goes on from what could be saved."""
     with monkeypatch.context() as patch:
-        patch.setattr(distributed, "RemoteCollector", noted)
-        patch.setattr(evaluation, "evaluate", killing)
+        killing(patch, lambda collector: collector._collector.remote_collectors[1])
         configuration = composer.configuration("num_envs=2", "num_collectors=2", "checkpoint_interval=32")
         assert distributed.train(configuration, tmp_path) == FAILED
     errors = capsys.readouterr().err
-    assert f": the process of {which} has ended (killed, or out of memory?)\n" in errors
+    assert ": the process of a collector has ended (killed, or out of memory?)\n" in errors
     assert f"resume={tmp_path}" in errors and "Traceback" not in errors
-    assert checkpoint(tmp_path)["counters"]["env_steps"] in saved
+    assert checkpoint(tmp_path)["counters"]["env_steps"] in {64, 80}
     assert distributed.train(composer.resumed(tmp_path), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_killed_shard(ray_runtime, tmp_path, monkeypatch, capsys, num_shards):
+    """The run says what is lost and goes on; the shard continues from the last checkpoint."""
+    killing(monkeypatch, lambda collector: collector._replay._group.handles[-1])
+    settings = "num_envs=2", "num_collectors=2", "checkpoint_interval=32", f"num_shards={num_shards}"
+    assert distributed.train(composer.configuration(*settings), tmp_path) == DONE
+    errors = capsys.readouterr().err
+    assert f"the process of shard {num_shards - 1} of the replay buffer has ended" in errors
+    assert "Traceback" not in errors
+    table = rows(tmp_path)
+    assert [row["env_steps"] for row in table] == ["32", "64", "96"]
+    assert float(table[-1]["sampler/lost_shards"]) == 1
+
+
 def test_errors_of_an_environment_pass_as_they_are(ray_runtime):
-    with pytest.raises(ValueError, match="action 5"), remote.noticing_lost_actors(None):
+    with pytest.raises(ValueError, match="action 5"), remote.noticing_lost_actors():
         raise ValueError("action 5")
 
 
@@ -192,8 +151,8 @@ def test_too_few_cpus(monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     with (
-        pytest.raises(ConfigError, match="num_collectors=2: collectors and buffer need 3 CPUs, the cluster has 2"),
-        remote.runtime("auto", 3),
+        pytest.raises(ConfigError, match="num_collectors=2 num_shards=1: they need 3 CPUs, the cluster has 2"),
+        remote.runtime("auto", 2, 1),
     ):
         pass
     assert ended

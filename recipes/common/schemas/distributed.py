@@ -15,6 +15,7 @@ class Config(RunConfig):
     dqn: DQNConfig = MISSING
     address: str | None = MISSING
     num_collectors: int = MISSING
+    num_shards: int = MISSING
     prefetch: int = MISSING
     # a compiled graph cannot include the buffer, which is in another process
     compile: bool = False
@@ -24,6 +25,10 @@ class Config(RunConfig):
         super().__post_init__()
         if self.num_collectors < 1:
             raise ValueError(f"num_collectors={self.num_collectors}: must be >= 1")
+        if self.num_shards < 1:
+            raise ValueError(f"num_shards={self.num_shards}: must be >= 1")
+        if self.dqn.buffer_size % self.num_shards:
+            raise ValueError(f"num_shards={self.num_shards}: must divide dqn.buffer_size={self.dqn.buffer_size}")
         if not 0 <= self.prefetch <= 16:
             raise ValueError(f"prefetch={self.prefetch}: must be in [0, 16]")
         if self.compile:
