@@ -1,0 +1,236 @@
+"""How far a sharded replay buffer goes: measured throughput of a few shards, and a model for many hosts.
+
+    python -m recipes.experiments.sharding
+    python -m recipes.experiments.sharding --shards 1 2 4 8 --cycles 100
+    python -m recipes.experiments.sharding --read recipes/results/sharding.csv
+
+A learner in this process samples batches of 256 transitions with PER from 1, 2 and 4 shards, Ray actors on this host,
+and returns TD errors. Transitions are small (CartPole, 54 bytes), or have images (4 frames of 84 x 84, 56 kB).
+
+The model is fitted to the CPU time of the learner's process:
+
+    seconds per batch = base + message · shards + byte · bytes of the batch
+
+A batch is one message to each shard and one back. The learner's CPU limits the batches per second to the inverse; the
+network limits them to bandwidth / bytes of the batch. Needs Ray (pip install "ray>=2.9").
+
+sharding.csv has one row per number of shards and kind of transition. Each number is the least of ten blocks. Columns:
+
+    shards, row_bytes     number of shards, bytes of a transition
+    wall, cpu             seconds per batch: time, and CPU time of the learner's process
+    write_wall            seconds to write 64 transitions
+    coordinator           CPU seconds per batch of the learner's thread outside of Ray
+"""
+
+import argparse
+import csv
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from recipes.common.remote import runtime
+from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, ShardedReplayBuffer
+from torchrl_replay_ext.sharding import RayCalls
+
+BATCH, WRITTEN, STREAMS, BLOCKS = 256, 64, 8, 10
+IMAGE = 4 * 84 * 84
+HOSTS = 1, 4, 16, 64, 256
+# bytes per second
+NETWORKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}
+
+
+def transitions(first: int, count: int, *, images: bool) -> TensorDict:
+    """Rows of STREAMS environments that take turns, with episodes of 20 steps."""
+    number = torch.arange(first, first + count)
+    step, stream = number // STREAMS, number % STREAMS
+    done = (step % 20 == 19).unsqueeze(1)
+    observation = torch.zeros(count, IMAGE, dtype=torch.uint8) if images else torch.zeros(count, 4)
+    return TensorDict(
+        {
+            "observation": observation,
+            "action": torch.zeros(count, dtype=torch.int64),
+            "collector": {"traj_ids": step // 20 * STREAMS + stream},
+            "next": {
+                "observation": observation.clone(),
+                "reward": torch.zeros(count, 1),
+                "done": done,
+                "terminated": done.clone(),
+            },
+        },
+        [count],
+    )
+
+
+class TimedCalls(RayCalls):
+    """Calls by Ray that add up the CPU time that this thread spends in Ray."""
+
+    seconds = 0.0
+
+    def start(self, arguments: dict[str, Any]) -> Any:
+        """Start a shard."""
+        return _Timed(super().start(arguments), self)
+
+    def get(self, reference: Any) -> Any:
+        """Wait for an answer."""
+        return self.timed(super().get, reference)
+
+    def stop(self, shard: Any) -> None:
+        """End a shard for good."""
+        super().stop(shard.handle)
+
+    def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function and count its time."""
+        start = time.thread_time()
+        try:
+            return call(*arguments)
+        finally:
+            self.seconds += time.thread_time() - start
+
+
+class _Timed:
+    """The handle of an actor, or a method of it."""
+
+    def __init__(self, handle: Any, calls: TimedCalls):
+        self.handle, self._calls = handle, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return _Timed(getattr(self.handle, name), self._calls)
+
+    def remote(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._calls.timed(partial(self.handle.remote, *arguments, **keywords))
+
+
+def cycle(buffer: ShardedReplayBuffer) -> None:
+    """Sample a batch and return TD errors."""
+    batch = buffer.sample()
+    batch["td_error"] = torch.rand(BATCH)
+    buffer.update_tensordict_priority(batch)
+
+
+def measure_calls(call: Callable[[], object], count: int, in_ray: Callable[[], float] = lambda: 0.0) -> np.ndarray:
+    """Seconds of a call, CPU seconds of this process, and CPU seconds of this thread outside of Ray.
+
+    Each number is the least of BLOCKS means: other load on the host only makes calls slower.
+
+    Args:
+        call: the function to measure.
+        count: number of calls in each block.
+        in_ray: returns the CPU seconds that this thread has spent in Ray.
+    """
+    blocks = []
+    for _ in range(BLOCKS):
+        before = np.array([time.perf_counter(), time.process_time(), time.thread_time() - in_ray()])
+        for _ in range(count):
+            call()
+        after = np.array([time.perf_counter(), time.process_time(), time.thread_time() - in_ray()])
+        blocks.append((after - before) / count)
+    return np.min(blocks, axis=0)
+
+
+def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
+    """Measure one number of shards; a row of sharding.csv."""
+    capacity = 4096 if images else 65536
+    calls = TimedCalls({"num_cpus": 0})
+    buffer = ShardedReplayBuffer(
+        num_shards,
+        storage=partial(CompilableTensorStorage, capacity // num_shards),
+        sampler=ProportionalSampler,
+        batch_size=BATCH,
+        prefetch=0,
+        calls=calls,
+    )
+    try:
+        rows = partial(transitions, count=WRITTEN, images=images)
+        for first in range(0, capacity, WRITTEN):
+            buffer.extend(rows(first))
+        measure_calls(partial(cycle, buffer), 2)
+        wall, cpu, coordinator = measure_calls(partial(cycle, buffer), cycles, lambda: calls.seconds)
+        first = iter(range(capacity, 1000 * capacity, WRITTEN))
+        write_wall, _, _ = measure_calls(lambda: buffer.extend(rows(next(first))), max(cycles // 4, 1))
+    finally:
+        buffer.shutdown()
+    size = transitions(0, 1, images=images).bytes()
+    names = "shards", "row_bytes", "wall", "cpu", "write_wall", "coordinator"
+    return dict(zip(names, (num_shards, size, wall, cpu, write_wall, coordinator), strict=True))
+
+
+def fit(rows: Sequence[dict[str, float]]) -> np.ndarray:
+    """Base, seconds per message and seconds per byte of the model, by least squares of relative errors."""
+    cpu = np.array([row["cpu"] for row in rows])
+    terms = np.array([[1.0, row["shards"], BATCH * row["row_bytes"]] for row in rows])
+    return np.linalg.lstsq(terms / cpu[:, None], np.ones(len(cpu)), rcond=None)[0]
+
+
+def report(rows: Sequence[dict[str, float]]) -> str:
+    """The measured numbers and the model, as Markdown."""
+    lines = [
+        "| shards | bytes of a transition | batches per second | ms per batch | learner's CPU, ms | coordinator, ms | "
+        "64 rows written, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = (row[name] * 1e3 for name in ("wall", "cpu", "coordinator", "write_wall"))
+        lines.append(
+            f"| {row['shards']:.0f} | {row['row_bytes']:,.0f} | {1 / row['wall']:.0f} | "
+            + " | ".join(f"{number:.2f}" for number in times)
+            + " |"
+        )
+    base, message, byte = fit(rows)
+    lines += [
+        "",
+        f"Fitted CPU time of the learner: {base * 1e3:.2f} ms per batch, {message * 1e3:.2f} ms per shard, "
+        f"{byte * 1e9:.2f} ms per MB.",
+        "",
+        f"| hosts with one shard each | bytes of a transition | learner's limit | {' | '.join(NETWORKS)} |",
+        "|---" * (3 + len(NETWORKS)) + "|",
+    ]
+    for size in sorted({row["row_bytes"] for row in rows}):
+        for hosts in HOSTS:
+            limit = 1 / (base + message * hosts + byte * BATCH * size)
+            networks = " | ".join(f"{speed / (BATCH * size):,.0f}" for speed in NETWORKS.values())
+            lines.append(f"| {hosts} | {size:,.0f} | {limit:.0f} | {networks} |")
+    return "\n".join([*lines, "", "Limits are in batches of 256 per second."])
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
+    """Run the command line; return the rows of sharding.csv."""
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m recipes.experiments.sharding", description=description)
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of shards [1 2 4]")
+    parser.add_argument("--cycles", type=int, default=40, help="batches in each of ten blocks [%(default)s]")
+    parser.add_argument("--read", type=Path, metavar="CSV", help="print the tables of an earlier run")
+    parser.add_argument("--out", type=Path, default=Path("runs/sharding"), help="output directory [%(default)s]")
+    options = parser.parse_args(arguments)
+    if min(*options.shards, options.cycles) < 1:
+        parser.error("--shards and --cycles must be at least 1")
+    if options.read is not None:
+        if not options.read.is_file():
+            parser.error(f"argument --read: {options.read} is not a file")
+        with options.read.open() as file:
+            rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        print(report(rows))
+        return rows
+    torch.set_num_threads(1)
+    rows = []
+    with runtime(None, 0, max(options.shards)):
+        for images in (False, True):
+            for num_shards in options.shards:
+                rows.append(measure(num_shards, images=images, cycles=options.cycles))
+                print(rows[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "sharding.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(report(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
