@@ -6,6 +6,7 @@ This module can be imported without Ray; :func:`runtime` checks whether Ray is i
 import importlib.util
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
 
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import CHECKPOINT, ConfigError, LostProcess
+from recipes.common.cli import CHECKPOINT, ConfigError, LostProcess, reason
 from recipes.common.config import EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.progress import warn
@@ -68,6 +69,7 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
         require_cpus()
         yield
         return
+    _require_answer(address)
     # By default, Ray's workers run at low priority, but they do most of the work.
     os.environ.setdefault("RAY_worker_niceness", "0")
     local = {"num_cpus": max(num_actors, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
@@ -81,6 +83,21 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str | None) -> None:
+    """Raise ConfigError if nothing listens at an address of the form host:port. Ray would try for minutes."""
+    if address in (None, "auto", "local") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"address={address}: must be host:port, as printed by ray start --head, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"address={address}: no answer ({reason(error)}); start Ray there: ray start --head"
+        ) from error
 
 
 @contextmanager

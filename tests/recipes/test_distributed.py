@@ -143,6 +143,21 @@ def test_errors_of_an_environment_pass_as_they_are(ray_runtime):
         raise ValueError("action 5")
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "address=127.0.0.1:1: no answer"),
+        ("127.0.0.1", "must be host:port"),
+        (":x", "must be host:port"),
+    ],
+)
+def test_an_address_that_does_not_answer(monkeypatch, address, message):
+    ray = pytest.importorskip("ray", reason="needs ray (pip install ray)")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=message), remote.runtime(address, 1, 1):
+        pass
+
+
 def test_too_few_cpus(monkeypatch):
     ray = pytest.importorskip("ray", reason="needs ray (pip install ray)")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
