@@ -219,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     rows = []
     with runtime(None, 0, max(options.shards)):
+        # not recorded: Ray is still starting processes
+        measure(options.shards[0], images=False, cycles=options.cycles)
         for images in (False, True):
             for num_shards in options.shards:
                 rows.append(measure(num_shards, images=images, cycles=options.cycles))
