@@ -141,7 +141,7 @@ def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batc
 
 def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
     """The TensorDict [num_rows] of columns on the CPU, without the checks, which take longer than all else."""
-    root: dict[str, Any] = {}
+    root: dict[Any, Any] = {}
     for key, column in columns.items():
         *groups, name = (key,) if isinstance(key, str) else key
         group = root
@@ -149,7 +149,7 @@ def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
             group = group.setdefault(each, {})
         group[name] = column
 
-    def build(group: dict[str, Any]) -> TensorDict:
+    def build(group: dict[Any, Any]) -> TensorDict:
         parts = {name: build(part) if isinstance(part, dict) else part for name, part in group.items()}
         return TensorDict._new_unsafe(parts, batch_size=torch.Size([num_rows]), device=torch.device("cpu"))
 
