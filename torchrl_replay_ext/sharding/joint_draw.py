@@ -22,12 +22,10 @@ class Division(NamedTuple):
     Args:
         shares: the share of each shard; None for shards without rows.
         probability: probability that a row of each table lies in each shard, float64 [shards, tables].
-        reports: the reports that the draw was divided by.
     """
 
     shares: list[Share | None]
     probability: np.ndarray
-    reports: list[Report]
 
 
 class JointDraw:
@@ -83,7 +81,7 @@ class JointDraw:
             None if eta is None else torch.tensor(eta, dtype=torch.float64),
         )
         if self._distribution is None:
-            table, u, share = torch.zeros(rows, dtype=torch.int64), torch.rand(rows, dtype=torch.float64), torch.ones(1)
+            table, share = torch.zeros(rows, dtype=torch.int64), torch.ones(1)
             u = torch.rand(rows, dtype=torch.float64, generator=generator)
         else:
             table, u, share = self._distribution.plan(everywhere, rows, batch_size, generator)
@@ -103,7 +101,7 @@ class JointDraw:
             row_tables = rows_of_shard["table"] if tables > 1 else None
             parts: list[Any] = [rows_of_shard["u"], row_tables, probability[number].tolist(), share.tolist(), count]
             shares.append(Share(*parts) if len(parts[0]) else None)
-        return Division(shares, probability, list(reports))
+        return Division(shares, probability)
 
     def smallest(self, probability: np.ndarray, reports: Sequence[Report]) -> float | None:
         """The smallest probability of a stored transition in a draw; None if weights are normalised over the batch.

@@ -319,21 +319,21 @@ class ReplayShard:
         open episode, marked as truncated, is written. Its event flags are cleared. An event that is a condition on
         entries also holds for the copy, which then enters the event's table next to the original.
         """
-        buffer = self._buffer
-        if not self._length():
+        buffer, storage = self._buffer, self._buffer.storage
+        assert isinstance(storage, CompilableTensorStorage)
+        if not self._length() or self._column(self._done_key) is None:
             return self.report()
         slots = stored_slots(buffer)
-        stored = buffer[slots]
-        done = stored.get(self._done_key, None)
-        if done is None:
-            return self.report()
-        ids = stored.get(self._traj_key, None)
-        ids = torch.zeros(len(slots), dtype=torch.int64) if ids is None else ids.reshape(len(slots))
+        # only these columns: the others may be large
+        done = storage.take_columns([self._done_key], slots)[self._done_key].reshape(len(slots), -1).any(1)
+        ids = torch.zeros(len(slots), dtype=torch.int64)
+        if self._column(self._traj_key) is not None:
+            ids = storage.take_columns([self._traj_key], slots)[self._traj_key].reshape(len(slots))
         _, which = ids.unique(return_inverse=True)
         last = torch.zeros(int(which.max()) + 1, dtype=torch.int64)
         last.scatter_reduce_(0, which, torch.arange(len(slots)), "amax")
         last = last.sort().values
-        rows = stored[last[~done.reshape(len(slots), -1).any(1)[last]]].exclude("index")
+        rows = buffer[slots[last[~done[last]]]].exclude("index")
         if len(rows):
             for key in (self._done_key, (*self._done_key[:-1], "truncated")):
                 if rows.get(key, None) is not None:
@@ -342,6 +342,10 @@ class ReplayShard:
                 rows[key] = torch.zeros_like(rows[key])
             buffer.extend(rows)
         return self.report()
+
+    def _column(self, key: NestedKey) -> torch.Tensor | None:
+        """A stored entry; None if it is missing."""
+        return _torchrl.stored_data(self._buffer.storage).get(key, None)
 
     def _flags(self) -> list[NestedKey]:
         """The entries that flag events."""

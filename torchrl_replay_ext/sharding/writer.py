@@ -60,8 +60,10 @@ class ShardWriter:
         # the question for the state of each shard that cannot be written to
         self._questions: dict[int, Any] = {}
         self._rows_written = 0
-        # rows that were not written because their shard was lost: all, and those that no shard has been told of
-        self.lost_rows = self._untold = 0
+        # number of rows that were not written because their shard was lost
+        self.lost_rows = 0
+        # how many of them are still to be reported, with the next write
+        self._unreported = 0
 
     @property
     def write_count(self) -> int:
@@ -191,8 +193,8 @@ class ShardWriter:
                 part[self._traj_key] = name[target == number].reshape(part[self._traj_key].shape)
             report = self.reports[number]
             incarnation = report.incarnation if report is not None and report.incarnation else None
-            sent.append((int(number), chosen, self._shards[number].write.remote(part, incarnation, self._untold)))
-            self._untold = 0
+            sent.append((int(number), chosen, self._shards[number].write.remote(part, incarnation, self._unreported)))
+            self._unreported = 0
         answers = get_all(self._calls, [reference for _, _, reference in sent])
         again = [which[:0]]
         for (number, chosen, _), answer in zip(sent, answers, strict=True):
@@ -201,7 +203,7 @@ class ShardWriter:
                 self._rename(number, stay=False)
                 is_late = np.isin(episode[chosen], ended)
                 self.lost_rows += int(is_late.sum())
-                self._untold += int(is_late.sum())
+                self._unreported += int(is_late.sum())
                 again.append(chosen[~is_late])
                 continue
             written, self.reports[number] = answer
