@@ -36,6 +36,7 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     RecencySampler,
 )
+from torchrl_replay_ext.sharding.shard import stored_slots
 
 # in the order of PLAIN
 _CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler, ProportionalSampler)
@@ -285,14 +286,6 @@ def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
     }
 
 
-def written_slots(replay: TensorDictReplayBuffer) -> torch.Tensor:
-    """The slots of all stored transitions, or with event tables of the default table's transitions; oldest first."""
-    if isinstance(replay.writer, EventTableWriter):
-        return replay.writer.tables["default"].index()
-    count = len(replay)
-    return (replay.write_count - count + torch.arange(count)) % replay.storage.max_size
-
-
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
     """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes.
 
@@ -300,7 +293,7 @@ def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Seque
     environments are repeated as truncated ones.
     """
     if replay.storage.ndim == 1:
-        end_episodes(replay, written_slots(replay)[-num_envs:][list(envs)])
+        end_episodes(replay, stored_slots(replay)[-num_envs:][list(envs)])
         return
     row = replay[(replay.write_count - 1) % replay.storage.shape[0]].exclude("index").clone()
     row["next", "truncated"] = row["next", "truncated"] | ~row["next", "terminated"]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage
 
 from torchrl_replay_ext import _torchrl
@@ -140,7 +141,7 @@ def drawing_sampler(sampler: Any) -> PrioritySampler | None:
     return sampler if isinstance(sampler, PrioritySampler) else None
 
 
-def stored_slots(buffer: CompilableReplayBuffer) -> torch.Tensor:
+def stored_slots(buffer: TensorDictReplayBuffer) -> torch.Tensor:
     """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
     if isinstance(buffer.writer, EventTableWriter):
         return buffer.writer.tables[DEFAULT].index()
