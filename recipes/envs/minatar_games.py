@@ -45,7 +45,7 @@ class MinAtar(gymnasium.Env):
         if not 0 <= sticky_action_prob <= 1:
             raise ValueError(f"MinAtar(sticky_action_prob={sticky_action_prob!r}): must be in [0, 1]")
         try:
-            from minatar import Environment
+            from minatar import Environment  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
         except ImportError as error:
             raise ImportError(f"MinAtar(game={game!r}) needs the games: pip install minatar") from error
         self.render_mode = render_mode
