@@ -66,9 +66,13 @@ def test_event_tables_write_stock_tensor_storages_by_columns(monkeypatch):
 
 
 @both_buffers
-def test_the_state_of_an_empty_buffer_can_be_loaded(compilable):
-    rb = buffer_with(ProportionalSampler(4), 4, compilable=compilable, batch_size=2)
-    rb.load_state_dict(rb.state_dict())
+@pytest.mark.parametrize("num_rows", [0, 3, 6])
+def test_the_state_of_an_empty_buffer_can_be_loaded(compilable, num_rows):
+    empty, rb = (buffer_with(ProportionalSampler(4), 4, compilable=compilable, batch_size=2) for _ in range(2))
+    for row in range(num_rows):
+        rb.extend(rows(1, first=row))
+    rb.load_state_dict(empty.state_dict())
+    assert len(rb) == 0
     with pytest.raises((RuntimeError, ValueError), match="empty"):
         rb.sample()
     rb.extend(rows(3))

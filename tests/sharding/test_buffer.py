@@ -142,11 +142,12 @@ def test_a_refused_first_batch_leaves_no_trace():
         (("collector", "traj_ids"), torch.zeros(32, dtype=torch.int32), "must have one int64 per transition"),
         (("collector", "traj_ids"), torch.zeros(32, 2, dtype=torch.int64), "must have one int64 per transition"),
         ("shard", torch.zeros(32), r"samples get the entries .*'shard'"),
+        ("half", torch.zeros(32, dtype=torch.bfloat16), r"dtypes that NumPy has, .*'half': torch.bfloat16"),
     ],
 )
 def test_entries_of_the_wrong_kind(entry, column, message):
     many = sharded("proportional", 2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         many.extend(transitions(0, 8).set(entry, column))
     fill(many)
 

@@ -17,8 +17,14 @@ Arrays = dict[NestedKey, np.ndarray]
 
 
 def to_arrays(data: TensorDictBase) -> Arrays:
-    """The entries of a batch on the CPU."""
-    return {key: column.detach().cpu().numpy() for key, column in data.items(True, True)}
+    """The entries of a batch on the CPU. Raises TypeError if an entry has a dtype that NumPy does not have."""
+    try:
+        return {key: column.detach().cpu().numpy() for key, column in data.items(True, True)}
+    except TypeError as error:
+        dtypes = {str(key): column.dtype for key, column in data.items(True, True)}
+        raise TypeError(
+            f"ShardedReplayBuffer: entries need dtypes that NumPy has, not {dtypes}; convert them first."
+        ) from error
 
 
 def from_arrays(columns: Arrays) -> TensorDict:

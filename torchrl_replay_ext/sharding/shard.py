@@ -188,11 +188,7 @@ class ReplayShard:
         """Replace the content by that of the staged checkpoint, and truncate its open episodes: a new incarnation."""
         state, self._staged = self._staged, None
         assert state is not None
-        # torchrl cannot load the state of an empty storage over a filled one
-        if state["_storage"]["_len"]:
-            self._buffer.load_state_dict(state)
-        else:
-            self._buffer.empty()
+        self._buffer.load_state_dict(state)
         self._incarnation = _new_incarnation()
         return self.end_open_episodes()
 

@@ -78,6 +78,7 @@ class ShardWriter:
             while_waiting: called again and again while no shard can be written to. Default: nothing.
 
         Raises:
+            TypeError: if an entry has a dtype that NumPy does not have, such as bfloat16.
             ValueError: if the batch is not flat, or its entries differ from those of the first batch in name, shape or
                 dtype, or trajectory ids are not int64. Nothing is written then.
             Lost: a RuntimeError, if no shard can be written to for ``timeout`` seconds.

@@ -166,9 +166,11 @@ class CompilableTensorStorage(LazyTensorStorage):
         return map_tensors(stored, lambda column: gather_in_bounds(column, index.to(column.device)), index.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict``."""
+        """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory."""
         self.num_sets.add_(1)
+        is_allocated = self.initialized
         super().load_state_dict(state_dict)
+        self.initialized |= is_allocated
         self._settle()
 
     def loads(self, path: Any) -> None:
