@@ -5,6 +5,7 @@
     python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
     python -m recipes.plot --read recipes/results/threerooms.csv --columns q_sum return_mean --smooth 5
     python -m recipes.plot study=reaper
+    python -m recipes.plot study=sset --baseline sset
 
 There is one panel per environment and column, and one line per sampler, or per value of the configuration keys in
 `--by`. A run that stopped because it reached the reward threshold counts with its last return at later steps. A run
@@ -16,7 +17,8 @@ is at least the given value. For a run that did not solve its task it prints "â‰
 (default: sampler) and those of `--columns`.
 
 For a study (study=<name or directory>, see recipes.study), it prints the table, one sentence per variant, and writes
-table and figure into the directory of the study.
+table and figure into the directory of the study. `--baseline` prints the comparison with another variant and writes no
+files.
 
 Each figure is written as PNG and as SVG.
 """
@@ -210,6 +212,7 @@ def main() -> None:
         metavar="VALUE",
         help="print the env steps until runs solve the task: three evaluations >= VALUE",
     )
+    parser.add_argument("--baseline", metavar="VARIANT", help="print a study's comparison with this variant instead")
     arguments = parser.parse_args()
     if bool(arguments.runs) == (arguments.read is not None):
         parser.error("pass directories of runs, or study=<name or directory>, or --read CSV")
@@ -218,10 +221,13 @@ def main() -> None:
     columns, by = arguments.columns, arguments.by
     try:
         if len(arguments.runs) == 1 and str(arguments.runs[0]).startswith("study="):
-            from recipes.common.report import report, study_directory
+            from recipes.common.report import compare_with, report, study_directory
 
-            print(report(study_directory(str(arguments.runs[0]).removeprefix("study="))))
+            out = study_directory(str(arguments.runs[0]).removeprefix("study="))
+            print(compare_with(out, arguments.baseline) if arguments.baseline else report(out))
             return
+        if arguments.baseline:
+            raise ConfigError("--baseline: only for a study, study=<name or directory>")
         files = files_of(arguments.out)
         if arguments.read is not None:
             runs = read_table(arguments.read, columns, by)

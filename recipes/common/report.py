@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -397,7 +397,22 @@ def full_table(study: Study) -> str:
 def report(out: Path) -> str:
     """Write figure and table to the directory of the study; return the table and the conclusions."""
     study = read_study(out)
-    table = full_table(study)
-    (out / TABLE).write_text(table, encoding="utf-8")
+    (out / TABLE).write_text(full_table(study), encoding="utf-8")
     save(draw(study), *files_of(out / FIGURE), description=provenance(study))
-    return "\n".join([table, *conclusions(study)])
+    return _text(study)
+
+
+def compare_with(out: Path, baseline: str) -> str:
+    """The table and the conclusions with another baseline; writes no files.
+
+    Raises:
+        ConfigError: if the study has no variant of this name.
+    """
+    study = read_study(out)
+    if baseline not in study.config.variants:
+        raise ConfigError(f"--baseline {baseline}: the variants of {out} are {', '.join(study.config.variants)}")
+    return _text(replace(study, config=replace(study.config, baseline=baseline)))
+
+
+def _text(study: Study) -> str:
+    return "\n".join([full_table(study), *conclusions(study)])

@@ -378,6 +378,22 @@ def test_the_interval_of_the_ratio_is_that_of_the_means_over_resampled_pairs(fin
     assert ratio == f"{2400 / 1100:.2f} [{low:.2f}, {high:.2f}]"
 
 
+def test_a_comparison_with_another_baseline(finished, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot", f"study={finished}", "--baseline", "reaper"])
+    plot.main()
+    table = capsys.readouterr().out
+    assert "mean steps of the variant divided by the mean steps of ReaPER" in table and "1.50 [1.50, 1.50]" in table
+    assert not list(finished.glob("table.md"))
+    for words, message in (
+        ([f"study={finished}", "--baseline", "other"], "the variants of"),
+        (["x", "--baseline", "y"], "only"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["plot", *words])
+        with pytest.raises(SystemExit) as exit_:
+            plot.main()
+        assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("steps", "cells"),
     [
@@ -426,13 +442,20 @@ def test_published_studies_are_those_of_the_configurations(name):
     assert {**dict(published), "seeds": None} == {**dict(config), "seeds": None}
 
 
+# (study, variant) that the pages compare other variants with
+OTHER_BASELINES = [
+    ("sset", "sset"),
+    ("sset_tworooms", "gap shaping"),
+    ("sset_tworooms", "gap and goal"),
+    ("deepsea", "per"),
+]
+
+
 @pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
 def test_published_ratios_are_those_of_the_tables(page):
     found = {cell for path in RESULTS.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
-    # the only ratio to another variant than the baseline
-    sset = report.read_study(RESULTS / "sset")
-    sset.config.baseline = "sset"
-    found |= set(report.format_table(sset).split(" | "))
+    for name, baseline in OTHER_BASELINES:
+        found |= set(report.compare_with(RESULTS / name, baseline).split(" | "))
     ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", (ROOT / page).read_text("utf-8"))
     assert len(ratios) >= 5
     assert [ratio for ratio in ratios if ratio not in found] == []
