@@ -181,17 +181,19 @@ def result_of(study: Study, env: str, variant: str) -> Result:
     steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
     censored = study.values(env, variant, censored_of)
     pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
+    largest = max(np.abs(study.values(env, name, final_of)).max() for name in study.finished()[env])
+    form = "{:.2f}" if largest < 10 else "{:.1f}"
     ratio = difference = ""
     if variant != config.baseline and len(pairs):
         ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
-        difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), "{:.1f}")
+        difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), form)
     return Result(
         reached=f"{(~censored).sum()} of {len(steps)}",
         median=format_median(steps, censored),
         mean=f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
         ratio=ratio,
         claim=config.claims.get(env, {}).get(variant, ""),
-        final=with_interval(final, interquartile_mean, "{:.1f}"),
+        final=with_interval(final, interquartile_mean, form),
         difference=difference,
     )
 
