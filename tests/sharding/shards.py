@@ -84,9 +84,9 @@ def transitions(first, steps, *, seed=0, length=7):
 
 def sharded(name, num_shards, *, capacity=256, calls=None, **arguments):
     arguments = {"batch_size": BATCH, "seed": 1, "prefetch": 0, "timeout": 0.1, **arguments}
+    arguments.setdefault("storage", partial(CompilableTensorStorage, capacity))
     return ShardedReplayBuffer(
         num_shards,
-        storage=partial(CompilableTensorStorage, capacity),
         calls=calls or LocalCalls(),
         **{**copy.deepcopy(PARTS.get(name, {})), **arguments},
     )

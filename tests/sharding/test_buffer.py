@@ -186,6 +186,53 @@ def test_bad_td_errors_change_nothing():
         assert torch.equal(left["_sampler"]["priority"], right["_sampler"]["priority"])
 
 
+def test_updates_after_the_buffer_was_emptied_are_dropped():
+    many = sharded("proportional", 2, prefetch=1)
+    fill(many)
+    batch = many.sample()
+    many.empty()
+    batch["td_error"] = torch.ones(BATCH)
+    many.update_tensordict_priority(batch)
+    with pytest.raises(RuntimeError, match="the buffer is empty"):
+        many.sample()
+
+
+def test_a_stored_weight_does_not_become_the_weight_of_a_draw():
+    many = sharded("proportional", 2)
+    data = transitions(0, 20)
+    many.extend(data.set("priority_weight", torch.full((len(data),), 7.0)))
+    assert (many.sample()["priority_weight"] == 1).all()
+
+
+def test_entries_that_are_not_tensors_are_refused():
+    many = sharded("proportional", 2)
+    data = transitions(0, 8)
+    with pytest.raises(TypeError, match="'name' must be a tensor"):
+        many.extend(data.clone().set_non_tensor("name", "a"))
+    many.extend(data)
+
+
+def test_slices_can_be_updated_in_rows_and_padding_is_left_out():
+    many = sharded("slices, priorities", 2)
+    fill(many)
+    batch = many.sample()
+    error = torch.ones(BATCH)
+    error[~batch["collector", "mask"]] = float("nan")
+    batch["td_error"] = error
+    assert error.isnan().any()
+    many.update_tensordict_priority(batch.reshape(-1, 4))
+    many.check_valid()
+    batch["shard"] = torch.full((BATCH,), 2)
+    with pytest.raises(ValueError, match=r"the entry 'shard' must lie in \[0, 1\]"):
+        many.update_tensordict_priority(batch)
+
+
+@pytest.mark.parametrize("arguments", [{"ndim": 2}, {"device": "meta"}])
+def test_storages_that_shards_cannot_use(arguments):
+    with pytest.raises(ValueError, match="shards need a storage with ndim=1 on the CPU"):
+        sharded("", 2, storage=partial(CompilableTensorStorage, 64, **arguments))
+
+
 def test_a_checkpoint_of_another_number_of_shards(tmp_path):
     many, other = sharded("proportional", 2), sharded("proportional", 3)
     fill(many)

@@ -1,5 +1,6 @@
 """Processes of shards that end: what is lost, what goes on, and what a checkpoint restores."""
 
+import itertools
 import warnings
 from functools import partial
 
@@ -29,6 +30,7 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.sharding.calls import Lost
 
 
 @pytest.mark.parametrize(
@@ -368,3 +370,189 @@ def test_a_shard_without_priorities_is_left_out():
     for _ in range(3):
         batch = many.sample()
         assert len(batch) == BATCH and (batch["shard"] == 1).all()
+
+
+def restarted(many, number):
+    """Kill and restart a shard, and note it with a draw, without the warnings."""
+    silently_restarted(many, number)
+    with pytest.warns(UserWarning):
+        many.sample()
+        many.sample()
+
+
+def test_rows_written_to_a_new_process_before_it_is_restored_are_kept(tmp_path):
+    many = sharded("proportional", 2)
+    fill(many)
+    many.dumps(tmp_path)
+    old = set(rows_in(many)[1])
+    writer = many.client()
+    silently_restarted(many, 1)
+    writer.extend(transitions(400, 30))
+    new = set(rows_in(many)[1])
+    assert len(new) > 20 and min(new) >= 400
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        many.sample()
+        many.sample()
+    assert set(rows_in(many)[1]) == old | new and writer.lost_rows == 0
+    many.check_valid()
+
+
+def test_reports_of_a_lost_shard_that_arrive_late_are_ignored():
+    many = sharded("proportional", 2, prefetch=2)
+    fill(many)
+    learn(many, 3)
+    many.sample()
+    many._group.handles[1].kill()
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        len(many)
+    # drawn before the loss
+    many.sample()
+    assert many._group.reports[1].mass == (0.0,)
+    many.extend(transitions(400, 1))
+    assert many._group.reports[1].mass == (0.0,)
+
+
+def test_the_learner_does_not_write_to_a_shard_that_it_knows_to_be_lost():
+    many = sharded("proportional", 2)
+    fill(many)
+    many._group.handles[1].kill()
+    many.extend(transitions(400, 20))
+    lost = many._writer.lost_rows
+    for first in range(480, 880, 80):
+        many.extend(transitions(first, 20))
+    assert many._writer.lost_rows == lost
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        many.sample()
+    other = sharded("proportional", 2)
+    fill(other)
+    other._group.handles[1].kill()
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        other.sample()
+    other.extend(transitions(400, 20))
+    assert other._writer.lost_rows == 0
+
+
+def test_a_restarted_shard_of_full_ones_gets_its_share_only():
+    many = sharded("proportional", 2, capacity=64)
+    episodes = iter(range(100_000))
+
+    def write(count):
+        for number in itertools.islice(episodes, count):
+            episode = transitions(0, 7)[:7]
+            episode["collector", "traj_ids"] = torch.full((7,), number)
+            episode["next", "done"] = (torch.arange(7) == 6).unsqueeze(1)
+            many.extend(episode)
+
+    def written():
+        return [handle.replay._buffer.write_count for handle in many._group.handles]
+
+    write(150)
+    restarted(many, 1)
+    write(20)
+    before = written()
+    write(40)
+    added = np.subtract(written(), before)
+    assert added.min() > 0.4 * added.sum()
+
+
+def test_annealed_exponents_of_a_restored_shard_hold_at_once():
+    beta = Anneal(0.0, 1.0, num_updates=5)
+    many = sharded("", 2, sampler=partial(ProportionalSampler, beta=beta), prefetch=2)
+    fill(many)
+    learn(many, 20)
+    silently_restarted(many, 0)
+    with pytest.warns(UserWarning, match="shard 0 of"):
+        batches = [many.sample() for _ in range(8)]
+    assert all((batch["priority_weight"] < 1).any() for batch in batches)
+
+
+@pytest.mark.parametrize("change", ["empty", "load_state_dict"])
+def test_an_earlier_checkpoint_is_not_restored_after_the_content_was_replaced(change, tmp_path):
+    many = sharded("proportional", 2)
+    state = many.state_dict()
+    fill(many)
+    many.dumps(tmp_path)
+    many.empty() if change == "empty" else many.load_state_dict(state)
+    many.extend(transitions(400, 20))
+    restarted(many, 1)
+    assert all(number >= 400 for rows in rows_in(many) for number in rows)
+
+
+def test_entries_are_those_of_the_stored_rows_also_after_a_loss():
+    many = sharded("proportional", 2)
+    fill(many)
+    silently_restarted(many, 0)
+    with pytest.raises(ValueError, match="'value'"):
+        many.client().extend(transitions(400, 5).exclude("value"))
+    with pytest.raises(ValueError, match="'value'"):
+        many.client().extend(transitions(400, 5).exclude("value"))
+
+
+def test_a_state_that_does_not_fit_one_shard():
+    many = sharded("proportional", 3)
+    fill(many)
+    state = many.state_dict()
+    state["shards"][2]["_sampler"] = {}
+    with pytest.raises(ValueError, match="state"):
+        many.load_state_dict(state)
+    many.sample()
+    assert many.stats()["lost_shards"] == 0
+
+
+def test_a_shard_that_is_started_again_while_a_state_is_loaded():
+    def before(number, method):
+        if armed and method == "restore" and number == 1:
+            armed.pop()
+            silently_restarted(many, 1)
+
+    armed = []
+    many = sharded("proportional", 2, calls=LocalCalls(before))
+    fill(many)
+    state = many.state_dict()
+    armed.append(True)
+    with pytest.raises(RuntimeError, match="started again while a checkpoint was loaded"):
+        many.load_state_dict(state)
+
+
+def test_the_loss_of_the_only_shard_is_an_error_of_its_own():
+    many = sharded("proportional", 1)
+    fill(many)
+    many.sample()
+    silently_restarted(many, 0)
+    with pytest.warns(UserWarning), pytest.raises(Lost, match="no transition can be drawn"):
+        for _ in range(2):
+            many.sample()
+
+
+def test_rows_that_a_lost_shard_has_counted_are_not_forgotten():
+    many = sharded("proportional", 3)
+    fill(many)
+    writer = many.client()
+    writer.extend(transitions(400, 5))
+    many._group.handles[1].kill()
+    writer.extend(transitions(420, 40))
+    writer.extend(transitions(580, 5))
+    with pytest.warns(UserWarning, match="shard 1 of"):
+        many.sample()
+        many.sample()
+    # the lost rows were reported to one of the others
+    (number,) = (number for number, report in enumerate(many._group.reports) if report.lost == writer.lost_rows > 0)
+    counted = many._group.lost_rows + many._group.reports[number].length
+    many._group.handles[number].kill()
+    with pytest.warns(UserWarning, match=f"shard {number} of"):
+        many.sample()
+    assert many._group.lost_rows == counted + writer.lost_rows
+
+
+def test_a_report_of_lost_rows_that_is_lost_itself_is_made_again():
+    many = sharded("proportional", 3)
+    fill(many)
+    writer = many.client()
+    writer.extend(transitions(400, 5))
+    for number in (0, 1):
+        many._group.handles[number].kill()
+        # a batch in which episodes end, for the shard that was killed and with the report of the rows lost before
+        writer.extend(transitions(420 + 160 * number, 40))
+    writer.extend(transitions(740, 5))
+    assert writer.lost_rows > 0
+    assert many._group.handles[2].replay._lost + many._group.handles[0].replay._lost == writer.lost_rows

@@ -1,4 +1,4 @@
-"""Batches as NumPy arrays, for the way between processes.
+"""Batches as NumPy arrays, for transfer between processes.
 
 Ray takes 2.3 ms of CPU time to pack and unpack a batch of tensors, and 0.1 ms for the same batch as arrays.
 """
@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
+from torch import Tensor
 
 from torchrl_replay_ext._torchrl import assemble
 
@@ -17,11 +18,15 @@ Arrays = dict[NestedKey, np.ndarray]
 
 
 def to_arrays(data: TensorDictBase) -> Arrays:
-    """The entries of a batch on the CPU. Raises TypeError if an entry has a dtype that NumPy does not have."""
+    """The entries of a batch on the CPU. Raises TypeError for entries that are not tensors, and dtypes NumPy lacks."""
+    entries = dict(data.items(True, True, is_leaf=is_leaf_nontensor))
+    for key, column in entries.items():
+        if not isinstance(column, Tensor):
+            raise TypeError(f"ShardedReplayBuffer: the entry {key!r} must be a tensor, not {type(column).__name__}.")
     try:
-        return {key: column.detach().cpu().numpy() for key, column in data.items(True, True)}
+        return {key: column.detach().cpu().numpy() for key, column in entries.items()}
     except TypeError as error:
-        dtypes = {str(key): column.dtype for key, column in data.items(True, True)}
+        dtypes = {str(key): column.dtype for key, column in entries.items()}
         raise TypeError(
             f"ShardedReplayBuffer: entries need dtypes that NumPy has, not {dtypes}; convert them first."
         ) from error
@@ -42,6 +47,11 @@ def split(columns: Arrays, part: np.ndarray, num_parts: int) -> list[Arrays]:
     ends = np.searchsorted(part[order], np.arange(num_parts + 1))
     sorted_columns = {key: column[order] for key, column in columns.items()}
     return [{key: column[begin:end] for key, column in sorted_columns.items()} for begin, end in pairwise(ends)]
+
+
+def describe(columns: Arrays) -> dict[NestedKey, tuple[tuple[int, ...], str]]:
+    """Shape of a row and dtype of each entry."""
+    return {key: (column.shape[1:], str(column.dtype)) for key, column in columns.items()}
 
 
 def num_rows(columns: Arrays) -> int:

@@ -18,10 +18,10 @@ from torchrl_replay_ext.arguments import require_bool, require_integer
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.samplers.trajectory import MASK_KEY, TrajectoryRetraceSampler
-from torchrl_replay_ext.sharding.arrays import Arrays, from_arrays, num_rows, split
+from torchrl_replay_ext.sharding.arrays import Arrays, concatenate, from_arrays, num_rows, split
 from torchrl_replay_ext.sharding.calls import Calls, Lost, RayCalls
 from torchrl_replay_ext.sharding.group import OWNER, SHARD_KEY, ShardGroup
-from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose, join, weights
+from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose, weights
 from torchrl_replay_ext.sharding.shard import DENSITY, drawing_sampler, joint_sampler
 from torchrl_replay_ext.sharding.writer import ShardWriter
 
@@ -38,7 +38,7 @@ class Request(NamedTuple):
         answers: reference to the answer of each shard; None for lost shards.
         incarnations: the incarnation of each shard.
         updates: number of updates that the shards apply before they draw.
-        stale_updates: how many of them the sums missed that the draw was divided by.
+        stale_updates: number of these updates that the sums did not include.
         written: number of transitions ever written, by these sums.
     """
 
@@ -55,9 +55,10 @@ class ShardedReplayBuffer:
     r"""A replay buffer split between Ray actors, called shards. Draws follow the distribution of a single buffer.
 
     Each shard is a :class:`~torchrl_replay_ext.CompilableReplayBuffer`. This object, the coordinator, belongs to the
-    learner. It divides each draw by the sums of the shards' priorities, so that a transition has the probability that
-    it would have in one buffer with all transitions. Importance-sampling weights use the sum, the smallest probability
-    and the largest priority of all shards. Batches are fetched from all shards at the same time, ahead of use.
+    learner. It splits each draw between the shards in proportion to the sums of their priorities, so that a transition
+    has the probability that it would have in one buffer with all transitions. Importance-sampling weights use the sum,
+    the smallest probability and the largest priority of all shards. Batches are fetched from all shards at the same
+    time, ahead of use.
 
     * **Episodes** stay in one shard: a new one goes to the shard with the fewest transitions. This needs
       trajectory ids (``traj_key``) that are unique among all writers, unless there is a single environment.
@@ -69,8 +70,8 @@ class ShardedReplayBuffer:
       ``kind="proportional"``; ``correction="mixture"`` with ``retention="ring"``) and
       :class:`~torchrl_replay_ext.TrajectoryRetraceSampler`. Others are refused for more than one shard. Rank-based
       priorities need the order of all priorities: a merge of histograms would only give approximate ranks.
-    * **Staleness**: with ``prefetch=n``, the sums that a draw is divided by are those after all but the last n + 1
-      updates. Weights, where the sampler has them, are those of the probability that each row really had.
+    * **Staleness**: with ``prefetch=n`` and one update per batch, a draw is split by sums that include all but the last
+      n + 1 updates. Weights, where the sampler has them, are those of the probability that each row really had.
       :meth:`stats` reports how many updates and writes the sums of the last batch had missed. ``two_phase=True`` reads
       all sums before each draw instead, in a second round trip; without concurrent writes the draw is then exact.
     * **Late updates**, of transitions that were overwritten or whose shard was started again, are dropped.
@@ -146,6 +147,8 @@ class ShardedReplayBuffer:
         # a copy, because event tables belong to one storage
         buffer = CompilableReplayBuffer(**deepcopy(parts))
         joint_sampler(buffer.sampler)
+        if buffer.storage.ndim != 1 or str(buffer.storage.device) not in ("cpu", "auto"):
+            raise ValueError(f"{OWNER}(storage=...): shards need a storage with ndim=1 on the CPU.")
         drawing = drawing_sampler(buffer.sampler)
         reason = None if drawing is None else drawing.distribution.whole_only
         if reason is not None and num_shards > 1:
@@ -158,7 +161,9 @@ class ShardedReplayBuffer:
         self._unit = buffer.sampler.slice_len if isinstance(buffer.sampler, TrajectoryRetraceSampler) else 1
         if batch_size % self._unit:
             raise ValueError(f"{OWNER}(batch_size={batch_size}): must be a multiple of slice_len={self._unit}.")
-        self._joint = JointDraw(None if drawing is None or reason is not None else drawing.distribution)
+        # the sampler itself makes the draws of a single shard, with weights
+        self._is_whole = reason is not None
+        self._joint = JointDraw(None if drawing is None or self._is_whole else drawing.distribution)
         self._takes_priorities = bool(getattr(buffer.sampler, "takes_priorities", False))
         self.batch_size, self.priority_key, self.prefetch = batch_size, priority_key, prefetch
         self._two_phase, self._device = two_phase, torch.device(device)
@@ -191,7 +196,7 @@ class ShardedReplayBuffer:
     def extend(self, data: TensorDictBase) -> None:
         """Write transitions [n], those of each episode in time order; see :meth:`ShardWriter.extend`."""
         self._group.restore_lost()
-        self._writer.note(self._group.reports)
+        self._writer.note(self._group.reports, self._group.incarnations)
         self._writer.extend(data, while_waiting=self._group.restore_lost)
         self._group.note(self._writer.reports)
 
@@ -205,8 +210,7 @@ class ShardedReplayBuffer:
             [B], and the entries of the sampler, such as ``"priority_weight"``.
 
         Raises:
-            RuntimeError: if no transition can be drawn. :class:`Lost`, a RuntimeError, if this is so because processes
-                have ended.
+            RuntimeError: if no transition can be drawn; :class:`Lost`, a RuntimeError, if processes have ended before.
         """
         while len(self._requests) <= self.prefetch:
             self._requests.append(self._request(None))
@@ -223,7 +227,7 @@ class ShardedReplayBuffer:
             request = self._request(None, rows=wanted - found)
         else:
             raise RuntimeError(f"{OWNER}.sample: found only {found} of {wanted} rows in {_MAX_ROUNDS} rounds.")
-        batch = choose(join(parts), wanted, self._unit, self._rng)
+        batch = choose(concatenate(parts), wanted, self._unit, self._rng)
         self._weigh(batch, first.division)
         return from_arrays(batch).to(self._device)
 
@@ -247,7 +251,7 @@ class ShardedReplayBuffer:
                 break
         if division is None:
             lost = f"; {group.lost_shards} processes of shards have ended so far" if group.lost_shards else ""
-            raise (Lost if group.num_lost else RuntimeError)(
+            raise (Lost if group.lost_shards else RuntimeError)(
                 f"{OWNER}.sample: no transition can be drawn: the buffer is empty, or all priorities are 0{lost}."
             )
         answers, incarnations = group.exchange(division.shares, updates, counts_batch=rows is None)
@@ -281,7 +285,7 @@ class ShardedReplayBuffer:
         """Replace the probabilities of the rows by weights."""
         beta = next((report.beta for report in self._group.reports if report.beta is not None), None)
         density = batch.pop(DENSITY, None)
-        if beta is None or "priority_weight" in batch:
+        if beta is None or self._is_whole:
             return
         if density is None:
             batch["priority_weight"] = np.ones(num_rows(batch), dtype=np.float32)
@@ -300,7 +304,8 @@ class ShardedReplayBuffer:
 
         Raises:
             KeyError: if an entry is missing.
-            ValueError: if a TD error is negative, not finite or too large. Nothing is changed then.
+            ValueError: if a TD error is negative, not finite or too large, or a number of a shard is out of range.
+                Nothing is changed then.
         """
         if not self._takes_priorities:
             return
@@ -311,22 +316,31 @@ class ShardedReplayBuffer:
                     f"{OWNER}.update_tensordict_priority: the sample has no entry {key!r}; pass the batch of sample() "
                     f"to which the loss has written TD errors as {self.priority_key!r}."
                 )
+        data = data.reshape(-1)
         columns: Arrays = {key: data[key].detach().cpu().numpy() for key in needed[:-1]}
-        error = columns[self.priority_key] = data[self.priority_key].detach().to("cpu", torch.float32).numpy()
+        error = data[self.priority_key].detach().to("cpu", torch.float32).numpy().reshape(len(data), -1)
+        # the TD errors of padded rows are not used
+        error = columns[self.priority_key] = np.where(columns[STAMP_KEY].reshape(-1, 1) < 0, np.float32(0), error)
         limit = min(_LARGEST, *(report.largest_td_error for report in self._group.reports))
         valid = (error >= 0) & (error <= limit)
         if not valid.all():
             raise ValueError(
                 f"{OWNER}.update_tensordict_priority: TD errors must lie in [0, {limit:g}]; the entry "
-                f"{self.priority_key!r} has {error[~valid].reshape(-1)[0]}."
+                f"{self.priority_key!r} has {error[~valid][0]}."
             )
         if data.get(MASK_KEY, None) is not None:
             columns[MASK_KEY] = data[MASK_KEY].cpu().numpy()
         shard = columns.pop(SHARD_KEY)
-        # all shards hear of the update, so that their schedules advance alike
+        if len(shard) and not 0 <= shard.min() <= shard.max() < len(self._group):
+            raise ValueError(
+                f"{OWNER}.update_tensordict_priority: the entry {SHARD_KEY!r} must lie in [0, {len(self._group) - 1}], "
+                f"but has {shard.min()} to {shard.max()}; pass a batch of this buffer."
+            )
+        # all shards are called, also those without rows, so that their schedules advance alike
         updates = split(columns, shard, len(self._group))
         self._num_updates += 1
-        if self._two_phase or len(self._requests) > self.prefetch:
+        can_draw = any(report.mass[0] for report in self._group.reports)
+        if self._two_phase or len(self._requests) > self.prefetch or not can_draw:
             self._send(updates)
         else:
             self._requests.append(self._request(updates))
@@ -338,7 +352,7 @@ class ShardedReplayBuffer:
 
     @property
     def write_count(self) -> int:
-        """Number of transitions ever written to the shards as they are now."""
+        """Sum of the shards' write counts; it falls if a shard is started again."""
         return sum(report.written for report, _ in self._group.call("report"))
 
     def stats(self) -> dict[str, float]:
@@ -347,8 +361,8 @@ class ShardedReplayBuffer:
         Those of the sampler's ``stats()``, over all shards: numbers of things are added, ``max_priority`` and other
         maxima are the largest, minima the smallest, and the rest is averaged by the numbers of transitions. And
         ``shards``: shards whose process has not ended; ``lost_shards`` and ``lost_rows``: lost processes so far, and
-        the transitions that they had; ``stale_updates`` and ``stale_writes``: updates and writes that the sums missed
-        by which the last batch was divided.
+        the transitions that they had; ``stale_updates`` and ``stale_writes``: updates and writes that the sums for
+        the last batch did not include.
         """
         group = self._group
         answers = group.call("stats")
@@ -404,7 +418,7 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds. The old checkpoint remains.
         """
-        self._group.dumps(Path(path))
+        self._group.dumps(Path(path).absolute())
 
     def loads(self, path: str | Path) -> None:
         """Restore a checkpoint of :meth:`dumps`.
@@ -412,9 +426,10 @@ class ShardedReplayBuffer:
         Raises:
             FileNotFoundError: if there is no complete checkpoint.
             ValueError: if it has another number of shards.
+            RuntimeError: if a shard is lost and not started again in ``timeout`` seconds.
         """
         self._discard()
-        self._group.loads(Path(path))
+        self._group.loads(Path(path).absolute())
 
     def _discard(self) -> None:
         """Forget the batches that were requested ahead."""

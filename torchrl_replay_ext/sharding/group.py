@@ -135,8 +135,8 @@ class ShardGroup:
                 self._note(number, report)
 
     def _note(self, number: int, report: Report) -> None:
-        # answers are not received in the order in which they were given
-        if report.number >= self.reports[number].number:
+        # Answers may arrive late: after newer ones, or after the process has ended.
+        if number not in self._waiting and report.number >= self.reports[number].number:
             self.reports[number] = report
             self._schedules = report.schedules or self._schedules
 
@@ -186,14 +186,15 @@ class ShardGroup:
         """Note that the process of a shard has ended."""
         if number in self._waiting:
             return
-        lost, self.reports[number] = self.reports[number].length, Report(0)
+        last, self.reports[number] = self.reports[number], Report(0)
         self.lost_shards += 1
-        self.lost_rows += lost
+        # `last.lost` rows were counted by the process that has ended
+        self.lost_rows += last.length + last.lost
         # answered when Ray has started the process again
         self._waiting[number] = self.handles[number].report.remote()
         self._on_loss(
-            f"the process of shard {number} of the replay buffer has ended (killed, or out of memory?); its {lost} "
-            "transitions, as of its last report, are gone"
+            f"the process of shard {number} of the replay buffer has ended (killed, or out of memory?); its "
+            f"{last.length} transitions, as of its last report, are gone"
         )
 
     def restore_lost(self) -> None:
@@ -216,13 +217,14 @@ class ShardGroup:
             source = self._source(number)
             if source is not None:
                 self._calls.get(shard.stage.remote(**source))
-                report = self._calls.get(shard.restore.remote())
+                # writers may have found the new process first
+                report, _ = self._calls.get(shard.answer.remote("restore", True))
         except Lost:
             raise
         except Exception as error:
             self._on_loss(f"shard {number} could not be restored and goes on empty: {error}")
         if self._schedules:
-            self._calls.get(shard.follow.remote(self._schedules))
+            report, _ = self._calls.get(shard.answer.remote("follow", self._schedules))
         return report
 
     def _source(self, number: int) -> dict[str, Any] | None:
@@ -253,6 +255,7 @@ class ShardGroup:
                 f"num_shards={len(sources)}."
             )
         self.call_all("stage", lambda number: (sources[number].get("state"), sources[number].get("path")))
+        self._checkpoint = None
         # the first one alone: a state that does not fit is refused before any other shard is changed
         self._renew("restore", range(1))
         self._renew("restore", range(1, len(self)))
@@ -260,16 +263,21 @@ class ShardGroup:
     def empty(self) -> None:
         """Remove all transitions. RuntimeError if a shard is lost."""
         self.call_all("report")
+        self._checkpoint = None
         self._renew("empty", range(len(self)))
 
     def _renew(self, method: str, numbers: Sequence[int]) -> None:
-        """Call a method that begins new incarnations of shards."""
-        calls = [self.handles[number].answer.remote(method) for number in numbers]
-        for number, answer in zip(numbers, get_all(self._calls, calls), strict=True):
-            if isinstance(answer, Lost):
+        """Call a method that begins new incarnations of shards. Errors are raised after all answers were noted."""
+        errors = []
+        for number, answer in [(number, self.handles[number].answer.remote(method)) for number in numbers]:
+            try:
+                self._adopt(number, self._calls.get(answer)[0])
+            except Lost:
                 self._lose(number)
-            else:
-                self._adopt(number, answer[0])
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # --- checkpoints
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchrl_replay_ext.distributions.protocol import Distribution, Share, Sums
-from torchrl_replay_ext.sharding.arrays import Arrays, concatenate, num_rows, split, take
+from torchrl_replay_ext.sharding.arrays import Arrays, num_rows, split, take
 from torchrl_replay_ext.sharding.shard import Report
 
 # more proposals than needed on average, so that a second round is rare
@@ -31,10 +31,10 @@ class Division(NamedTuple):
 class JointDraw:
     """Divides draws of a distribution among shards by their sums.
 
-    A row of table k lies in shard s with probability M_sk / Σ_s M_sk, where M_sk are the sums of the masses. Where it
-    lies in the shard is drawn from the masses there. So each transition has the probability that it has in one buffer
-    with all transitions. If the sums are out of date, it has the probability M_sk / Σ M_sk · m_i / M'_sk, with the sum
-    M'_sk at the time of the draw; importance-sampling weights correct for this probability.
+    A row of table k lies in shard s with probability M_sk / Σ_s M_sk, where M_sk are the sums of the masses. Its slot
+    in the shard is drawn in proportion to the masses there. So each transition has the probability that it has in one
+    buffer with all transitions. If the sums are out of date, it has the probability M_sk / Σ M_sk · m_i / M'_sk, with
+    the sum M'_sk at the time of the draw; importance-sampling weights correct for this probability.
 
     Args:
         distribution: one like those of the shards; its state is not used. None: draws are uniform.
@@ -97,7 +97,7 @@ class JointDraw:
         count = None if everywhere.count is None else everywhere.count.tolist()
         shares: list[Share | None] = []
         for number, rows_of_shard in enumerate(split({"u": inside, "table": table}, place, len(reports))):
-            # arrays and lists instead of tensors, for the way to the shard
+            # arrays and lists instead of tensors, for transfer to the shard
             row_tables = rows_of_shard["table"] if tables > 1 else None
             parts: list[Any] = [rows_of_shard["u"], row_tables, probability[number].tolist(), share.tolist(), count]
             shares.append(Share(*parts) if len(parts[0]) else None)
@@ -138,8 +138,3 @@ def choose(rows: Arrays, wanted: int, unit: int, generator: torch.Generator | No
         return rows
     kept = torch.randperm(units, generator=generator)[:wanted].sort().values.numpy()
     return take(rows, (kept[:, None] * unit + np.arange(unit)).reshape(-1))
-
-
-def join(parts: list[Arrays]) -> Arrays:
-    """Rows of several shards as one batch."""
-    return concatenate([part for part in parts if num_rows(part)])

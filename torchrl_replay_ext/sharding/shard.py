@@ -18,7 +18,7 @@ from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
-from torchrl_replay_ext.sharding.arrays import Arrays, from_arrays, take, to_arrays
+from torchrl_replay_ext.sharding.arrays import Arrays, describe, from_arrays, take, to_arrays
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.event_table import EventTableWriter
 
@@ -44,9 +44,9 @@ class Report(NamedTuple):
         largest_priority: the priority of new transitions; 0 without priorities.
         beta: exponent of the weights; None without weights.
         dropped: number of rows of updates that were dropped because they belong to an earlier incarnation.
-        lost: number of rows that writers could not write because of lost shards, as they have told this shard.
+        lost: number of rows that writers have lost with other shards, and reported to this one.
         largest_td_error: the largest TD error that an update may contain.
-        schedules: where annealed hyperparameters are; empty if none is annealed.
+        schedules: state of the schedules of annealed hyperparameters; empty if none is annealed.
     """
 
     incarnation: int
@@ -92,7 +92,7 @@ class UniformShare:
     """Joint draws with TorchRL's RandomSampler; see :class:`~torchrl_replay_ext.samplers.adapter.PrioritySampler`."""
 
     def sums(self, storage: Storage) -> Sums:
-        """What joint draws need to know of this shard."""
+        """The sums of this shard that joint draws use."""
         return Sums(torch.tensor([float(_torchrl.length(storage))], dtype=torch.float64), None)
 
     def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -109,7 +109,7 @@ class WholeDraw:
         self._unit = sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
 
     def sums(self, storage: Storage) -> Sums:
-        """What joint draws need to know of this shard."""
+        """The sums of this shard that joint draws use."""
         return UniformShare().sums(storage)
 
     def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -184,13 +184,25 @@ class ReplayShard:
         """
         self._staged = torch.load(path, map_location="cpu", weights_only=True) if state is None and path else state
 
-    def restore(self) -> Report:
-        """Replace the content by that of the staged checkpoint, and truncate its open episodes: a new incarnation."""
+    def restore(self, keep: bool = False) -> None:
+        """Replace the content by that of the staged checkpoint, and truncate its open episodes: a new incarnation.
+
+        Args:
+            keep: afterwards, write the rows that the shard held before, and truncate their episodes. Default: False.
+
+        Raises:
+            RuntimeError: if nothing is staged, because the process was started again in between.
+        """
         state, self._staged = self._staged, None
-        assert state is not None
+        if state is None:
+            raise RuntimeError("the process of a shard was started again while a checkpoint was loaded; load it again.")
+        rows = self._buffer[stored_slots(self._buffer)].exclude("index") if keep and self._length() else None
         self._buffer.load_state_dict(state)
         self._incarnation = _new_incarnation()
-        return self.end_open_episodes()
+        self.end_open_episodes()
+        if rows is not None:
+            self._buffer.extend(rows)
+            self.end_open_episodes()
 
     def _length(self) -> int:
         drawing = drawing_sampler(self._buffer.sampler)
@@ -229,6 +241,14 @@ class ReplayShard:
 
     # --- data
 
+    def stored_columns(self) -> Any:
+        """The description of the stored rows; None if there are none."""
+        return (
+            describe(to_arrays(self._buffer[stored_slots(self._buffer)[:1]].exclude("index")))
+            if self._length()
+            else None
+        )
+
     def agree(self, columns: Any) -> Any:
         """The description of the first rows written to any shard; the first call decides. Called for one shard only."""
         if self._columns is None:
@@ -245,7 +265,7 @@ class ReplayShard:
         Args:
             rows: the rows.
             incarnation: the incarnation that the writer knows; None: any.
-            lost: number of rows that the writer has lost since it last told a shard.
+            lost: number of rows that the writer has lost since its last report.
 
         Returns:
             True if the rows were written, and the report.
@@ -309,7 +329,7 @@ class ReplayShard:
 
     # --- the rest of a buffer
 
-    def end_open_episodes(self) -> Report:
+    def end_open_episodes(self) -> None:
         """Truncate all episodes that have not ended.
 
         Stored transitions must not be changed without the sampler. Therefore a copy of the newest transition of each
@@ -319,7 +339,7 @@ class ReplayShard:
         buffer, storage = self._buffer, self._buffer.storage
         assert isinstance(storage, CompilableTensorStorage)
         if not self._length() or self._column(self._done_key) is None:
-            return self.report()
+            return
         slots = stored_slots(buffer)
         # only these columns: the others may be large
         done = storage.take_columns([self._done_key], slots)[self._done_key].reshape(len(slots), -1).any(1)
@@ -338,7 +358,6 @@ class ReplayShard:
             for key in self._flags():
                 rows[key] = torch.zeros_like(rows[key])
             buffer.extend(rows)
-        return self.report()
 
     def _column(self, key: NestedKey) -> torch.Tensor | None:
         """A stored entry; None if it is missing."""
@@ -350,11 +369,10 @@ class ReplayShard:
         specs = writer.tables.specs if isinstance(writer, EventTableWriter) else ()
         return [spec.condition for spec in specs if isinstance(spec.condition, (str, tuple))]
 
-    def empty(self) -> Report:
+    def empty(self) -> None:
         """Remove all transitions. This is a new incarnation."""
         self._buffer.empty()
         self._incarnation = _new_incarnation()
-        return self.report()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the buffer."""

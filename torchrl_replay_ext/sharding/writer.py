@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tensordict import NestedKey, TensorDictBase
 
-from torchrl_replay_ext.sharding.arrays import Arrays, num_rows, take, to_arrays
+from torchrl_replay_ext.sharding.arrays import Arrays, describe, num_rows, take, to_arrays
 from torchrl_replay_ext.sharding.calls import Calls, Lost, get_all
 from torchrl_replay_ext.sharding.shard import DENSITY, Report
 
@@ -57,8 +57,11 @@ class ShardWriter:
         self._columns: Any = None
         # the newest report of each shard; None while it cannot be written to, because its process has ended
         self.reports: list[Report | None] = [Report(0) for _ in shards]
-        # the question for the state of each shard that cannot be written to
+        # for each shard that cannot be written to: the question for its state, and the incarnation that has ended
         self._questions: dict[int, Any] = {}
+        self._ended = [0] * len(shards)
+        # number of rows sent to each shard since the last loss; balances shards that are full
+        self._sent = [0] * len(shards)
         self._rows_written = 0
         # number of rows that were not written because their shard was lost
         self.lost_rows = 0
@@ -82,6 +85,8 @@ class ShardWriter:
             ValueError: if the batch is not flat, or its entries differ from those of the first batch in name, shape or
                 dtype, or trajectory ids are not int64. Nothing is written then.
             Lost: a RuntimeError, if no shard can be written to for ``timeout`` seconds.
+
+        Other errors are those of a shard, such as of its sampler. The rows of the other shards are written then.
         """
         if data.ndim != 1:
             raise ValueError(
@@ -122,7 +127,7 @@ class ShardWriter:
         for number in ended.tolist():
             self._homes.pop(number, None)
         if done is None:
-            # without the ends of episodes, only those of the last batch can be known to go on
+            # without done flags, only the episodes of the last batch stay open
             self._homes = {number: self._homes[number] for number in np.unique(episode).tolist()}
 
     def _column(self, rows: Arrays, key: NestedKey) -> np.ndarray | None:
@@ -148,7 +153,7 @@ class ShardWriter:
         return episode, False
 
     def _require_columns(self, rows: Arrays) -> None:
-        columns = {key: (column.shape[1:], str(column.dtype)) for key, column in rows.items()}
+        columns = describe(rows)
         ids = rows.get(self._traj_key)
         if ids is not None and (ids.dtype != np.int64 or ids.size != len(ids)):
             raise ValueError(
@@ -159,6 +164,9 @@ class ShardWriter:
             raise ValueError(
                 f"ShardedReplayBuffer.extend: samples get the entries {sorted(RESERVED)}; use other names."
             )
+        if self._columns is None:
+            stored = get_all(self._calls, [shard.stored_columns.remote() for shard in self._shards])
+            self._columns = next((each for each in stored if each is not None and not isinstance(each, Lost)), None)
         if self._columns is None:
             try:
                 self._columns = self._calls.get(self._shards[0].agree.remote(columns))
@@ -175,9 +183,9 @@ class ShardWriter:
     ) -> tuple[np.ndarray, bool]:
         """Write the rows ``which``.
 
-        Rows that meet a new incarnation of their shard are written to it next, under a new trajectory id. Rows that
-        were on the way to a lost shard are written to another one, except those of the episodes that end in this batch:
-        the next episodes of their environments may have been written to another shard already.
+        A shard with a new incarnation refuses the rows; they are sent again under a new trajectory id. Rows that were
+        on the way to a lost shard are written to another one, except those of the episodes that end in this batch: the
+        next episodes of their environments may have been written to another shard already.
 
         Returns:
             The rows that remain to be written, and whether there is nothing to do but wait.
@@ -186,7 +194,7 @@ class ShardWriter:
         target, name = self._place(episode[which])
         if target is None:
             return which, True
-        sent: list[tuple[int, np.ndarray, Any]] = []
+        sent: list[tuple[int, np.ndarray, int, Any]] = []
         for number in np.unique(target):
             chosen = which[target == number]
             part = take(rows, chosen)
@@ -194,20 +202,20 @@ class ShardWriter:
                 part[self._traj_key] = name[target == number].reshape(part[self._traj_key].shape)
             report = self.reports[number]
             incarnation = report.incarnation if report is not None and report.incarnation else None
-            sent.append((int(number), chosen, self._shards[number].write.remote(part, incarnation, self._unreported)))
-            self._unreported = 0
-        answers = get_all(self._calls, [reference for _, _, reference in sent])
+            lost, self._unreported = self._unreported, 0
+            sent.append((int(number), chosen, lost, self._shards[number].write.remote(part, incarnation, lost)))
+        answers = get_all(self._calls, [reference for *_, reference in sent])
         again = [which[:0]]
-        for (number, chosen, _), answer in zip(sent, answers, strict=True):
+        for (number, chosen, lost, _), answer in zip(sent, answers, strict=True):
             if isinstance(answer, Lost):
-                self.reports[number] = None
-                self._rename(number, stay=False)
+                self._lose(number)
                 is_late = np.isin(episode[chosen], ended)
                 self.lost_rows += int(is_late.sum())
-                self._unreported += int(is_late.sum())
+                self._unreported += lost + int(is_late.sum())
                 again.append(chosen[~is_late])
                 continue
             written, self.reports[number] = answer
+            self._sent[number] += len(chosen)
             if not written:
                 self._rename(number, stay=True)
                 again.append(chosen)
@@ -218,7 +226,7 @@ class ShardWriter:
         numbers, first, which = np.unique(episode, return_index=True, return_inverse=True)
         count = np.bincount(which)
         reports = enumerate(self.reports)
-        load = {shard: (report.length, report.written) for shard, report in reports if report is not None}
+        load = {shard: (report.length, self._sent[shard]) for shard, report in reports if report is not None}
         if not load:
             return None, episode
         home = np.zeros(len(numbers), dtype=np.int64)
@@ -232,19 +240,36 @@ class ShardWriter:
                 shard = min(load, key=load.__getitem__)
                 self._homes[number] = shard, self._homes[number][1]
             home[place], name[place] = self._homes[number]
-            length, written = load[int(home[place])]
-            load[int(home[place])] = length + int(count[place]), written + int(count[place])
+            length, sent = load[int(home[place])]
+            load[int(home[place])] = length + int(count[place]), sent + int(count[place])
         return home[which], name[which]
 
-    def note(self, reports: Sequence[Report]) -> None:
-        """Note the reports that the coordinator has received."""
+    def note(self, reports: Sequence[Report], incarnations: Sequence[int]) -> None:
+        """Note the reports that the coordinator has received.
+
+        Args:
+            reports: the newest report of each shard; without an incarnation if the shard is lost.
+            incarnations: the last known incarnation of each shard.
+        """
         for number, (known, report) in enumerate(zip(self.reports, reports, strict=True)):
-            is_newer = known is None or (report.incarnation == known.incarnation and report.number > known.number)
-            if report.incarnation and is_newer:
+            if known is None:
+                is_newer = report.incarnation not in (0, self._ended[number])
+            else:
+                is_newer = report.incarnation == known.incarnation and report.number > known.number
+                if not report.incarnation and known.incarnation == incarnations[number]:
+                    self._lose(number)
+            if is_newer:
                 self.reports[number] = report
+
+    def _lose(self, shard: int) -> None:
+        """Note that the process of a shard has ended."""
+        report, self.reports[shard] = self.reports[shard], None
+        self._ended[shard] = 0 if report is None else report.incarnation
+        self._rename(shard, stay=False)
 
     def _rename(self, shard: int, *, stay: bool) -> None:
         """The open episodes of a shard, whose earlier transitions are lost, go on under new ids, there or elsewhere."""
+        self._sent = [0] * len(self._shards)
         for number, (home, _) in self._homes.items():
             if home == shard:
                 self._homes[number] = shard if stay else _NOWHERE, self._next_name
