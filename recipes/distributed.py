@@ -8,8 +8,8 @@
 The settings are those of recipes.dqn (conf/dqn/<env>.yaml), with the same number of updates per env step. Collectors
 act with weights that are up to num_collectors batches old. The buffer is split between num_shards actors; draws follow
 the distribution of a single buffer. If the process of a shard ends, the run goes on, and the shard continues from the
-last checkpoint. Two runs with the same seed differ, because the order in
-which collectors finish is not deterministic. Needs Ray (pip install "ray>=2.9").
+last checkpoint. Two runs with the same seed differ, because the order in which collectors finish is not deterministic.
+Needs Ray (pip install "ray>=2.9").
 
 progress.csv has the columns of recipes.dqn, except q_sum and q_error.
 """
