@@ -147,7 +147,7 @@ class ShardedReplayBuffer:
         # a copy, because event tables belong to one storage
         buffer = CompilableReplayBuffer(**deepcopy(parts))
         joint_sampler(buffer.sampler)
-        if buffer.storage.ndim != 1 or str(buffer.storage.device) not in ("cpu", "auto"):
+        if buffer.storage.ndim != 1 or str(getattr(buffer.storage, "device", "cpu")) not in ("cpu", "auto"):
             raise ValueError(f"{OWNER}(storage=...): shards need a storage with ndim=1 on the CPU.")
         drawing = drawing_sampler(buffer.sampler)
         reason = None if drawing is None else drawing.distribution.whole_only
@@ -406,7 +406,7 @@ class ShardedReplayBuffer:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds.
         """
         self._discard()
-        self._group.load([{"state": state} for state in state_dict["shards"]])
+        self._group.load(state_dict["shards"])
 
     def dumps(self, path: str | Path) -> None:
         """Save all shards under the directory ``path``, which all hosts must share, as one unit.

@@ -50,10 +50,10 @@ class ShardGroup:
         self.reports = [Report(0)] * len(self.handles)
         # the incarnation of each shard
         self.incarnations = [0] * len(self.handles)
-        # for each lost shard, the question that is answered when its process was started again
+        # for each lost shard, the call that is answered when its process was started again
         self._waiting: dict[int, Any] = {}
         self._checkpoint: Path | None = None
-        # where annealed hyperparameters are
+        # state of the schedules of annealed hyperparameters
         self._schedules: dict[str, list] | None = None
         self.lost_shards = self.lost_rows = 0
         self._greet()
@@ -109,7 +109,7 @@ class ShardGroup:
         """Wait for the answers of :meth:`exchange`, note the reports and return the rows with the numbers of shards."""
         rows = []
         for number, answer in enumerate(get_all(self._calls, answers)):
-            # if the incarnation has changed since, this was noted before
+            # if the incarnation has changed since the request, the loss is already recorded
             is_known = incarnations[number] == self.incarnations[number]
             if isinstance(answer, Lost):
                 if is_known:
@@ -216,7 +216,7 @@ class ShardGroup:
         try:
             source = self._source(number)
             if source is not None:
-                self._calls.get(shard.stage.remote(**source))
+                self._calls.get(shard.stage.remote(source))
                 # writers may have found the new process first
                 report, _ = self._calls.get(shard.answer.remote("restore", True))
         except Lost:
@@ -227,12 +227,11 @@ class ShardGroup:
             report, _ = self._calls.get(shard.answer.remote("follow", self._schedules))
         return report
 
-    def _source(self, number: int) -> dict[str, Any] | None:
-        """The content for a shard that was started again, as arguments of :meth:`ReplayShard.stage`."""
+    def _source(self, number: int) -> dict[str, Any] | str | None:
+        """The content for a shard that was started again, for :meth:`ReplayShard.stage`; None if there is none."""
         if self._restored is not None:
-            state = self._restored(number)
-            return None if state is None else {"state": state}
-        return None if self._checkpoint is None else {"path": str(newest(self._checkpoint) / f"shard{number}.pt")}
+            return self._restored(number)
+        return None if self._checkpoint is None else str(newest(self._checkpoint) / f"shard{number}.pt")
 
     def wait(self, *, num_lost: int) -> None:
         """Wait until at most ``num_lost`` shards are lost, or the timeout is over."""
@@ -242,8 +241,8 @@ class ShardGroup:
             time.sleep(0.05)
             self.restore_lost()
 
-    def load(self, sources: Sequence[dict[str, Any]]) -> None:
-        """Replace the content of all shards; ``sources``: arguments of :meth:`ReplayShard.stage` for each.
+    def load(self, sources: Sequence[dict[str, Any] | str]) -> None:
+        """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.stage`.
 
         Raises:
             ValueError: if there is another number of sources than of shards; nothing is changed then.
@@ -254,7 +253,7 @@ class ShardGroup:
                 f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self)}; use "
                 f"num_shards={len(sources)}."
             )
-        self.call_all("stage", lambda number: (sources[number].get("state"), sources[number].get("path")))
+        self.call_all("stage", lambda number: (sources[number],))
         self._checkpoint = None
         # the first one alone: a state that does not fit is refused before any other shard is changed
         self._renew("restore", range(1))
@@ -303,7 +302,7 @@ class ShardGroup:
         """See :meth:`ShardedReplayBuffer.loads`."""
         directory = newest(path)
         shards = json.loads((path / _MARKER).read_text())["shards"]
-        self.load([{"path": str(directory / f"shard{number}.pt")} for number in range(shards)])
+        self.load([str(directory / f"shard{number}.pt") for number in range(shards)])
         self._checkpoint = path
 
     def stop(self) -> None:

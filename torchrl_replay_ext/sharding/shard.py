@@ -175,14 +175,10 @@ class ReplayShard:
 
     # --- life
 
-    def stage(self, state: dict[str, Any] | None = None, path: str | None = None) -> None:
-        """Read a checkpoint, for :meth:`restore`.
-
-        Args:
-            state: see :meth:`state_dict`. Default: None.
-            path: file of :meth:`dumps`, used if there is no ``state``. Default: None.
-        """
-        self._staged = torch.load(path, map_location="cpu", weights_only=True) if state is None and path else state
+    def stage(self, source: dict[str, Any] | str) -> None:
+        """Read a checkpoint, for :meth:`restore`; ``source``: a :meth:`state_dict`, or a file of :meth:`dumps`."""
+        is_file = isinstance(source, str)
+        self._staged = torch.load(source, map_location="cpu", weights_only=True) if is_file else source
 
     def restore(self, keep: bool = False) -> None:
         """Replace the content by that of the staged checkpoint, and truncate its open episodes: a new incarnation.
