@@ -316,17 +316,20 @@ class ShardedReplayBuffer:
                     f"{OWNER}.update_tensordict_priority: the sample has no entry {key!r}; pass the batch of sample() "
                     f"to which the loss has written TD errors as {self.priority_key!r}."
                 )
-        data = data.reshape(-1)
+        if data.ndim != 1:
+            data = data.reshape(-1)
         columns: Arrays = {key: data[key].detach().cpu().numpy() for key in needed[:-1]}
-        error = data[self.priority_key].detach().to("cpu", torch.float32).numpy().reshape(len(data), -1)
-        # the TD errors of padded rows are not used
-        error = columns[self.priority_key] = np.where(columns[STAMP_KEY].reshape(-1, 1) < 0, np.float32(0), error)
+        error = columns[self.priority_key] = data[self.priority_key].detach().to("cpu", torch.float32).numpy()
+        padding = columns[STAMP_KEY] < 0
+        if padding.any():
+            # the TD errors of padded rows are not used
+            error = columns[self.priority_key] = np.where(padding, np.float32(0), error.reshape(padding.shape))
         limit = min(_LARGEST, *(report.largest_td_error for report in self._group.reports))
         valid = (error >= 0) & (error <= limit)
         if not valid.all():
             raise ValueError(
                 f"{OWNER}.update_tensordict_priority: TD errors must lie in [0, {limit:g}]; the entry "
-                f"{self.priority_key!r} has {error[~valid][0]}."
+                f"{self.priority_key!r} has {error[~valid].reshape(-1)[0]}."
             )
         if data.get(MASK_KEY, None) is not None:
             columns[MASK_KEY] = data[MASK_KEY].cpu().numpy()
