@@ -448,6 +448,7 @@ OTHER_BASELINES = [
     ("sset_tworooms", "gap shaping"),
     ("sset_tworooms", "gap and goal"),
     ("deepsea", "per"),
+    ("acer_ratios", "replay ratio 8"),
 ]
 
 
