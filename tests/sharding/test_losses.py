@@ -322,15 +322,21 @@ def test_parts_of_a_batch_are_updates_of_their_own():
     many.check_valid()
 
 
-def test_rows_that_other_processes_lose_are_reported():
+def loss_of_another_process():
+    """A sharded buffer, and the writer of another process that lost rows with shard 1 and has reported them."""
     many = sharded("proportional", 3)
     fill(many)
     writer = many.client()
     writer.extend(transitions(400, 5))
     many._group.handles[1].kill()
     writer.extend(transitions(420, 40))
-    assert writer.lost_rows > 0
     writer.extend(transitions(580, 5))
+    assert writer.lost_rows > 0
+    return many, writer
+
+
+def test_rows_that_other_processes_lose_are_reported():
+    many, writer = loss_of_another_process()
     with pytest.warns(UserWarning, match="shard 1 of"):
         many.sample()
     held = many._group.lost_rows
@@ -525,18 +531,12 @@ def test_the_loss_of_the_only_shard_is_an_error_of_its_own():
 
 
 def test_rows_that_a_lost_shard_has_counted_are_not_forgotten():
-    many = sharded("proportional", 3)
-    fill(many)
-    writer = many.client()
-    writer.extend(transitions(400, 5))
-    many._group.handles[1].kill()
-    writer.extend(transitions(420, 40))
-    writer.extend(transitions(580, 5))
+    many, writer = loss_of_another_process()
     with pytest.warns(UserWarning, match="shard 1 of"):
         many.sample()
         many.sample()
     # the lost rows were reported to one of the others
-    (number,) = (number for number, report in enumerate(many._group.reports) if report.lost == writer.lost_rows > 0)
+    (number,) = (number for number, report in enumerate(many._group.reports) if report.lost == writer.lost_rows)
     counted = many._group.lost_rows + many._group.reports[number].length
     many._group.handles[number].kill()
     with pytest.warns(UserWarning, match=f"shard {number} of"):
