@@ -872,7 +872,7 @@ def test_only_writers_in_turn():
         storage=storage, sampler=TrajectoryRetraceSampler(6, slice_len=2), writer=writer, batch_size=2
     )
     buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
-    with pytest.raises(ValueError, match="round-robin"):
+    with pytest.raises(ValueError, match=r"^TrajectoryRetraceSampler: .*round-robin"):
         buffer.extend(rows(2, rank=torch.tensor([9.0, 8.0])))
 
 

@@ -78,7 +78,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         validate: bool = False,
         on_bind: Callable[[Storage], bool] | None = None,
     ):
-        name = type(self).__name__
+        name = self.owner
         if capacity is not None:
             require_integer(name, "capacity", capacity)
         require_choice(name, "td_error", td_error, get_args(TDError))
@@ -99,8 +99,13 @@ class PrioritySampler(ShowsArguments, Sampler):
     def _set_up(self, layout: Layout) -> None:
         layout = layout._replace(validate=self._validate)
         arguments = self._make_observers, self.hyperparameters, self._priority_arguments
-        self.state = SlotState(type(self).__name__, layout, self.make, *arguments)
+        self.state = SlotState(self.owner, layout, self.make, *arguments)
         self.layout, self.distribution = layout, self.state.distribution
+
+    @property
+    def owner(self) -> str:
+        """The class that errors name."""
+        return type(self).__name__
 
     def observe(self, make: MakeObserver) -> None:
         """Add an observer of writes. Its state is saved and restored with the sampler."""
@@ -113,7 +118,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Adopt the shape and the device of the storage as soon as they are known."""
         if storage is None or storage is self._bound:
             return
-        name = type(self).__name__
+        name = self.owner
         if self._bound is not None and not self.state.log.is_empty:
             raise RuntimeError(f"{name}: this sampler belongs to another storage; create one sampler for each buffer.")
         is_new = self._on_bind is not None and self._on_bind(storage)
@@ -141,7 +146,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def require_bound(self, storage: Storage | None) -> None:
         """Raise an error unless storage and sampler are set up and can be used in a graph."""
-        name = type(self).__name__
+        name = self.owner
         if storage is not self._bound:
             raise RuntimeError(
                 f"{name}: the first write to the buffer must run outside the compiled function, because it sets up "
@@ -174,7 +179,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
-        self.state.write(index, flat_slots(type(self).__name__, index, self.layout), storage)
+        self.state.write(index, flat_slots(self.owner, index, self.layout), storage)
 
     # --- draws
 
@@ -200,7 +205,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Draw flat slots, [B], and further columns. The draw is not remembered for updates without stamps."""
-        name = type(self).__name__
+        name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
         self.ready(storage)
@@ -295,7 +300,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""
-        return to_device(flat_slots(type(self).__name__, index, self.layout), self.layout.device)
+        return to_device(flat_slots(self.owner, index, self.layout), self.layout.device)
 
     # --- priorities
 
@@ -358,7 +363,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         if self.ready(storage) and is_initialization(priority, storage, self.state.priorities):
             return
         slots = self.flat_slots(index)
-        error = td_errors(type(self).__name__, priority, len(slots), self.layout.device)
+        error = td_errors(self.owner, priority, len(slots), self.layout.device)
         if len(slots) and not self.lacks_td_errors(priority, storage):
             self.state.updates.apply(index, slots, error, stamp)
 
@@ -418,7 +423,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
-        name = f"{type(self).__name__}.load_state_dict"
+        name = f"{self.owner}.load_state_dict"
         saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
         layout = saved_state.layout_of(name, state_dict, self.layout, self._shape, self.capacity)
         before = vars(self).copy()

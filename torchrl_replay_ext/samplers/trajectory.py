@@ -38,6 +38,10 @@ class _UniformStarts(PrioritySampler):
     def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
         super().__init__(capacity, make, hyperparameters={}, validate=validate)
 
+    @property
+    def owner(self) -> str:
+        return _OWNER
+
 
 @PrioritizedSampler.register
 class TrajectoryRetraceSampler(ShowsArguments, Sampler):
