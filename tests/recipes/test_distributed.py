@@ -26,7 +26,7 @@ composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_ep
         ("num_shards=0", "num_shards=0: must be >= 1"),
         ("num_shards=3", "num_shards=3: must divide dqn.buffer_size"),
         ("prefetch=17", r"prefetch=17: must be in \[0, 16\]"),
-        ("+compile=true", "compile=true: the buffer is in another process"),
+        ("compile=true", "compile=true: the buffer is in another process"),
         ("dqn.cagrad=0.5", "dqn.cagrad=0.5: recipes.distributed does not support it"),
         ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
     ],

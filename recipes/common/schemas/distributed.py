@@ -17,9 +17,6 @@ class Config(RunConfig):
     num_collectors: int = MISSING
     num_shards: int = MISSING
     prefetch: int = MISSING
-    # a compiled graph cannot include the buffer, which is in another process
-    compile: bool = False
-    cudagraphs: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
