@@ -5,7 +5,7 @@
 ========================  =========================================================================================
 ``ThreeRooms-v0``         three rooms in a row: ``rewards``, ``shaping``, ``gamma``
 ``TwoRooms-v0``           two rooms, for the comparison with reward shaping: ``rewards``, ``shaping``, ``gamma``
-``ObstacleCourse-v0``     spikes, lava, gaps, keys and doors in a fixed order: ``start``, ``step_reward``
+``ObstacleCourse-v0``     spikes, lava, gaps, keys and doors in a fixed order: ``start``, ``rows``, ``step_reward``
 ``RandomizedSkill-v0``    lava, a gap or a locked door, chosen per episode: ``scenario``, ``step_reward``
 ``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
 ``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)

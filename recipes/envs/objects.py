@@ -84,8 +84,8 @@ class ObjectWorld(gymnasium.Env):
 
     metadata = METADATA
     EVENTS: ClassVar[tuple[str, ...]]
-    WIDTH: ClassVar[int]
-    HEIGHT: ClassVar[int]
+    width: int
+    height: int
 
     def __init__(self, start: tuple[int, int] = (1, 1), step_reward: float = 0.0, render_mode: str | None = None):
         if not math.isfinite(step_reward):
@@ -98,7 +98,7 @@ class ObjectWorld(gymnasium.Env):
         self.observation_space = Box(low, np.float32(1.0), dtype=np.float32)
         self._start = start
         # A margin of walls, so that the view never leaves the array.
-        self._padded = np.zeros((self.HEIGHT + 2 * _PAD, self.WIDTH + 2 * _PAD, 3), dtype=np.int8)
+        self._padded = np.zeros((self.height + 2 * _PAD, self.width + 2 * _PAD, 3), dtype=np.int8)
         self.cells = self._padded[_PAD:-_PAD, _PAD:-_PAD]
         """(category, colour, door state) of each cell, [height, width, 3]."""
         self.gaps: set[tuple[int, int]] = set()
@@ -185,12 +185,12 @@ class ObjectWorld(gymnasium.Env):
             observation[-6:-3] = 0.0, -1.0, -1.0
         else:
             observation[-6:-3] = 1.0, KEY / DOOR, self.carried / GREY
-        observation[-3:] = 2 * x / (self.WIDTH - 1) - 1, 2 * y / (self.HEIGHT - 1) - 1, 2 * theta / 3 - 1
+        observation[-3:] = 2 * x / (self.width - 1) - 1, 2 * y / (self.height - 1) - 1, 2 * theta / 3 - 1
         return observation
 
     def _rows(self, count: int) -> list[int]:
         """`count` different random rows."""
-        return (1 + self.np_random.permutation(self.HEIGHT - 2)[:count]).tolist()
+        return (1 + self.np_random.permutation(self.height - 2)[:count]).tolist()
 
     def _random_colours(self, count: int) -> list[int]:
         """`count` different random colours except grey, the colour of walls."""

@@ -22,7 +22,7 @@ class RandomizedSkill(ObjectWorld):
         render_mode: ``"rgb_array"`` or None (default).
     """
 
-    WIDTH, HEIGHT = 9, 7
+    width, height = 9, 7
     EVENTS = ("at_lava", "at_gap", "pickup_key", "at_door", "done")
 
     def __init__(self, scenario: str | None = None, step_reward: float = 0.0, render_mode: str | None = None):

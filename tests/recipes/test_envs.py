@@ -316,9 +316,10 @@ def is_solvable(env):
             return False
 
 
-@pytest.mark.parametrize("start", [(1, 1), (1, 4)])
-def test_every_course_is_solvable(start):
-    env = ObstacleCourse(start=start)
+@pytest.mark.parametrize(("start", "rows"), [((1, 1), 4), ((1, 4), 4), ((1, 3), 3), ((3, 7), 7)])
+def test_every_course_is_solvable(start, rows):
+    env = ObstacleCourse(start=start, rows=rows)
+    assert env.observation_space.contains(env.reset(seed=0)[0])
     for seed in range(300):
         env.reset(seed=seed)
         assert is_solvable(env)
@@ -336,9 +337,9 @@ def test_every_skill_is_solvable(scenario):
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("start", [(1, 1), (1, 4)])
-def test_a_course_is_solved_by_playing_it(start, seed):
-    env = ObstacleCourse(start=start)
+@pytest.mark.parametrize(("start", "rows"), [((1, 1), 4), ((1, 4), 4), ((1, 3), 3)])
+def test_a_course_is_solved_by_playing_it(start, rows, seed):
+    env = ObstacleCourse(start=start, rows=rows)
     observation, _ = env.reset(seed=seed)
     actions = solve(env)
     assert np.array_equal(env.reset(seed=seed)[0], observation)
@@ -379,7 +380,7 @@ def test_scenarios_and_layouts_vary():
 class Bench(ObjectWorld):
     """A row with one of everything, from left to right."""
 
-    WIDTH, HEIGHT = 9, 3
+    width, height = 9, 3
     EVENTS = ObstacleCourse.EVENTS
 
     def _build(self):
@@ -446,6 +447,9 @@ def test_errors_of_the_object_worlds():
     for start in ((0, 1), (2, 3), (9, 9)):
         with pytest.raises(ValueError, match=r"ObstacleCourse\(start=.*free cell of the first room, one of \(1, 1\)"):
             ObstacleCourse(start=start)
+    for rows in (2, 3.5):
+        with pytest.raises(ValueError, match=r"ObstacleCourse\(rows=.*must be a whole number >= 3"):
+            ObstacleCourse(rows=rows)
     with pytest.raises(ValueError, match=r"scenario='doors'\): must be one of None, 'lava', 'gap', 'door'"):
         RandomizedSkill(scenario="doors")
     with pytest.raises(ValueError, match=r"step_reward=nan\): must be finite"):
