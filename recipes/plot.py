@@ -4,6 +4,7 @@
     python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms
     python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
     python -m recipes.plot --read recipes/results/threerooms.csv --columns q_sum return_mean --smooth 5
+    python -m recipes.plot --read runs/study/sset_skills/curves.csv --by variant --columns return_lava return_door
     python -m recipes.plot study=reaper
     python -m recipes.plot study=sset --baseline sset
 
@@ -52,6 +53,7 @@ from recipes.common.progress import PROGRESS, read_progress, steps_to_reach
 
 IN_A_ROW = 3
 SAMPLER = ("sampler.name",)
+_NAMED = (*SAMPLER, "variant")  # keys whose values name a group of runs without the key
 KEYS = ("env", "seed", "env_steps")  # columns that a CSV for --read must have
 
 
@@ -125,7 +127,7 @@ def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str]
 
 def group_name(values: Mapping[str, object]) -> str:
     """The name of the runs with these values of the keys in `--by`."""
-    names = [str(value) if key in SAMPLER else f"{key.split('.')[-1]} {value}" for key, value in values.items()]
+    names = [str(value) if key in _NAMED else f"{key.split('.')[-1]} {value}" for key, value in values.items()]
     return ", ".join(names)
 
 

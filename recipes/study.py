@@ -24,8 +24,9 @@ runs.csv has one row per run, with the columns
     commit, torch          version of the code and of torch
     command                command that repeats the run
 
-curves.csv has one row per evaluation: recipe, env, variant, seed, env_steps, cpu_time, and the column that decides
-whether a run has reached the threshold.
+curves.csv has one row per evaluation: recipe, env, variant, seed, env_steps, cpu_time, the column that decides whether
+a run has reached the threshold, and the columns in study.also. To plot these: recipes.plot --read <out>/curves.csv
+--by variant --columns ...
 """
 
 if __name__ == "__main__":
@@ -141,7 +142,7 @@ class Pool:
     def row(self, job: Job) -> dict[str, Any]:
         """The row of a finished run in runs.csv."""
         run_dir, study = self.directory(job), self._study
-        evaluations = read_progress(run_dir / PROGRESS)
+        evaluations = self._evaluations(job)
         steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
         threshold = study.least
@@ -165,12 +166,22 @@ class Pool:
 
     def curve(self, job: Job) -> list[dict[str, Any]]:
         """The rows of a finished run in curves.csv."""
-        column = self._study.column
-        rows = read_progress(self.directory(job) / PROGRESS)
         key = dict(zip(KEYS, job.key, strict=True))
         return [
-            {**key, "env_steps": row["env_steps"], "cpu_time": cpu_time_of(row), column: row[column]} for row in rows
+            {**key, "env_steps": row["env_steps"], "cpu_time": cpu_time_of(row)}
+            | {column: row[column] for column in (self._study.column, *self._study.also)}
+            for row in self._evaluations(job)
         ]
+
+    def _evaluations(self, job: Job) -> list[dict[str, str]]:
+        """The rows of progress.csv of a finished run."""
+        rows = read_progress(self.directory(job) / PROGRESS)
+        for key, columns in (("column", [self._study.column]), ("also", self._study.also)):
+            if missing := [column for column in columns if column not in rows[0]]:
+                raise ConfigError(
+                    f"study.{key}: {PROGRESS} has no column {', '.join(missing)}, only {', '.join(rows[0])}"
+                )
+        return rows
 
     def stop(self) -> None:
         """Ask all processes to save a checkpoint and exit."""
@@ -242,8 +253,8 @@ def run_study(config: DictConfig, out: Path) -> int:
     recorded = OmegaConf.structured(study)
     if (out / STUDY).is_file():
         before = OmegaConf.load(out / STUDY)
-        # the number of seeds may change
-        if not isinstance(before, DictConfig) or {**before, "seeds": None} != {**recorded, "seeds": None}:
+        # the number of seeds may change; studies of an earlier version have no `also`
+        if not isinstance(before, DictConfig) or {"also": [], **before, "seeds": None} != {**recorded, "seeds": None}:
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
     done = load_completed_runs(out)
@@ -255,17 +266,21 @@ def run_study(config: DictConfig, out: Path) -> int:
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
     with stopping(pool), bar, ThreadPoolExecutor(workers) as threads:
         futures = {threads.submit(pool.run, job): job for job in missing}
-        for future in as_completed(futures):
-            job, row = futures[future], future.result()
-            if row is not None:
-                # the curve first, so that a run with a row is complete
-                append_rows(out / CURVES, pool.curve(job))
-                append_rows(out / RUNS, [row])
-                bar.update()
-            elif not pool.stopped:
-                failed += 1
-                log = pool.directory(job).with_suffix(".log")
-                bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
+        try:
+            for future in as_completed(futures):
+                job, row = futures[future], future.result()
+                if row is not None:
+                    # the curve first, so that a run with a row is complete
+                    append_rows(out / CURVES, pool.curve(job))
+                    append_rows(out / RUNS, [row])
+                    bar.update()
+                elif not pool.stopped:
+                    failed += 1
+                    log = pool.directory(job).with_suffix(".log")
+                    bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
+        except BaseException:
+            pool.stop()
+            raise
     show(out)
     if pool.stopped:
         print(f"interrupted; repeat the command to continue {out}")

@@ -140,13 +140,15 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
 
 
 def test_a_study_of_an_earlier_version_is_gone_on_with(tmp_path, processes):
-    """It has no CPU times."""
+    """It has no CPU times, and nothing else than the column that it is judged by."""
     words = ["study.envs=[cartpole]", "~study.variants.rank"]
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
     before = study.read_rows(tmp_path / study.RUNS)
     for name in (study.RUNS, study.CURVES):
         kept = [{k: v for k, v in row.items() if k != "cpu_time"} for row in study.read_rows(tmp_path / name)]
         study.rewrite(tmp_path / name, kept)
+    settings = (tmp_path / study.STUDY).read_text()
+    (tmp_path / study.STUDY).write_text(settings.replace("also: []\n", ""))
     assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == DONE
     found = study.read_rows(tmp_path / study.RUNS)
     assert [row["cpu_time"] for row in found] == ["nan"] * 3 + ["0.8"] * 3
@@ -154,6 +156,25 @@ def test_a_study_of_an_earlier_version_is_gone_on_with(tmp_path, processes):
     assert [row["wall_time"] for row in found] == ["1.2"] * 6
     assert {row["seed"] for row in found[3:]} == {"1"}
     assert report.read_study(tmp_path).finished()
+
+
+def test_curves_keep_further_columns(tmp_path, processes):
+    words = ["study.envs=[cartpole]", "seeds=1", "+study.also=[updates,wall_time]"]
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    curve = study.read_rows(tmp_path / study.CURVES)
+    assert {(row["updates"], row["wall_time"]) for row in curve} == {("7", "1.25")}
+    runs = plot.read_table(tmp_path / study.CURVES, ["return_mean", "updates"], ["variant"])
+    assert {run.group for run in runs} == {"uniform", "per", "rank", "reaper"}
+    assert {value for run in runs for value in run.values["updates"]} == {7.0}
+
+
+@pytest.mark.parametrize("words", ["study.column=return_min", "+study.also=[updates,return_min]"])
+def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes, words):
+    """With the first run, not after all."""
+    with pytest.raises(ConfigError, match=r"progress.csv has no column return_min, only env_steps, "):
+        study.run_study(configuration("study.envs=[cartpole]", "seeds=5", "workers=1", words), tmp_path)
+    assert len(processes.started) < 4
+    assert not study.read_rows(tmp_path / study.RUNS)
 
 
 @pytest.mark.parametrize("lost", [1, 60])
@@ -439,7 +460,7 @@ def test_published_studies_are_those_of_the_configurations(name):
     """Else, `python -m recipes.study` would refuse to add runs to them."""
     published = OmegaConf.load(RESULTS / name / study.STUDY)
     config = OmegaConf.structured(study.parse_config(configuration(name=name), study.Config).study)
-    assert {**dict(published), "seeds": None} == {**dict(config), "seeds": None}
+    assert {"also": [], **dict(published), "seeds": None} == {**dict(config), "seeds": None}
 
 
 # (study, variant) that the pages compare other variants with

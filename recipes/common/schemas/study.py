@@ -21,6 +21,7 @@ class StudyConfig:
         first_seed: seed of the first run; the next runs use the next integers. Default: 0.
         baseline: variant that the others are compared with, seed by seed.
         column: column of progress.csv that runs are judged by. Default: "return_mean".
+        also: further columns of progress.csv that curves.csv keeps. Default: [].
         least: value of the column to reach. Default: None, env.reward_threshold.
         in_a_row: number of consecutive evaluations that must reach `least`, >= 1; the first of them counts. Default: 1.
         claims: results in the paper, by environment and variant. Default: {}.
@@ -35,6 +36,7 @@ class StudyConfig:
     first_seed: int = 0
     baseline: str = MISSING
     column: str = "return_mean"
+    also: list[str] = field(default_factory=list)
     least: float | None = None
     in_a_row: int = 1
     claims: dict[str, dict[str, str]] = field(default_factory=dict)
