@@ -244,7 +244,7 @@ class Distribution(WriteObserver):
     def count_batch(self) -> None:
         """Called once for each joint draw: advance the schedules that count batches."""
 
-    def hear(self, largest_episode: int) -> None:
+    def note_other_shards(self, largest_episode: int) -> None:
         """Called with the largest :attr:`Sums.largest_episode` of the other shards."""
 
     @abstractmethod

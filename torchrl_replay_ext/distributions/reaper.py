@@ -99,8 +99,8 @@ class ReliabilityAdjusted(Distribution):
         accepted = uniform(len(slots), device=self._device, generator=generator) < factor
         return Draw(slots[accepted], (probability * factor)[accepted])
 
-    def hear(self, largest_episode: int) -> None:
-        self._reliability.hear(largest_episode)
+    def note_other_shards(self, largest_episode: int) -> None:
+        self._reliability.note_other_shards(largest_episode)
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots) * self._reliability.factor(slots)

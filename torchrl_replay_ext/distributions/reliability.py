@@ -102,7 +102,7 @@ class Reliability(WriteObserver):
         """F of Eq. 16: the largest sum of d of a stored episode, in units of the mass."""
         return self._episodes.largest_total()
 
-    def hear(self, largest_episode: int) -> None:
+    def note_other_shards(self, largest_episode: int) -> None:
         """F is at least ``largest_episode``, that of the episodes in other shards."""
         self._episodes.least_largest = largest_episode
 

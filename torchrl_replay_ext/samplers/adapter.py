@@ -238,11 +238,11 @@ class PrioritySampler(ShowsArguments, Sampler):
         self.ready(storage)
         return self.distribution.sums()
 
-    def hear(self, largest_priority: float, largest_episode: int) -> None:
+    def note_other_shards(self, largest_priority: float, largest_episode: int) -> None:
         """Take over the largest priority and the largest sum of an episode of the other shards."""
         largest = self.state.priorities.largest
         largest.clamp_min_(min(largest_priority, self.distribution.max_priority))
-        self.distribution.hear(largest_episode)
+        self.distribution.note_other_shards(largest_episode)
 
     @property
     def largest_priority(self) -> float:

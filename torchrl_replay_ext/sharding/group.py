@@ -56,9 +56,9 @@ class ShardGroup:
         # state of the schedules of annealed hyperparameters
         self._schedules: dict[str, list] | None = None
         self.lost_shards = self.lost_rows = 0
-        self._greet()
+        self._wait_for_start()
 
-    def _greet(self) -> None:
+    def _wait_for_start(self) -> None:
         """Wait until all shards have been started."""
         answers = [shard.report.remote() for shard in self.handles]
         deadline = time.monotonic() + max(self._timeout, 60.0)
@@ -113,7 +113,7 @@ class ShardGroup:
             is_known = incarnations[number] == self.incarnations[number]
             if isinstance(answer, Lost):
                 if is_known:
-                    self._lose(number)
+                    self._mark_lost(number)
             elif answer is not None and self._is_current(number, answer[0], is_known):
                 report, part = answer
                 self._note(number, report)
@@ -125,7 +125,7 @@ class ShardGroup:
         """Whether a report is one of the known incarnation. If it is of a new one, the loss of the old one is noted."""
         is_current = report.incarnation == self.incarnations[number]
         if not is_current and is_new:
-            self._lose(number)
+            self._mark_lost(number)
         return is_current
 
     def note(self, reports: Sequence[Report | None]) -> None:
@@ -158,7 +158,7 @@ class ShardGroup:
         results = []
         for number, answer in enumerate(get_all(self._calls, calls)):
             if isinstance(answer, Lost):
-                self._lose(number)
+                self._mark_lost(number)
             elif answer is not None and self._is_current(number, answer[0]):
                 self._note(number, answer[0])
                 results.append(answer)
@@ -182,7 +182,7 @@ class ShardGroup:
 
     # --- lost shards
 
-    def _lose(self, number: int) -> None:
+    def _mark_lost(self, number: int) -> None:
         """Note that the process of a shard has ended."""
         if number in self._waiting:
             return
@@ -272,7 +272,7 @@ class ShardGroup:
             try:
                 self._adopt(number, self._calls.get(answer)[0])
             except Lost:
-                self._lose(number)
+                self._mark_lost(number)
             except Exception as error:
                 errors.append(error)
         if errors:

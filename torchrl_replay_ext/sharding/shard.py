@@ -245,13 +245,13 @@ class ReplayShard:
             else None
         )
 
-    def agree(self, columns: Any) -> Any:
+    def fix_columns(self, columns: Any) -> Any:
         """The description of the first rows written to any shard; the first call decides. Called for one shard only."""
         if self._columns is None:
             self._columns = columns
         return self._columns
 
-    def disagree(self) -> None:
+    def forget_columns(self) -> None:
         """Forget the first rows: they were refused."""
         self._columns = None
 
@@ -283,7 +283,7 @@ class ReplayShard:
         if call.updates is not None and drawing is not None:
             self._update(drawing, call.updates)
         if drawing is not None:
-            drawing.hear(call.largest_priority, call.largest_episode)
+            drawing.note_other_shards(call.largest_priority, call.largest_episode)
         rows = {} if call.share is None or not self._length() else self._draw(call.share)
         if call.counts_batch and drawing is not None:
             drawing.distribution.count_batch()

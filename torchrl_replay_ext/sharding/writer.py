@@ -103,7 +103,7 @@ class ShardWriter:
             if not self._rows_written:
                 # another first batch may have other entries
                 self._columns = None
-                self._shards[0].disagree.remote()
+                self._shards[0].forget_columns.remote()
             raise
         self._rows_written += len(data)
 
@@ -169,7 +169,7 @@ class ShardWriter:
             self._columns = next((each for each in stored if each is not None and not isinstance(each, Lost)), None)
         if self._columns is None:
             try:
-                self._columns = self._calls.get(self._shards[0].agree.remote(columns))
+                self._columns = self._calls.get(self._shards[0].fix_columns.remote(columns))
             except Lost:
                 self._columns = columns
         if columns != self._columns:
@@ -208,7 +208,7 @@ class ShardWriter:
         again = [which[:0]]
         for (number, chosen, lost, _), answer in zip(sent, answers, strict=True):
             if isinstance(answer, Lost):
-                self._lose(number)
+                self._mark_lost(number)
                 is_late = np.isin(episode[chosen], ended)
                 self.lost_rows += int(is_late.sum())
                 self._unreported += lost + int(is_late.sum())
@@ -257,11 +257,11 @@ class ShardWriter:
             else:
                 is_newer = report.incarnation == known.incarnation and report.number > known.number
                 if not report.incarnation and known.incarnation == incarnations[number]:
-                    self._lose(number)
+                    self._mark_lost(number)
             if is_newer:
                 self.reports[number] = report
 
-    def _lose(self, shard: int) -> None:
+    def _mark_lost(self, shard: int) -> None:
         """Note that the process of a shard has ended."""
         report, self.reports[shard] = self.reports[shard], None
         self._ended[shard] = 0 if report is None else report.incarnation
