@@ -1,8 +1,11 @@
 """Makes the table and the figure of a study (recipes.study) from its runs.csv, curves.csv and study.yaml."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +47,8 @@ class Study:
 
     Args:
         config: configuration of the study.
-        rows: rows of runs.csv by environment, variant and seed.
+        rows: rows of runs.csv by environment, variant and seed, with the means of the last tenth of the evaluations in
+            the columns of study.also.
         runs: evaluations of the runs, by environment, variant and seed.
     """
 
@@ -78,9 +82,9 @@ def censored_of(row: dict[str, str]) -> bool:
     return row["reached"] == ""
 
 
-def final_of(row: dict[str, str]) -> float:
-    """The mean of the last tenth of a run's evaluations."""
-    return float(row["final"])
+def final_of(row: dict[str, str], column: str = "final") -> float:
+    """The mean of the last tenth of a run's evaluations; `column`: "final", or one of study.also."""
+    return float(row[column])
 
 
 def read_study(out: Path) -> Study:
@@ -97,21 +101,23 @@ def read_study(out: Path) -> Study:
     for row in read_rows(out / RUNS):
         rows[row["env"]][row["variant"]][int(row["seed"])] = row
     # indexed by step, because rows around an interruption may be in the file twice
-    curves: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
+    curves: dict[tuple[str, ...], dict[int, dict[str, str]]] = defaultdict(dict)
     for row in read_rows(out / CURVES):
-        curves[key_of(row)][int(row["env_steps"])] = float(row[config.column])
+        curves[key_of(row)][int(row["env_steps"])] = row
     runs: defaultdict[str, defaultdict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for env, variants in rows.items():
         for variant, seeds in variants.items():
             for seed, row in seeds.items():
-                curve = curves[key_of(row)]
+                curve = curves[key_of(row)].values()
+                for column in config.also:
+                    row[column] = str(np.mean([float(each[column]) for each in curve][-math.ceil(len(curve) / 10) :]))
                 runs[env][variant][seed] = Run(
                     env=env,
                     group=variant,
                     seed=seed,
                     threshold=None if row["threshold"] == "" else float(row["threshold"]),
-                    steps=np.array(list(curve)),
-                    values={config.column: np.array(list(curve.values()))},
+                    steps=np.array([int(each["env_steps"]) for each in curve]),
+                    values={config.column: np.array([float(each[config.column]) for each in curve])},
                     column=config.column,
                 )
     return Study(config, rows, runs)
@@ -178,24 +184,31 @@ class Result(NamedTuple):
 def result_of(study: Study, env: str, variant: str) -> Result:
     """The result of a variant that has runs in the environment; `caption` defines it."""
     config = study.config
-    steps, final = study.values(env, variant, steps_of), study.values(env, variant, final_of)
-    censored = study.values(env, variant, censored_of)
-    pairs, finals = study.pairs(env, variant, steps_of), study.pairs(env, variant, final_of)
-    largest = max(np.abs(study.values(env, name, final_of)).max() for name in study.finished()[env])
-    form = "{:.2f}" if largest < 10 else "{:.1f}"
-    ratio = difference = ""
+    steps, censored = study.values(env, variant, steps_of), study.values(env, variant, censored_of)
+    pairs = study.pairs(env, variant, steps_of)
+    ratio = ""
     if variant != config.baseline and len(pairs):
         ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
-        difference = with_interval(finals, lambda p: (p[:, 1] - p[:, 0]).mean(), form)
+    final, difference = last_evaluations(study, env, variant, final_of)
     return Result(
         reached=f"{(~censored).sum()} of {len(steps)}",
         median=format_median(steps, censored),
         mean=f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
         ratio=ratio,
         claim=config.claims.get(env, {}).get(variant, ""),
-        final=with_interval(final, interquartile_mean, form),
+        final=final,
         difference=difference,
     )
+
+
+def last_evaluations(study: Study, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> tuple[str, str]:
+    """The texts of the interquartile mean of `of` over seeds, and of its mean difference to the baseline."""
+    largest = max(np.abs(study.values(env, name, of)).max() for name in study.finished()[env])
+    form = "{:.2f}" if largest < 10 else "{:.1f}"
+    pairs, difference = study.pairs(env, variant, of), ""
+    if variant != study.config.baseline and len(pairs):
+        difference = with_interval(pairs, lambda p: (p[:, 1] - p[:, 0]).mean(), form)
+    return with_interval(study.values(env, variant, of), interquartile_mean, form), difference
 
 
 def caption(config: StudyConfig) -> str:
@@ -223,6 +236,18 @@ def format_table(study: Study) -> str:
     for env, variants in study.finished().items():
         for variant in variants:
             lines.append(f"| {' | '.join((env_label(env), label(variant), *result_of(study, env, variant)))} |")
+    return "\n".join(lines)
+
+
+def format_further_columns(study: Study) -> str:
+    """A Markdown table of the last evaluations in the columns of study.also, as in the columns of the other table."""
+    names, baseline = study.config.also, label(study.config.baseline)
+    head = " | ".join(f"last evaluations of {label(name)}: IQM | difference to {baseline}" for name in names)
+    lines = [f"| | variant | {head} |", "|---|---|" + "---|---|" * len(names)]
+    for env, variants in study.finished().items():
+        for variant in variants:
+            cells = [last_evaluations(study, env, variant, partial(final_of, column=name)) for name in names]
+            lines.append(f"| {' | '.join((env_label(env), label(variant), *chain(*cells)))} |")
     return "\n".join(lines)
 
 
@@ -393,7 +418,8 @@ def draw(study: Study) -> Figure:
 
 def full_table(study: Study) -> str:
     """The table with its caption and its provenance."""
-    return f"{caption(study.config)}\n\n{format_table(study)}\n\n{provenance(study)}\n"
+    tables = [format_table(study), *([format_further_columns(study)] if study.config.also else [])]
+    return "\n\n".join([caption(study.config), *tables, provenance(study)]) + "\n"
 
 
 def report(out: Path) -> str:

@@ -259,6 +259,16 @@ def test_a_report(finished, monkeypatch, capsys):
     assert {path.suffix for path in finished.glob("figure.*")} == {".png", ".svg"}
 
 
+def test_further_columns_have_a_table_of_their_own(tmp_path, processes):
+    """Runs have two or three evaluations, so the last tenth is the last one."""
+    words = ["study.envs=[cartpole]", "~study.variants.rank", "seeds=5", "+study.also=[env_steps]"]
+    assert study.run_study(configuration(*words), tmp_path) == DONE
+    table = report.full_table(report.read_study(tmp_path))
+    assert "| | variant | last evaluations of env_steps: IQM | difference to PER |\n|---|---|---|---|\n" in table
+    assert "| CartPole | ReaPER | 200.0 [200.0, 200.0] | -100.0 [-100.0, -100.0] |\n" in table
+    assert "| CartPole | PER | 300.0 [300.0, 300.0] |  |\n" in table
+
+
 def test_the_last_lines_compare_each_variant_with_the_baseline_in_the_numbers_of_the_table(finished):
     lines = report.report(finished).splitlines()
     cells = {}
