@@ -4,7 +4,7 @@
     python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms
     python -m recipes.plot runs/acer/cartpole/*/* --by acer.trust_region acer.replay_ratio --columns training_return
     python -m recipes.plot --read recipes/results/threerooms.csv --columns q_sum return_mean --smooth 5
-    python -m recipes.plot --read runs/study/sset_skills/curves.csv --by variant --columns return_lava return_door
+    python -m recipes.plot --read runs/study/sset_obstacles/curves.csv --by variant --columns q_mean return_shifted
     python -m recipes.plot study=reaper
     python -m recipes.plot study=sset --baseline sset
 

@@ -251,13 +251,19 @@ def run_study(config: DictConfig, out: Path) -> int:
     cfg = parse_config(config, Config)
     study = cfg.study
     recorded = OmegaConf.structured(study)
+    done = load_completed_runs(out)
     if (out / STUDY).is_file():
         before = OmegaConf.load(out / STUDY)
-        # the number of seeds may change; studies of an earlier version have no `also`
-        if not isinstance(before, DictConfig) or {"also": [], **before, "seeds": None} != {**recorded, "seeds": None}:
+        # what changes no run may change; what rows depend on, only while there are none
+        free = {"seeds"} if done else {"seeds", "column", "also", "least", "in_a_row"}
+        if not isinstance(before, DictConfig) or any(
+            # studies of an earlier version have no `also`
+            {"also": [], **before}.get(key) != recorded[key]
+            for key in recorded
+            if key not in free
+        ):
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
-    done = load_completed_runs(out)
     jobs = jobs_of(study, cfg.seeds)
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())

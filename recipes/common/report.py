@@ -82,9 +82,9 @@ def censored_of(row: dict[str, str]) -> bool:
     return row["reached"] == ""
 
 
-def final_of(row: dict[str, str], column: str = "final") -> float:
-    """The mean of the last tenth of a run's evaluations; `column`: "final", or one of study.also."""
-    return float(row[column])
+def final_of(row: dict[str, str], column: str | None = None) -> float:
+    """The mean of the last tenth of a run's evaluations; `column`: one of study.also, None for study.column."""
+    return float(row["final" if column is None else f"final {column}"])
 
 
 def read_study(out: Path) -> Study:
@@ -110,7 +110,9 @@ def read_study(out: Path) -> Study:
             for seed, row in seeds.items():
                 curve = curves[key_of(row)].values()
                 for column in config.also:
-                    row[column] = str(np.mean([float(each[column]) for each in curve][-math.ceil(len(curve) / 10) :]))
+                    row[f"final {column}"] = str(
+                        np.mean([float(each[column]) for each in curve][-math.ceil(len(curve) / 10) :])
+                    )
                 runs[env][variant][seed] = Run(
                     env=env,
                     group=variant,

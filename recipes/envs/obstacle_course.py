@@ -11,7 +11,7 @@ class ObstacleCourse(ObjectWorld):
 
     Each episode draws the rows of lava and gaps, and the rows and colours of keys and doors. The paper gives neither
     the layout nor the reward of the goal. It gives a start (1, 1) in the top-left corner and a shifted start (1, 4)
-    beside the spikes. This implementation uses 14 columns, and rows + 2 rows, with the walls::
+    beside the spikes. Here the grid has 14 x (rows + 2) cells; the outer ones are walls. There are three more walls::
 
         column   0          4        7          11         13
                  |  spikes  |  lava  |  2 keys  |  2 doors  |

@@ -175,6 +175,10 @@ def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes, words):
         study.run_study(configuration("study.envs=[cartpole]", "seeds=5", "workers=1", words), tmp_path)
     assert len(processes.started) < 4
     assert not study.read_rows(tmp_path / study.RUNS)
+    # the mended command goes on
+    assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
+    with pytest.raises(ConfigError, match="holds another study"):
+        study.run_study(configuration("study.envs=[cartpole]", "seeds=1", "+study.also=[updates]"), tmp_path)
 
 
 @pytest.mark.parametrize("lost", [1, 60])
@@ -267,6 +271,21 @@ def test_further_columns_have_a_table_of_their_own(tmp_path, processes):
     assert "| | variant | last evaluations of env_steps: IQM | difference to PER |\n|---|---|---|---|\n" in table
     assert "| CartPole | ReaPER | 200.0 [200.0, 200.0] | -100.0 [-100.0, -100.0] |\n" in table
     assert "| CartPole | PER | 300.0 [300.0, 300.0] |  |\n" in table
+
+
+def test_further_columns_do_not_change_the_other_table(finished):
+    """Not even if they are columns of runs.csv. Here runs have 20 evaluations, and those of uniform are censored."""
+    rows = study.read_rows(finished / study.CURVES)
+    first = [row for row in rows if row["env_steps"] == "100"]
+    study.rewrite(
+        finished / study.CURVES, [row | {"env_steps": str(5 * step)} for row in first for step in range(1, 21)]
+    )
+    before = report.full_table(report.read_study(finished))
+    config = OmegaConf.load(finished / study.STUDY)
+    OmegaConf.save({**config, "also": ["env_steps"]}, finished / study.STUDY)
+    after = report.full_table(report.read_study(finished))
+    assert "| CartPole | uniform replay | 97.5 [97.5, 97.5] | 0.0 [0.0, 0.0] |\n" in after
+    assert report.format_table(report.read_study(finished)) in before
 
 
 def test_the_last_lines_compare_each_variant_with_the_baseline_in_the_numbers_of_the_table(finished):
@@ -476,6 +495,9 @@ def test_published_studies_are_those_of_the_configurations(name):
 # (study, variant) that the pages compare other variants with
 OTHER_BASELINES = [
     ("sset", "sset"),
+    ("sset_obstacles", "sset"),
+    ("sset_obstacles", "per"),
+    ("sset_obstacles", "reverse sweep"),
     ("sset_tworooms", "gap shaping"),
     ("sset_tworooms", "gap and goal"),
     ("deepsea", "per"),
@@ -485,9 +507,9 @@ OTHER_BASELINES = [
 
 @pytest.mark.parametrize("page", ["README.md", "recipes/results/README.md"])
 def test_published_ratios_are_those_of_the_tables(page):
-    found = {cell for path in RESULTS.glob(f"*/{report.TABLE}") for cell in path.read_text("utf-8").split(" | ")}
-    for name, baseline in OTHER_BASELINES:
-        found |= set(report.compare_with(RESULTS / name, baseline).split(" | "))
+    tables = [path.read_text("utf-8") for path in RESULTS.glob(f"*/{report.TABLE}")]
+    tables += [report.compare_with(RESULTS / name, baseline) for name, baseline in OTHER_BASELINES]
+    found = {cell for table in tables for cell in re.split(r" \|\s", table)}
     ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", (ROOT / page).read_text("utf-8"))
     assert len(ratios) >= 5
     assert [ratio for ratio in ratios if ratio not in found] == []
