@@ -255,13 +255,9 @@ def run_study(config: DictConfig, out: Path) -> int:
     if (out / STUDY).is_file():
         before = OmegaConf.load(out / STUDY)
         # what changes no run may change; what rows depend on, only while there are none
-        free = {"seeds"} if done else {"seeds", "column", "also", "least", "in_a_row"}
-        if not isinstance(before, DictConfig) or any(
-            # studies of an earlier version have no `also`
-            {"also": [], **before}.get(key) != recorded[key]
-            for key in recorded
-            if key not in free
-        ):
+        free = dict.fromkeys(("seeds",) if done else ("seeds", "column", "also", "least", "in_a_row"))
+        # studies of an earlier version have no `also`
+        if not isinstance(before, DictConfig) or {"also": [], **before, **free} != {**recorded, **free}:
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(recorded, out / STUDY)
     jobs = jobs_of(study, cfg.seeds)

@@ -47,8 +47,8 @@ class Study:
 
     Args:
         config: configuration of the study.
-        rows: rows of runs.csv by environment, variant and seed, with the means of the last tenth of the evaluations in
-            the columns of study.also.
+        rows: rows of runs.csv by environment, variant and seed, and "final <column>" for each column of study.also,
+            the mean of the last tenth of the evaluations.
         runs: evaluations of the runs, by environment, variant and seed.
     """
 

@@ -140,7 +140,7 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
 
 
 def test_a_study_of_an_earlier_version_is_gone_on_with(tmp_path, processes):
-    """It has no CPU times, and nothing else than the column that it is judged by."""
+    """It has no CPU times, and no study.also."""
     words = ["study.envs=[cartpole]", "~study.variants.rank"]
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
     before = study.read_rows(tmp_path / study.RUNS)
