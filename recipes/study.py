@@ -8,6 +8,7 @@ Each run is a separate process; by default, as many run in parallel as there are
 before the next seed starts. A run writes its directory to <out>/runs. When it has finished, it adds a row to
 <out>/runs.csv and its evaluations to <out>/curves.csv. <out>/study.yaml holds the configuration of the study. To
 continue an interrupted study, repeat the command: runs with a row are skipped and runs with a checkpoint are resumed.
+A finished study may grow: repeat the command with more seeds, environments or variants.
 Seeds are not batched into one process: torch.vmap updates the networks of ten seeds in 0.35 of the time, but on
 CartPole these updates take a tenth of a run.
 
@@ -53,6 +54,7 @@ from typing import Any
 import torch
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config, reason
@@ -62,6 +64,8 @@ from recipes.common.schemas.study import Config, StudyConfig
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
 # columns of runs.csv and curves.csv that identify a run
 KEYS = ("recipe", "env", "variant", "seed")
+# settings of a study that decide how its runs are judged, and which columns are kept
+JUDGED_BY = ("column", "also", "least", "in_a_row")
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,25 @@ def stopping(pool: Pool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def continues(before: Any, now: StudyConfig, has_rows: bool) -> bool:
+    """Whether a study can go on in the directory of an earlier one: it has all of its runs, and judges them as before.
+
+    It may have further seeds, environments and variants, and its table may differ.
+
+    Args:
+        before: content of study.yaml.
+        now: study to run.
+        has_rows: whether runs have finished. While none has, they may be judged in another way.
+    """
+    try:
+        # studies of an earlier version lack some settings
+        before = OmegaConf.merge(OmegaConf.structured(StudyConfig), before)
+        has_runs = set(jobs_of(before, 1)) <= set(jobs_of(now, 1))
+    except (OmegaConfBaseException, TypeError):
+        return False
+    return has_runs and not (has_rows and any(before[key] != getattr(now, key) for key in JUDGED_BY))
+
+
 def run_study(config: DictConfig, out: Path) -> int:
     """Run all runs of a study that have not finished.
 
@@ -250,16 +273,10 @@ def run_study(config: DictConfig, out: Path) -> int:
     """
     cfg = parse_config(config, Config)
     study = cfg.study
-    recorded = OmegaConf.structured(study)
     done = load_completed_runs(out)
-    if (out / STUDY).is_file():
-        before = OmegaConf.load(out / STUDY)
-        # what changes no run may change; what rows depend on, only while there are none
-        free = dict.fromkeys(("seeds",) if done else ("seeds", "column", "also", "least", "in_a_row"))
-        # studies of an earlier version have no `also`
-        if not isinstance(before, DictConfig) or {"also": [], **before, **free} != {**recorded, **free}:
-            raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
-    OmegaConf.save(recorded, out / STUDY)
+    if (out / STUDY).is_file() and not continues(OmegaConf.load(out / STUDY), study, bool(done)):
+        raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
+    OmegaConf.save(OmegaConf.structured(study), out / STUDY)
     jobs = jobs_of(study, cfg.seeds)
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())

@@ -195,11 +195,48 @@ def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     assert [study.read_rows(tmp_path / name) for name in (study.RUNS, study.CURVES)] == before
 
 
-def test_another_study_needs_another_directory(tmp_path, processes):
+@pytest.mark.parametrize(
+    "word",
+    [
+        "study.fixed=[]",
+        "study.envs=[acrobot]",
+        "study.first_seed=1",
+        "~study.variants.rank",
+        "study.variants.per=[]",
+        "study.recipe=td3",
+        "study.in_a_row=2",
+        "+study.also=[updates]",
+    ],
+)
+def test_another_study_needs_another_directory(tmp_path, processes, word):
     words = ["study.envs=[cartpole]", "seeds=1"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="holds another study"):
-        study.run_study(configuration(*words, "study.fixed=[]"), tmp_path)
+        study.run_study(configuration(*words, word), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "name: reaper", "letters: a\nname: b", "variants: 3"])
+def test_a_directory_with_another_study_yaml(tmp_path, processes, content):
+    (tmp_path / study.STUDY).write_text(content)
+    with pytest.raises(ConfigError, match="holds another study"):
+        study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
+    assert (tmp_path / study.STUDY).read_text() == content
+
+
+def test_a_study_grows(tmp_path, processes):
+    """Further variants and environments; finished runs are kept."""
+    assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
+    before = study.read_rows(tmp_path / study.RUNS)
+    processes.started.clear()
+    words = ["study.envs=[acrobot,cartpole]", "seeds=1", "+study.variants.recency=['sampler=recency']"]
+    assert study.run_study(configuration(*words, "study.baseline=recency"), tmp_path) == DONE
+    assert study.read_rows(tmp_path / study.RUNS)[: len(before)] == before
+    assert len(processes.started) == 6
+    found = report.read_study(tmp_path).finished()
+    assert set(found) == {"acrobot", "cartpole"}
+    assert set(found["cartpole"]) == {"uniform", "per", "rank", "reaper", "recency"}
 
 
 def test_interrupted(tmp_path, processes, monkeypatch, capsys):
