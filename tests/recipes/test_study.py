@@ -535,6 +535,7 @@ OTHER_BASELINES = [
     ("sset_obstacles", "sset"),
     ("sset_obstacles", "per"),
     ("sset_obstacles", "reverse sweep"),
+    ("sset_skills", "sset"),
     ("sset_tworooms", "gap shaping"),
     ("sset_tworooms", "gap and goal"),
     ("deepsea", "per"),
