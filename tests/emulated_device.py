@@ -18,13 +18,14 @@ CPU in three ways:
   be waited for.
 * Each operation that would launch a kernel is counted.
 
-Gradients need a process whose first backward pass comes after the device was made. Streams, CUDA graphs and other
-processes are not emulated. The device is registered with torch once per process, under
+Gradients need a process whose first backward pass comes after the device was made, and which ends with ``leave()``.
+Streams, CUDA graphs and other processes are not emulated. The device is registered with torch once per process, under
 torch's key for additional backends (PrivateUse1), and reports that it is available only inside the ``with`` block.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -378,6 +379,17 @@ class EmulatedDevice(TorchDispatchMode):
 
 
 _original_new_memory_mapped = MemoryMappedTensor.__new__
+
+
+def leave() -> None:
+    """End this process with exit code 0, without the shutdown of the interpreter.
+
+    A backward pass starts a thread of torch's autograd for the device. If that thread asks for Python's lock while the
+    interpreter shuts down, the process aborts ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _new_memory_mapped(*arguments: Any, **named: Any) -> Any:

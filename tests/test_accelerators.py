@@ -127,7 +127,7 @@ def test_code_on_the_emulated_device_can_take_the_path_of_cuda_graphs(device):
 
 GRADIENTS = """
 import torch
-from tests.emulated_device import EmulatedDevice
+from tests.emulated_device import EmulatedDevice, leave
 
 with EmulatedDevice():
     ours = torch.nn.Linear(3, 2).to("emulated")
@@ -137,6 +137,7 @@ with EmulatedDevice():
     expected.load_state_dict({key: value.cpu() for key, value in ours.state_dict().items()})
     expected(torch.ones(5, 3)).square().sum().backward()
     torch.testing.assert_close(ours.weight.grad.cpu(), expected.weight.grad)
+leave()
 """
 
 

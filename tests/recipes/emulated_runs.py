@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from recipes.common import run as training
-from tests.emulated_device import NAME, EmulatedDevice
+from tests.emulated_device import NAME, EmulatedDevice, leave
 from tests.recipes.runs import composed, rows, tiny
 
 SHORT = {"total_steps": 32, "learning_starts": 16, "num_evaluations": 1}
@@ -69,6 +69,7 @@ def main() -> None:
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
     print(f"\n{json.dumps(results)}")
+    leave()
 
 
 if __name__ == "__main__":
