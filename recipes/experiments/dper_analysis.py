@@ -18,6 +18,8 @@ draws:
 - *kl*: KL of the actor's whole batch / of a uniform batch. The definition is the same for all granularities.
 - *spread*: standard deviation / mean of the candidates' scores. It limits the gain: the smallest of K normal values is
   expected 0.56 (K = 2), 0.85 (3), 1.16 (5), 1.54 (10) standard deviations below the mean.
+- *saturated*: share of the batch's actions for which the policy's action is within 0.01 of its bounds, -1 and 1. There
+  the gradient of tanh, and so that of the actor's loss, almost vanishes. Analyses of earlier versions lack it.
 
 For comparison, the rows "newest 0.5" ... give the squared difference of the newest 0.5 ... of the buffer / of the whole
 buffer.
@@ -58,6 +60,7 @@ from torchrl_replay_ext.functional import gaussian_policy_kl
 
 RESAMPLES = 1000
 SHARES = (0.5, 0.25, 0.1)
+SATURATED = 0.99  # absolute value of an action
 MEASURES = {
     "score": "score: chosen / mean candidate",
     "squared_difference": "squared difference of actions: chosen / uniform",
@@ -94,17 +97,19 @@ def measure(buffer: TensorDictReplayBuffer, policy: TensorDictModule, noise_scal
     """Draw `draws` batches for the actor.
 
     Returns:
-        [draws, 5]: mean score of the chosen candidates; mean score of all candidates; mean squared score of all
-        candidates; mean squared difference between the batch's actions and the policy's; KL of the batch.
+        [draws, 6]: mean score of the chosen candidates; mean score of all candidates; mean squared score of all
+        candidates; mean squared difference between the batch's actions and the policy's; KL of the batch; share of the
+        policy's actions that are saturated.
     """
     rows = []
     for _ in range(draws):
         batch = buffer.sample()
         score, candidates = batch["score"], batch["candidate_scores"]
-        difference = batch["action"] - policy(batch.select("observation"))["action"]
+        action = policy(batch.select("observation"))["action"]
+        difference = batch["action"] - action
         kl = gaussian_policy_kl(difference, noise_scale)
-        means = (score, candidates, candidates.square(), difference.square())
-        rows.append([*(value.double().mean().item() for value in means), kl.item()])
+        means = (score, candidates, candidates.square(), difference.square(), kl, action.abs() > SATURATED)
+        rows.append([value.double().mean().item() for value in means])
     return np.array(rows)
 
 
@@ -130,10 +135,16 @@ def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[
 
 def format_table(rows: list[dict], newest: dict[str, float]) -> str:
     """A table with one line per granularity and K, and lines for the newest transitions."""
-    lines = [f"{'granularity':<13}{'K':>3}{'score':>23}{'squared difference':>23}{'KL of the batch':>23}{'spread':>8}"]
+    lines = [
+        f"{'granularity':<13}{'K':>3}{'score':>23}{'squared difference':>23}{'KL of the batch':>23}{'spread':>8}"
+        f"{'saturated':>11}"
+    ]
     for row in rows:
-        columns = (f"{row[name]:>7.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
-        lines.append(f"{row['granularity']:<13}{row['num_candidates']:>3} {' '.join(columns)}{row['spread']:>8.3f}")
+        ratios = (f"{row[name]:>7.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
+        saturated = f"{row['saturated']:.3f}" if "saturated" in row else ""
+        lines.append(
+            f"{row['granularity']:<13}{row['num_candidates']:>3} {' '.join(ratios)}{row['spread']:>8.3f}{saturated:>11}"
+        )
     lines += [f"{name:<17}{'':>23}{value:>8.3f}" for name, value in newest.items()]
     return "\n".join(lines)
 
@@ -227,12 +238,13 @@ def analyse(config: DictConfig, run_dir: Path) -> int:
 
     rows: list[dict] = []
     for (granularity, count), result in zip(settings, results, strict=True):
-        chosen, candidates, squares, difference, kl = result.T
+        chosen, candidates, squares, difference, kl, saturated = result.T
         pairs = ((chosen, candidates), (difference, uniform[:, 3]), (kl, uniform[:, 4]))
         row: dict = {"granularity": granularity, "num_candidates": count}
         for name, pair in zip(MEASURES, pairs, strict=True):
             row |= dict(zip((name, f"{name}_low", f"{name}_high"), ratio(*pair), strict=True))
         row["spread"] = float(np.sqrt(squares.mean() / candidates.mean() ** 2 - 1))
+        row["saturated"] = float(saturated.mean())
         rows.append(row)
     newest = of_newest(replay, policy)
     with (run_dir / "dper_analysis.csv").open("w", newline="") as file:

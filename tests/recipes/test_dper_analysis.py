@@ -42,6 +42,7 @@ def test_rows(tmp_path, run_dir, capsys):
         (granularity, count) for granularity in ("batch", "group", "transition") for count in (1, 2, 3, 5, 10)
     ]
     for row in table:
+        assert 0 <= float(row["saturated"]) <= 1
         for name in MEASURES:
             low, value, high = (float(row[key]) for key in (f"{name}_low", name, f"{name}_high"))
             assert 0 < low <= value <= high
@@ -107,6 +108,16 @@ def test_numbers_are_those_of_the_run(run_dir):
         mean = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean().item()
     assert numbers[:, 3].mean() == pytest.approx(mean, rel=0.02)
     np.testing.assert_allclose(numbers[:, 0], numbers[:, 1])
+
+
+def test_saturated_actions_are_those_near_the_bounds():
+    policy = TensorDictModule(torch.nn.Identity(), in_keys=["observation"], out_keys=["action"])
+    actions = torch.tensor([[0.995, 0.5], [-0.995, -1.0], [0.985, 0.0], [0.0, 0.0]])
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=400)
+    replay.extend(TensorDict({"observation": actions, "action": actions}, [4]))
+    replay.set_sampler(sampler := DecoupledSampler(RandomSampler(), policy, num_candidates=1))
+    numbers = dper_analysis.measure(sampler.actor_buffer(replay), policy, 0.1, 20)
+    assert numbers[:, 5].mean() == pytest.approx(3 / 8, abs=0.03)
 
 
 def test_newest_transitions_are_the_last_to_be_written():
