@@ -71,7 +71,9 @@ class DecoupledSampler(SamplerWrapper):
       :func:`~torchrl_replay_ext.functional.ornstein_uhlenbeck_scale`.
     * **Finer choices**: uniform batches have nearly the same mean, so choosing one of K batches makes the data only a
       few percent more on-policy. ``granularity="group"`` chooses one of K candidates for each group of rows.
-      ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more than one row).
+      ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more than one row). If
+      actions are clipped and K is large, most of them are rows at which the policy's action is at a bound. The actor's
+      gradient vanishes there: with K = 10, TD3 did not learn Pendulum in 2 of 5 runs.
 
     The sampler holds a reference to the policy, so parameter updates take effect at once. Copies of the sampler share
     the policy; pickles do not contain it. The policy is called without exploration and without gradients, in its
