@@ -540,6 +540,7 @@ OTHER_BASELINES = [
     ("sset_tworooms", "gap and goal"),
     ("deepsea", "per"),
     ("deepsea12", "per"),
+    ("minatar", "per"),
     ("acer_ratios", "replay ratio 8"),
     ("acer_baselines", "ACER, learning rate .009"),
     ("acer_baselines", "A3C, learning rate .001"),
