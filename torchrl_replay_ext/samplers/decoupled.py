@@ -69,13 +69,12 @@ class DecoupledSampler(SamplerWrapper):
       N(0, I); for a tanh-normal policy u = atanh(action). ``noise_scale`` is not used.
     * **Correlated noise**: ``noise_scale`` may be a covariance matrix. For Ornstein-Uhlenbeck noise pass
       :func:`~torchrl_replay_ext.functional.ornstein_uhlenbeck_scale`.
-    * **Finer choices**: uniform batches have nearly the same mean, so choosing one of K batches made the
-      data only 5 to 31 % more on-policy in our measurements. ``granularity="group"`` chooses one of K candidates for
-      each group of rows.
-      ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more than one row). With
-      a tanh policy, clipped actions and large K, these are often rows with a policy action near a bound (63 % for TD3
-      on Pendulum with K = 10), where the actor's gradient is almost zero. With K = 10, 2 of 5 runs of TD3 did not solve
-      Pendulum in 7,500 steps.
+    * **Finer choices**: uniform batches have nearly the same mean, so choosing one of K batches makes the data only
+      a little more on-policy (5 to 31 % in our measurements). ``granularity="group"`` chooses one of K candidates for
+      each group of rows. ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more
+      than one row). With a tanh policy, clipped actions and large K, many of these rows have a policy action near a
+      bound (63 % for TD3 on Pendulum with K = 10), where the actor's gradient is almost zero. With K = 10, 2 of 5 runs
+      of TD3 did not solve Pendulum in 7,500 steps.
 
     The sampler holds a reference to the policy, so parameter updates take effect at once. Copies of the sampler share
     the policy; pickles do not contain it. The policy is called without exploration and without gradients, in its
