@@ -167,13 +167,27 @@ def expands_draws(buffer: Any) -> bool:
     return not isinstance(getattr(buffer, "_sample_unit", None), Transition | None)
 
 
-def draws_sequences(sampler: Sampler, storage: Any) -> bool:
-    """:func:`expands_draws` of the buffer of this sampler."""
+def _buffer_of(sampler: Sampler, storage: Any) -> Any:
+    """The buffer of this sampler; None if there is none in this process."""
     for buffer in storage._attached_entities:
         own = getattr(buffer, "_sampler", None)
         if sampler in (own, getattr(own, "critic_sampler", None)):
-            return expands_draws(buffer)
-    return False
+            return buffer
+    return None
+
+
+def draws_sequences(sampler: Sampler, storage: Any) -> bool:
+    """:func:`expands_draws` of the buffer of this sampler."""
+    return expands_draws(_buffer_of(sampler, storage))
+
+
+def updates_anchors(sampler: Sampler, storage: Any) -> bool:
+    """True if an update of a draw contains its distinct slots in increasing order.
+
+    TorchRL's own buffers do this if they draw sequences. A CompilableReplayBuffer passes write stamps instead.
+    """
+    buffer = _buffer_of(sampler, storage)
+    return expands_draws(buffer) and not hasattr(buffer, "compiles")
 
 
 def count_sample(buffer: Any, num_rows: int) -> None:

@@ -29,13 +29,13 @@ policy = partial(linear_policy, 3, 2)
 UNIT = Sequence(length=3, burn_in=1, bootstrap=1)
 
 
-def make(sampler, stock, lanes=1, capacity=CAPACITY, unit=UNIT, **arguments):
+def make(sampler, stock, lanes=1, capacity=CAPACITY, unit=UNIT, batch_size=8, **arguments):
     rb = buffer_with(
         sampler,
         capacity,
         compilable=not stock,
         ndim=2 if lanes > 1 else 1,
-        batch_size=8,
+        batch_size=batch_size,
         sample_unit=unit,
         **arguments,
     )
@@ -108,9 +108,10 @@ def test_a_sample_in_the_shape_of_its_windows_is_the_same():
     torch.testing.assert_close(probabilities(rb), wanted)
 
 
-def test_anchors_that_were_overwritten_since_keep_the_default_priority():
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+def test_anchors_that_were_overwritten_since_keep_the_default_priority(stock):
     torch.manual_seed(0)
-    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False)
+    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock)
     batch = rb.sample()
     batch["td_error"] = torch.rand(len(batch)) + 0.1
     rb.extend(random_rows(20, first=CAPACITY, episode=EPISODE))
@@ -119,6 +120,20 @@ def test_anchors_that_were_overwritten_since_keep_the_default_priority():
     torch.testing.assert_close(probabilities(rb), wanted)
     anchors = set(batch["anchor_index"].tolist())
     assert 0 < rb.sampler.stats()["dropped_updates"] == len(anchors) - len(fresh)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("batch_size", [4, 8, 32])
+def test_no_prompt_update_of_a_small_buffer_is_dropped(batch_size, lanes):
+    torch.manual_seed(batch_size)
+    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=True, lanes=lanes, batch_size=batch_size)
+    for step in range(1, 40):
+        batch = rb.sample()
+        batch["td_error"] = torch.rand(len(batch)) + 0.1
+        rb.update_tensordict_priority(batch)
+        rows = random_rows(12, first=step * CAPACITY, episode=EPISODE)
+        rb.extend(rows if lanes == 1 else rows.reshape(lanes, -1))
+    assert rb.sampler.stats()["dropped_updates"] == 0
 
 
 # --- the windows of a CompilableReplayBuffer, in graphs too

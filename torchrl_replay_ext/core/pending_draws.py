@@ -53,7 +53,8 @@ class PendingDraws:
     Rules:
 
     * Rows that share the memory of one of the last 256 draws (the whole batch or a slice), or that are a copy of a
-      whole batch, belong to that draw. A row is late if its slot was written after the draw.
+      whole batch, belong to that draw. A row is late if its slot was written after the draw. A copy of a batch of less
+      than 8 rows is only recognized at its first update: later, the caller may mean the same slots by chance.
     * Other indices of at least 8 rows are treated as parts of draws if one of the last 256 draws, or a few of them
       together, contain all rows. A row is then late if a draw of its slot's earlier content is still pending: the row
       may belong to that draw, and new content must not get an old TD error.

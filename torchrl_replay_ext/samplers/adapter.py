@@ -199,8 +199,9 @@ class PrioritySampler(ShowsArguments, Sampler):
         slots, info = self.draw(storage, batch_size)
         if self.layout.for_graphs:
             info[STAMP_KEY] = self.state.generation(slots)
-        if self.takes_priorities:
-            self.state.updates.remember_draw(slots)
+        if self.takes_priorities and not is_traced():
+            anchors = _torchrl.updates_anchors(self, storage)
+            self.state.updates.remember_draw(slots.unique() if anchors else slots)
         return unravel(slots, self.layout.shape), info
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
