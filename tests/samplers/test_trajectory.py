@@ -477,6 +477,25 @@ def test_td_errors_that_come_with_the_data_are_taken():
     assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([k / 15 for k in range(1, 6)])
 
 
+def test_td_errors_that_come_with_the_data_are_taken_after_a_draw_of_the_same_slots():
+    torch.manual_seed(1)
+    buffer = buffer_of(anchors=proportional(), slices=1)
+    buffer.extend(rows(20))
+    while buffer.sample()["index"].tolist() != [0, 1, 2, 3]:
+        pass
+    buffer.extend(rows(4, first=20, td_error=torch.full((4,), 5.0)))
+    assert buffer.sampler.anchors.state.priorities.of_slot[:4].tolist() == [5.0] * 4
+    assert buffer.sampler.stats()["dropped_updates"] == 0
+
+
+def test_a_row_is_added_after_a_draw_of_its_slot():
+    sampler = TrajectoryRetraceSampler(1, slice_len=1, behaviour_keys=(), anchors=ProportionalSampler(1))
+    buffer = data.buffer_with(sampler, 1, batch_size=1)
+    for number in range(3):
+        buffer.add(rows(1, first=number)[0])
+        assert buffer.sample()["number"].tolist() == [number]
+
+
 @pytest.mark.parametrize("kind", ["proportional", "rank", "reaper", "events"])
 def test_every_prioritized_sampler_draws_anchors(kind):
     capacity = 24

@@ -388,6 +388,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         if sampler.lacks_td_errors(priority, storage):
             return
         slots, error = sampler.flat_slots(index), torch.as_tensor(priority, device=sampler.layout.device)
+        if stamp is None and sampler.state.log.is_last_write(index, slots):
+            # TD errors that were written with the data; the rows may equal those of an earlier draw
+            sampler.update_priority(index, priority, storage=storage)
+            return
         mask = sampler.state.updates.pending.real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
