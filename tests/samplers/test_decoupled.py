@@ -660,5 +660,6 @@ def test_the_actors_buffer_takes_neither_data_nor_priorities():
     batch["td_error"] = torch.rand(32)
     with pytest.raises(ValueError, match="takes no priorities"):
         actor_rb.update_tensordict_priority(batch)
-    with pytest.raises(ValueError, match="this is an actor batch"):
-        rb.update_tensordict_priority(batch)
+    for part in (batch, batch[16:]):
+        with pytest.raises(ValueError, match="this is an actor batch"):
+            rb.update_tensordict_priority(part)

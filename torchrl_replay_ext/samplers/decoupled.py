@@ -34,6 +34,7 @@ from torchrl_replay_ext.arguments import require_integer
 from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
+from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, PolicyOutput, Score
@@ -329,11 +330,12 @@ class DecoupledSampler(SamplerWrapper):
             stamp: the entry ``"write_stamp"`` of the batch, if there is one. Default: None.
 
         Raises:
-            ValueError: if ``index`` belongs to one of the last 32 actor batches (not checked in a graph).
+            ValueError: if ``index`` is that of one of the last 32 actor batches, or a slice of it. Not checked in a
+                graph, for a copy, and in a storage of several dimensions.
         """
         # compare memory, not values: in a small buffer both batches may have the same rows
         raise_if(
-            lambda: isinstance(index, Tensor) and index.data_ptr() in [own.data_ptr() for own in self._drawn],
+            lambda: isinstance(index, Tensor) and memory_of(index) in map(memory_of, self._drawn),
             lambda: ValueError("DecoupledSampler.update_priority: this is an actor batch; pass the critic's batch."),
         )
         critic_sampler: Any = self.critic_sampler
