@@ -110,6 +110,17 @@ def test_only_plain_adam(options):
         AdamStep(torch.optim.Adam([torch.zeros(2, requires_grad=True)], **options))
 
 
+def test_entries_without_gradients_are_left_out():
+    weight, bound = torch.ones(2, requires_grad=True), torch.ones(2)
+    step = AdamStep(torch.optim.Adam([weight, bound], lr=0.1))
+    assert len(step.parameters) == 1 and step.parameters[0] is weight
+    step(torch.autograd.grad(weight.sum(), step.parameters))
+    torch.testing.assert_close(weight, torch.full((2,), 0.9))
+    assert torch.equal(bound, torch.ones(2))
+    with pytest.raises(ValueError, match="no parameter of the optimizer requires gradients"):
+        AdamStep(torch.optim.Adam([bound]))
+
+
 def test_only_adam_with_one_group():
     groups = [{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)]
     with pytest.raises(ValueError, match="2 parameter groups; one is supported"):

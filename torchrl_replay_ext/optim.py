@@ -27,10 +27,12 @@ class AdamStep:
             compiled graph treats a number as a constant.
 
     Raises:
-        ValueError: if the optimizer is not such an Adam, or has made different numbers of steps for its parameters.
+        ValueError: if the optimizer is not such an Adam, none of its parameters requires gradients, or it has made
+            different numbers of steps for them.
 
     Attributes:
-        parameters: the parameters of the optimizer, in the order in which gradients are expected.
+        parameters: the parameters of the optimizer that require gradients now, in the order in which gradients are
+            expected.
 
     Examples:
         >>> weight = torch.tensor([1.0, -2.0], requires_grad=True)
@@ -52,7 +54,10 @@ class AdamStep:
         for name in ("amsgrad", "maximize", "weight_decay"):
             if self._group[name]:
                 raise ValueError(f"AdamStep: {name}={self._group[name]} is not supported; make the Adam without it.")
-        self.parameters: list[Tensor] = list(self._group["params"])
+        # TorchRL's parameter collections also contain buffers, such as the bounds of a tanh policy
+        self.parameters: list[Tensor] = [entry for entry in self._group["params"] if entry.requires_grad]
+        if not self.parameters:
+            raise ValueError("AdamStep: no parameter of the optimizer requires gradients.")
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(
