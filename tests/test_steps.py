@@ -84,6 +84,33 @@ def test_errors_of_the_step_stay_visible():
         compile_step(step)()
 
 
+def test_arguments_that_do_not_fit_the_graph_are_refused():
+    total = torch.zeros(())
+    step = compile_step(
+        lambda rows, scale, *, more=None: total.add_(scale * rows.sum() + (0 if more is None else more.sum()))
+    )
+    step(torch.ones(8), 2.0)
+    step(torch.ones(8), 2.0)
+    for rows, scale, more, message in (
+        (torch.ones(4), 2.0, {}, r"argument 0 of <lambda> has shape \[4\], but the graph was compiled for shape \[8\]"),
+        (torch.ones(8), 3.0, {}, "argument 1 of <lambda> has 3.0, but the graph was compiled for 2.0"),
+        (torch.ones(8), 2.0, {"more": torch.ones(1)}, "was compiled for 2 arguments"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(rows, scale, **more)
+    assert total == 32
+
+
+def test_a_batch_of_another_size_is_refused():
+    buffer = buffer_of(ProportionalSampler, 64, compilable=True)
+    buffer.extend(learnable(8))
+    step = compile_step(lambda rows: buffer.extend(rows))
+    step(learnable(8))
+    with pytest.raises(ValueError, match=r"has shape \[4\]"):
+        step(learnable(4))
+    assert len(buffer) == 16
+
+
 class DQN:
     """All state of a DQN, with two updates: one in the usual eager form and one for a compiled graph."""
 

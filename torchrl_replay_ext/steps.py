@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
 
@@ -43,7 +45,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     and are skipped here. So nothing that ``step`` reads may change after the first call, except the values of tensors;
     the shapes of the arguments must stay the same, too. Create objects that eager code creates lazily before the first
     call: the storage (write to the buffer once) and the value estimator of a TorchRL loss
-    (``loss.make_value_estimator(...)``).
+    (``loss.make_value_estimator(...)``). Each call checks that the shapes of tensors and TensorDicts are those of the
+    first call, and also numbers and strings, which the graph treats as constants.
 
     The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
     :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. The compiler cannot trace
@@ -59,6 +62,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
     Raises:
         TypeError: if ``step`` is not a function.
+        ValueError: at a later call, if an argument has another shape or, if it is a number or a string, another value
+            than at the first call.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
             ``torch.optim``. Other errors of torch's compiler are passed on as they are.
 
@@ -75,19 +80,44 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     if cudagraphs:
         options["triton.cudagraphs"] = True
     compiled = _compile(step, options)
-    is_compiled = False
+    first: dict[int | str, Any] | None = None
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal is_compiled
-        if is_compiled:
+        nonlocal first
+        given = {name: _constant_part(value) for name, value in (*enumerate(args), *kwargs.items())}
+        if first is not None:
+            if given != first:
+                raise _changed(step.__name__, first, given)
             return compiled(*args, **kwargs)
         with _compiling():
             result = compiled(*args, **kwargs)
-        is_compiled = True
+        first = given
         return result
 
     return call
+
+
+def _constant_part(argument: Any) -> Any:
+    """What may not change of an argument: the shape of a tensor or a TensorDict, the value of a number or a string."""
+    if isinstance(argument, Tensor | TensorDictBase):
+        return argument.shape
+    return argument if isinstance(argument, int | float | str | None) else type(argument)
+
+
+def _changed(step: str, first: dict[int | str, Any], given: dict[int | str, Any]) -> ValueError:
+    """The error for a call whose arguments do not fit the graph."""
+    if first.keys() != given.keys():
+        return ValueError(f"compile_step: {step} was compiled for {len(first)} arguments; call it with the same ones.")
+    name = next(name for name in first if first[name] != given[name])
+
+    def text(part: Any) -> str:
+        return f"shape {list(part)}" if isinstance(part, torch.Size) else repr(part)
+
+    return ValueError(
+        f"compile_step: argument {name} of {step} has {text(given[name])}, but the graph was compiled for "
+        f"{text(first[name])}. Make another compiled step for it, pad a batch, or pass a number as a tensor."
+    )
 
 
 def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
