@@ -711,6 +711,19 @@ def test_an_interrupted_write_of_a_ring_with_lanes_removes_what_it_overwrote(ste
     assert not len(tables["a"])
 
 
+def test_tables_of_two_buffers_are_refused_at_the_second_ones_first_write():
+    events, capacity, size = LAYOUTS["one"]
+    rb, tables = make(events, capacity, size)
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(size), writer=EventTableWriter(tables), batch_size=4)
+    data = scripted(12, events=("a",), p_event=0.5)
+    rb.extend(data)
+    before = contents(rb, tables, "a")
+    with pytest.raises(ValueError, match="give each buffer its own EventTables"):
+        other.extend(data)
+    assert len(other) == 0 and contents(rb, tables, "a") == before
+    rb.extend(data)
+
+
 def test_data_with_another_number_of_lanes_is_refused():
     buffer, tables = make([("a", 1, None)], {"a": 6}, 12, ndim=2)
     buffer.extend(marked(3, 2, event=range(6)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Row
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
 _TRAJECTORY = ("collector", "traj_ids")
+_TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
+# the writer of this process that last wrote to each EventTables
+_LAST_WRITER: WeakKeyDictionary[EventTables, weakref.ref[EventTableWriter]] = WeakKeyDictionary()
 
 
 class EventTableWriter(CompilableWriter):
@@ -127,9 +132,7 @@ class EventTableWriter(CompilableWriter):
             )
         self._tables.check(storage.max_size)
         if self._tables.num_written and storage is not self._storage:
-            raise ValueError(
-                "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
-            )
+            raise ValueError(_TWO_STORAGES)
         super().register_storage(storage)
         setattr(storage, STORAGE_ATTRIBUTE, self._tables)
 
@@ -155,6 +158,7 @@ class EventTableWriter(CompilableWriter):
         if not data.shape[0]:
             raise RuntimeError("EventTableWriter.extend: the data has no rows; write at least one transition.")
         self._check(data, storage.ndim)
+        self._claim_tables()
         self._tables.recover()
         if self._resets != self._tables.num_resets:
             # another process has reset the tables
@@ -173,6 +177,13 @@ class EventTableWriter(CompilableWriter):
         if is_flat:
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         return index
+
+    def _claim_tables(self) -> None:
+        """Raise ValueError if another writer of this process has filled the tables, else note that this one does."""
+        last = _LAST_WRITER.get(self._tables)
+        if last is not None and last() not in (None, self) and self._tables.num_written:
+            raise ValueError(_TWO_STORAGES)
+        _LAST_WRITER[self._tables] = weakref.ref(self)
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
