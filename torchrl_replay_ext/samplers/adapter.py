@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.context import get_spawning_popen
@@ -311,12 +312,17 @@ class PrioritySampler(ShowsArguments, Sampler):
         return self._default_priority.ask(self.state.priorities.default_td_error())
 
     def lacks_td_errors(self, priority: Any, storage: Storage | None) -> bool:
-        """True if TorchRL used the default for a sample without TD errors. Its rows are counted as rejected."""
+        """True, with a warning, if TorchRL used the default for a sample without TD errors; its rows are counted."""
         if not self._default_priority.is_filled_in(
             priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
         ):
             return False
         self.state.updates.counters["rejected_updates"].add_(priority.shape[0])
+        warnings.warn(
+            f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names (default: "
+            '"td_error"), so priorities stay as they are. The loss must write this entry, or pass priority_key=.',
+            stacklevel=2,
+        )
         return True
 
     @property
