@@ -1,6 +1,7 @@
 import copy
 import itertools
 import pickle
+import sys
 import threading
 from functools import partial
 
@@ -709,6 +710,13 @@ def test_an_interrupted_write_of_a_ring_with_lanes_removes_what_it_overwrote(ste
     with pytest.raises(KeyboardInterrupt):
         buffer.extend(marked(2, steps))
     assert not len(tables["a"])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_errors_of_a_condition_name_the_event():
+    with pytest.raises(KeyError) as caught:
+        EventSpec("goal", lambda data: data["nope"], 3).occurs(scripted(4))
+    assert caught.value.__notes__ == ["This is the condition of EventSpec('goal')."]
 
 
 def test_tables_of_two_buffers_are_refused_at_the_second_ones_first_write():

@@ -152,7 +152,12 @@ class EventSpec:
                     "write it. Or pass another condition."
                 )
         else:
-            result = condition(data)
+            try:
+                result = condition(data)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python >= 3.11
+                    error.add_note(f"This is the condition of EventSpec({self.name!r}).")
+                raise
             what = "the condition's result"
         if not isinstance(result, Tensor):
             raise TypeError(f"EventSpec({self.name!r}): {what} must be a tensor, not {type(result).__name__}.")

@@ -19,14 +19,26 @@ def require_keys(call: str, state: dict[str, Any], expected: set[str]) -> None:
             "loaded. Load it with the version that saved it, or do not load the sampler's state: then the stored "
             "transitions get the priority of new transitions."
         )
-    raise ValueError(f"{call}: missing {sorted(expected - set(state))}, unexpected {sorted(set(state) - expected)}.")
+    raise ValueError(
+        f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
+        f"{_some(expected - set(state))}; unexpected entries: {_some(set(state) - expected)}."
+    )
+
+
+def _some(names: set[str]) -> str:
+    """At most three names, and the number of the others."""
+    shown, others = sorted(names)[:3], max(len(names) - 3, 0)
+    return ", ".join(shown) + f" and {others} more" * (others > 0) if shown else "none"
 
 
 def require_shapes(call: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Raise ValueError if a tensor of a state has another shape than the one in ``tensors``."""
     for key, tensor in tensors.items():
         if tensor.shape != state[key].shape:
-            raise ValueError(f"{call}: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}.")
+            raise ValueError(
+                f"{call}: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}; the sampler must "
+                "have the arguments of the one that saved the state, such as capacity and num_streams."
+            )
 
 
 def layout_of(
