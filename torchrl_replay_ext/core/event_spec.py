@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -155,7 +156,7 @@ class EventSpec:
             try:
                 result = condition(data)
             except Exception as error:
-                if hasattr(error, "add_note"):  # Python >= 3.11
+                if sys.version_info >= (3, 11):
                     error.add_note(f"This is the condition of EventSpec({self.name!r}).")
                 raise
             what = "the condition's result"
