@@ -26,7 +26,7 @@ Each figure is written as PNG and as SVG.
 
 import argparse
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -166,6 +166,28 @@ def draw_runs(runs: Sequence[Run], columns: Sequence[str] = (RETURN,), window: i
     return figure
 
 
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """What a reader of the figure should know of its lines: early ends, and runs with the same seed."""
+    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.env, run.group].append(run)
+    found = []
+    for (env, group), members in groups.items():
+        ends = [int(run.steps[-1]) for run in members]
+        # see draw_curves: a line ends with the first of its runs that did not reach the threshold
+        unsolved = [end for run, end in zip(members, ends, strict=True) if not run.solved]
+        if unsolved and min(unsolved) < max(ends):
+            found.append(
+                f"{env}, {group}: the line ends at step {min(unsolved)}, the end of its shortest run; the longest has "
+                f"{max(ends)}"
+            )
+        repeated = sorted(seed for seed, count in Counter(run.seed for run in members).items() if count > 1)
+        if repeated:
+            seeds = ", ".join(map(str, repeated))
+            found.append(f"{env}, {group}: several runs have seed {seeds}; they count as runs of different seeds")
+    return found
+
+
 def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
     """Draw the mean returns of runs into the PNG or SVG `out`."""
     save(draw_runs([read_run(run_dir) for run_dir in run_dirs]), out)
@@ -235,6 +257,8 @@ def main() -> None:
             runs = read_table(arguments.read, columns, by)
         else:
             runs = [read_run(run_dir, columns, by) for run_dir in arguments.runs]
+        for remark in remarks(runs):
+            sys.stderr.write(f"{remark}\n")
         save(draw_runs(runs, columns, arguments.smooth), *files)
         if arguments.solved is not None:
             heading = "sampler" if tuple(by) == SAMPLER else "runs"

@@ -25,7 +25,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from recipes.common.help import help_text
-from recipes.common.hints import CONF, compose_config, did_you_mean, explain, field_names, with_suggestion
+from recipes.common.hints import CONF, RECIPES, compose_config, did_you_mean, explain, field_names, with_suggestion
+from recipes.common.schemas.study import StudyConfig
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # file names in a run directory
@@ -167,6 +168,20 @@ def check_config(name: str, schema: type, config: DictConfig) -> None:
     parsed = parse_config(config, schema)
     if hasattr(parsed, "learning"):
         import_module("recipes.common.checks").check(parsed, name)
+    if hasattr(parsed, "study"):
+        check_study(parsed.study)
+
+
+def check_study(study: StudyConfig) -> None:
+    """Raise ConfigError if a variant of the study cannot be run in one of its environments."""
+    schema = import_module(f"recipes.common.schemas.{study.recipe}").Config
+    for variant, env in itertools.product(study.variants, study.envs):
+        words = [f"env={env}", *study.fixed, *study.variants[variant]]
+        try:
+            check_command_line(study.recipe, schema, words)
+        except (ValueError, HydraException, OmegaConfBaseException) as error:
+            problem = explain(error, study.recipe, schema, words) or one_line(error)
+            raise ConfigError(f"study.variants.{variant}, env={env}: {problem}") from error
 
 
 def remove_empty(run_dir: Path) -> None:
@@ -236,9 +251,13 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
         overrides: the `key=value` words of this command line.
 
     Raises:
-        ConfigError: if another key is overridden: it could change the learning problem.
+        ConfigError: if it is a run of another recipe, or if another key is overridden: that could change the learning
+            problem.
     """
     resumed = cast(DictConfig, OmegaConf.load(run_dir / CONFIG))
+    if other := [group for group in RECIPES.values() if group in resumed and group not in config]:
+        recipe = f"recipes.{other[0]}"
+        raise ConfigError(f"resume={run_dir}: a run of {recipe}; use python -m {recipe} resume={run_dir}")
     for override in overrides:
         key = override.split("=")[0]
         if key not in RESUMABLE:

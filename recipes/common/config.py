@@ -197,6 +197,11 @@ class LearningConfig(ABC):
             lambda value: value > 0,
             "must be > 0",
         )
+        self.check(
+            "batch_size train_interval",
+            lambda value: value <= self.buffer_size,
+            f"must be <= {self.group}.buffer_size={self.buffer_size}",
+        )
         self.check("gamma", lambda value: 0 <= value <= 1, "must be in [0, 1]")
         self.check(
             "learning_starts", lambda value: 0 <= value < self.total_steps, f"must be in [0, {self.group}.total_steps)"

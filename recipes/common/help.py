@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_origin
 
 import yaml
 from omegaconf import MISSING as OMITTED
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from recipes.common.atari_presets import AtariConfig
 from recipes.common.hints import (
@@ -204,6 +204,8 @@ def _rows(node: DictConfig, keys: Sequence[Any], type_: Any, source: Source, pre
         full, value, item = f"{prefix}{key}", node[key], type_of(type_, key)
         text = source.comments.get(full) or _without_default(texts.get(key, ""))
         shown = source.values.get(full, "")
+        if isinstance(value, ListConfig) and any("=" in str(word) for word in value):
+            shown = "[" + ", ".join(f'"{word}"' for word in value) + "]"  # on the command line, such words need quotes
         if isinstance(value, DictConfig) and not shown:
             yield Row(full, text)
             yield from _rows(value, list(value), item, source, f"{full}.")

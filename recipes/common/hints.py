@@ -164,6 +164,12 @@ def _wrong_recipe(env: str, recipe: str) -> str:
     fitting = [name for name, group in RECIPES.items() if name != "distributed" and family in options(group)]
     # acer supports discrete and continuous actions; suggest the better-known recipes first
     first = [f"recipes.{name}" for name in fitting if name != "acer"] or [f"recipes.{name}" for name in fitting]
+    if not first:
+        group = RECIPES[recipe]
+        return (
+            f"env={env}: there are no settings for it; write recipes/conf/{group}/{env}.yaml, or choose those of "
+            f"another environment, as in {group}={environments(recipe)[0]}"
+        )
     also = " (recipes.acer has settings for it, too)" if "acer" in fitting and "recipes.acer" not in first else ""
     return (
         f"env={env}: recipes.{recipe} has no settings for it; use {_or(first)}{also}, "

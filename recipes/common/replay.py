@@ -73,12 +73,12 @@ def shares_frames(config: RunConfig) -> bool:
 
 
 def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
-    """Check that the buffer and a batch fit into the memory of the device.
+    """Check that the buffer fits into the memory of the device.
 
-    Only observations, actions and rewards are counted, so the real sizes are larger.
+    Only observations, actions and rewards are counted, so the real size is larger.
 
     Raises:
-        ConfigError: if the buffer or a batch is larger than the total memory.
+        ConfigError: if the buffer is larger than the total memory.
     """
     learning = config.learning
     actions = env.action_space
@@ -87,14 +87,12 @@ def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) 
     observation = _num_bytes(env.observation_space)
     rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
     stored = rest + (observation // frames if frames > 1 else 2 * observation)
-    memory = total_memory(device)
-    for key, each in (("buffer_size", stored), ("batch_size", 2 * observation + rest)):
-        value = getattr(learning, key)
-        if value * each > memory:
-            raise ConfigError(
-                f"{learning.group}.{key}={value}: needs at least {value * each / 1e9:,.0f} GB, and {device} has "
-                f"{memory / 1e9:,.1f} GB; choose at most {memory // each}"
-            )
+    size, memory = learning.buffer_size, total_memory(device)
+    if size * stored > memory:
+        raise ConfigError(
+            f"{learning.group}.buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, and {device} has "
+            f"{memory / 1e9:,.1f} GB; choose at most {memory // stored}"
+        )
 
 
 def _num_bytes(space: gymnasium.Space) -> int:

@@ -12,12 +12,13 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
 from recipes.common import replay, signatures
 from recipes.common.cli import BAD_CONFIG, INTERRUPTED, check_command_line, is_out_of_memory, run_recipe
-from recipes.common.hints import RECIPES, composed, environments, options
+from recipes.common.hints import RECIPES, composed, environments, no_such_option, options
 from recipes.experiments import cliffwalk, sset_tabular, stylized
 from tests.recipes.runs import ROOT, command, tiny
 from torchrl_replay_ext import (
@@ -99,6 +100,10 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn +env=cartpole", "write env=..., without the +"),
         ("study study=reper", "did you mean reaper or dper?"),
         ("study study.colum=x", "did you mean column?"),
+        (
+            "study study.variants.per=['sampler=pre']",
+            "study.variants.per, env=cartpole: sampler=pre: there is no such choice; did you mean per?",
+        ),
         ("dqn env=pendulum", "use recipes.sac or recipes.td3"),
         ("distributed env=pendulum", "use recipes.sac or recipes.td3"),
         ("td3 env=cartpole", "use recipes.dqn"),
@@ -193,7 +198,11 @@ def test_mistyped_values_are_answered_with_the_right_one(refused, command, choic
         ("dqn logger.backend=paper", "logger.backend=paper: choose null or tensorboard"),
         ("dqn sampler.alpha=-1", "ReaPERSampler(alpha=-1): alpha must be >= 0"),
         ("dqn dqn.buffer_size=1000000000000", "dqn.buffer_size=1000000000000: needs at least 44,000 GB, and cpu has "),
-        ("dqn dqn.batch_size=1000000000000", "dqn.batch_size=1000000000000: needs at least 44,000 GB"),
+        ("dqn dqn.batch_size=200000", "dqn.batch_size=200000: must be <= dqn.buffer_size=100000"),
+        ("dqn dqn.buffer_size=100", "dqn.train_interval=256: must be <= dqn.buffer_size=100"),
+        ("acer acer.buffer_size=100", "acer.batch_size=320: must be <= acer.buffer_size=100"),
+        ("acer acer.slice_len=0", "acer.slice_len=0: must be > 0"),
+        ("acer acer.train_interval=100", "acer.train_interval=100: must be num_envs · acer.slice_len = 160"),
         ("dqn dqn.hidden_sizes=[10000000,10000000]", "not enough memory ("),
         ("td3 td3.buffer_size=1000000000000", "td3.buffer_size=1000000000000: needs at least "),
         ("acer acer.buffer_size=1000000000000", "acer.buffer_size=1000000000000: needs at least "),
@@ -206,6 +215,18 @@ def test_mistyped_values_are_answered_with_the_right_one(refused, command, choic
 def test_values_that_cannot_be_are_refused_before_training_starts(refused, command, message):
     recipe, *words = command.split()
     assert message in refused(recipe, *words)
+
+
+def test_an_environment_without_settings_in_any_recipe_is_told_how_to_get_some():
+    message = no_such_option("dqn", "line", "dqn", ["env=line"])
+    assert "write recipes/conf/dqn/line.yaml, or choose those of another environment, as in dqn=acrobot" in message
+
+
+def test_a_run_of_another_recipe_is_not_resumed(refused, tmp_path):
+    (tmp_path / "config.yaml").write_text("dqn: {}\n")
+    (tmp_path / "checkpoint.zip").touch()
+    message = f"resume={tmp_path}: a run of recipes.dqn; use python -m recipes.dqn resume={tmp_path}"
+    assert message in refused("td3", f"resume={tmp_path}")
 
 
 @pytest.mark.parametrize("word", ["sampler=per,reaper,pre", "dqn.gamma=.9,2"])
@@ -337,6 +358,13 @@ def test_help_explains_options_that_no_file_lists(shown):
         "+sampler.weight_norm": "largest weight of the batch",
     }.items():
         assert words in " ".join(options[option].split())
+
+
+def test_the_help_of_a_study_quotes_the_words_of_command_lines(shown):
+    text = shown("study", "study=reaper")
+    assert 'study.variants.per=["sampler=per"]' in text
+    assert OverridesParser.create().parse_override('study.fixed=["compile=true"]').value() == ["compile=true"]
+    assert 'study.fixed=["compile=true"]' in text
 
 
 def test_help_lists_games_and_their_options_on_request(shown):

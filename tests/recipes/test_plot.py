@@ -41,6 +41,22 @@ def test_runs_make_a_png_and_an_svg(tmp_path, monkeypatch, capsys):
     assert [path.read_bytes() for path in (out, svg)] == before
 
 
+def test_early_ends_and_repeated_seeds_are_told(tmp_path, monkeypatch, capsys):
+    lengths = {("per", 1): 3, ("per", 2): 1, ("reaper", 1): 2, ("uniform", 1): 1, ("uniform", 2): 3}
+    runs = [
+        write_run(tmp_path / f"{sampler}{seed}", [5.0] * length, sampler, seed, threshold=9 if sampler == "per" else 5)
+        for (sampler, seed), length in lengths.items()
+    ]
+    runs.append(write_run(tmp_path / "again", [1.0, 2.0], "reaper"))
+    monkeypatch.setattr(sys, "argv", ["plot", *map(str, runs), "--out", str(tmp_path / "figure")])
+    plot.main()
+    # the runs of uniform replay stopped because they reached the threshold
+    assert capsys.readouterr().err.splitlines() == [
+        "cartpole, per: the line ends at step 10, the end of its shortest run; the longest has 30",
+        "cartpole, reaper: several runs have seed 1; they count as runs of different seeds",
+    ]
+
+
 def test_the_ending_of_out_is_checked_first(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run", [1.0])
     monkeypatch.setattr(sys, "argv", ["plot", str(run), "--out", str(tmp_path / "figure.pdf")])

@@ -75,8 +75,10 @@ class ACERConfig(LearningConfig):
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
+        # before train_interval, which follows from it
+        self.check("slice_len", lambda value: value > 0, "must be > 0")
         super().__post_init__()
-        self.check("slice_len learning_rate max_grad_norm reward_scale sigma", lambda value: value > 0, "must be > 0")
+        self.check("learning_rate max_grad_norm reward_scale sigma", lambda value: value > 0, "must be > 0")
         self.check("replay_ratio", lambda value: 0 <= value < math.inf, "must be >= 0")
         self.check("average", lambda value: 0 <= value < 1, "must be in [0, 1)")
         self.check(
@@ -102,12 +104,13 @@ class Config(RunConfig):
     acer: ACERConfig = MISSING
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        # before that of num_envs, which would advise another interval
         if self.acer.train_interval != self.num_envs * self.acer.slice_len:
             raise ValueError(
                 f"acer.train_interval={self.acer.train_interval}: must be num_envs · acer.slice_len = "
                 f"{self.num_envs * self.acer.slice_len}"
             )
+        super().__post_init__()
 
     @property
     def learning(self) -> ACERConfig:
