@@ -265,7 +265,8 @@ class Lanes:
             warnings.warn(
                 "A trajectory began before the last one had ended (done); the unfinished one is closed at its last "
                 "stored step. This is normal once after a run was resumed from a checkpoint. If several environments "
-                "write to this buffer, pass num_streams=<number of environments>.",
+                "write to this buffer, pass num_streams=<number of environments> to the sampler (EventTableSampler: in "
+                "priority=).",
                 stacklevel=2,
             )
 
@@ -308,11 +309,11 @@ class Lanes:
     def _too_many(self, new: Tensor | int, how: str | None = None) -> ValueError:
         how = how or f"begins while each of {self.lanes} streams has an unfinished trajectory"
         return ValueError(
-            f"trajectory {int(new)} {how}: more "
-            f"simultaneous trajectories than num_streams={self.lanes}. Pass num_streams=<number of environments that "
-            "write to the buffer>. If trajectories are cut off, mark the last transition as truncated and done (a "
-            "collector does with set_truncated=True), or mark the first transition of the next trajectory (torchrl's "
-            "InitTracker does); with several streams, this trajectory must begin in a later write."
+            f"trajectory {int(new)} {how}: more simultaneous trajectories than num_streams={self.lanes}. Pass "
+            "num_streams=<number of environments that write to the buffer> to the sampler (EventTableSampler: in "
+            "priority=). If trajectories are cut off, mark the last transition as truncated and done (a collector does "
+            "with set_truncated=True), or mark the first transition of the next trajectory (torchrl's InitTracker "
+            "does); with several streams, this trajectory must begin in a later write."
         )
 
     def _by_time(self, trajectory: Tensor, ended: Tensor, open_lane: Tensor) -> Tensor:
