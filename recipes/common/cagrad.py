@@ -46,25 +46,15 @@ def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) 
         raise ValueError(
             f"cagrad: at most {MOST_GRADIENTS} gradients (the cost doubles with each), found {len(gradients)}"
         )
-    if weights is not None and weights.shape != gradients.shape[:1]:
+    if weights is None:
+        weights = gradients.new_ones(len(gradients))
+    if weights.shape != gradients.shape[:1]:
         raise ValueError(f"cagrad: weights must be [{len(gradients)}], found {list(weights.shape)}")
     if not isinstance(c, Tensor) and not 0 <= c < 1:
         raise ValueError(f"cagrad(c={c}): must be in [0, 1)")
-    gradients = gradients.detach()
-    num_gradients = len(gradients)
-    if weights is None:
-        weights = gradients.new_ones(num_gradients)
-    present = weights > 0
     # torch.where instead of a product: an ignored gradient may hold inf or NaN.
-    gradients = torch.where(present[:, None], gradients, 0.0)
-    share = torch.where(present, weights, 0.0).double()
-    share = share / torch.where(present.any(), share.sum(), 1.0)
-    # g_0 replaces ignored gradients. It is a mean of the other gradients, so the set of possible g_w does not change.
-    mixing = torch.where(present[:, None], torch.eye(num_gradients, dtype=share.dtype, device=share.device), share)
-    double = gradients.double()
-    gram = mixing @ (double @ double.mT) @ mixing.mT
-    w = mixing.mT @ _dual(gram, share, c)
-    return (share + w).to(gradients.dtype) @ gradients
+    gradients = torch.where((weights > 0)[:, None], gradients.detach(), 0.0)
+    return _coefficients(_products(gradients), c, weights).to(gradients.dtype) @ gradients
 
 
 def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
@@ -101,11 +91,40 @@ def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[
 
 
 def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
-    """CAGrad gradients of `parameters` for `losses` [K] with `weights` [K]; see :func:`cagrad`."""
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses.unbind()]
-    flat = torch.stack([torch.cat([gradient.reshape(-1) for gradient in row]) for row in rows])
-    parts = cagrad(flat, c, weights).split([parameter.numel() for parameter in parameters])
-    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+    """The CAGrad update of `parameters` for `losses` [K], with the weights [K] of their mean; see :func:`cagrad`.
+
+    A loss with weight 0 must have the gradient 0, as the loss of a table without rows.
+    """
+    each = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    gradients = torch.autograd.grad(losses, parameters, each, is_grads_batched=True)  # of each parameter, [K, *shape]
+    products = torch.stack([_products(gradient.flatten(1)) for gradient in gradients]).sum(0)
+    coefficients = _coefficients(products, c, weights)
+    return [torch.tensordot(coefficients.to(gradient.dtype), gradient, 1) for gradient in gradients]
+
+
+def _products(gradients: Tensor) -> Tensor:
+    """<g_i, g_j> in float64, [K, K], of gradients [K, P]."""
+    double = gradients.double()
+    return double @ double.mT
+
+
+def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tensor:
+    """The numbers a with Σ_i a_i g_i = d, the update of :func:`cagrad`.
+
+    Args:
+        products: <g_i, g_j>, float64 [K, K]; 0 where i or j has weight 0.
+        c: radius of the ball, in [0, 1).
+        weights: weights of the mean, [K], >= 0.
+
+    Returns:
+        a, float64 [K].
+    """
+    present = weights > 0
+    share = torch.where(present, weights, 0.0).double()
+    share = share / torch.where(present.any(), share.sum(), 1.0)
+    # g_0 replaces ignored gradients. It is a mean of the other gradients, so the set of possible g_w does not change.
+    mixing = torch.where(present[:, None], torch.eye(len(share), dtype=share.dtype, device=share.device), share)
+    return share + mixing.mT @ _dual(mixing @ products @ mixing.mT, share, c)
 
 
 def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:

@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from recipes.common.cagrad import cagrad
+from recipes.common.cagrad import cagrad, cagrad_gradients, losses_by_table
 
 COEFFICIENTS = (0.1, 0.5, 0.95)
 
@@ -102,6 +102,28 @@ def test_scale_and_dtype():
     single = cagrad(gradients.float().requires_grad_(), 0.5)
     assert single.dtype == torch.float32 and not single.requires_grad
     torch.testing.assert_close(single, d.float())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_tables_are_those_of_one_backward_pass_per_table(compiled):
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    parameters = list(network.parameters())
+    rows, weights = torch.randn(30, 4, dtype=torch.float64), torch.rand(30, dtype=torch.float64)
+    tables = torch.tensor([0, 1, 3]).repeat(10)  # none in table 2
+
+    def by_table():
+        return losses_by_table(network(rows).square()[:, 0] * weights, weights, tables, 4)
+
+    def update():
+        return cagrad_gradients(*by_table(), parameters, 0.5)
+
+    one_by_one = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in by_table()[0]]
+    flat = torch.stack([torch.cat([gradient.flatten() for gradient in gradients]) for gradients in one_by_one])
+    expected = cagrad(flat, 0.5, by_table()[1])
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        result = torch.compile(update, fullgraph=True, backend="aot_eager")() if compiled else update()
+    assert [gradient.shape for gradient in result] == [parameter.shape for parameter in parameters]
+    torch.testing.assert_close(torch.cat([gradient.flatten() for gradient in result]), expected)
 
 
 def test_can_be_compiled():
