@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.free_list import FreeList
+from torchrl_replay_ext.core.lanes import EpisodeMarks
 
 
 @dataclass
@@ -77,16 +78,18 @@ class IndexWithModel:
             torch.tensor(slots),
             torch.tensor(mass),
             torch.tensor(self.clock),
-            ended=torch.tensor([row.ended for row in rows]),
+            EpisodeMarks(
+                ended=torch.tensor([row.ended for row in rows]),
+                trajectory=torch.tensor(trajectory) if self.assigned else None,
+                initial=None if self.assigned else torch.tensor([row.initial for row in rows]),
+            ),
             finished=torch.tensor([row.ended and row.finished for row in rows]),
-            trajectory=torch.tensor(trajectory) if self.assigned else None,
-            initial=None if self.assigned else torch.tensor([row.initial for row in rows]),
         )
         self.stamp[torch.tensor(slots)] = self.clock
 
     def forget(self) -> None:
         """Prepare for a write that replaces the whole content."""
-        self.index.forget()
+        self.index.before_full_overwrite()
         going_on = self.going_on
         cursor = self.cursor
         self.clear()
@@ -340,9 +343,8 @@ def test_more_trajectories_than_lanes(lanes, before):
             torch.arange(start, start + len(trajectory)),
             torch.tensor(1),
             torch.tensor(clock),
-            ended=no,
+            EpisodeMarks(ended=no, trajectory=torch.tensor(trajectory)),
             finished=no,
-            trajectory=torch.tensor(trajectory),
         )
 
     trajectories = list(range(lanes + 1))

@@ -38,17 +38,17 @@ def values_can_be_read(where: Tensor | torch.device) -> bool:
 
 
 def raise_if(
-    condition: Callable[[], Any], error: Callable[[], Exception], *, reads: Tensor | torch.device | None = None
+    condition: Callable[[], Any], error: Callable[[], Exception], *, skip_on: Tensor | torch.device | None = None
 ) -> None:
     """Raise ``error()`` if ``condition()`` is true. In a graph, do nothing: a graph cannot raise errors by value.
 
     Args:
         condition: returns True, or a tensor with the value True, if there is an error.
         error: creates the error.
-        reads: a tensor, or its device, whose values the condition reads. On an accelerator, nothing is checked then.
-            None (default): the condition reads no tensor, or the caller accepts that the host waits for the device.
+        skip_on: device whose tensors the condition reads, or one of these tensors. If it is an accelerator, nothing is
+            checked, because the host would wait. None (default): always check.
     """
-    if not is_traced() and (reads is None or values_can_be_read(reads)) and bool(condition()):
+    if not is_traced() and (skip_on is None or values_can_be_read(skip_on)) and bool(condition()):
         raise error()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
 from torchrl_replay_ext.core.free_list import FreeList
-from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
+from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
 from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
 
@@ -119,8 +119,9 @@ class EpisodeIndex:
         self._tree.prepare()
         self._totals.prepare()
 
-    def drop(self, slots: Tensor) -> None:
+    def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest first. Unfinished episodes do not continue afterwards."""
+        self.streams.mark_ends_missed()
         position = self.positions(slots)
         self._evict(slots, slots % self.lanes)
         if not self.assigned:
@@ -133,32 +134,30 @@ class EpisodeIndex:
         self,
         slots: Tensor,
         mass: Tensor | int,
-        clock: Tensor | int,
-        *,
-        ended: Tensor,
+        write_number: Tensor | int,
+        marks: EpisodeMarks,
         finished: Tensor,
-        trajectory: Tensor | None = None,
-        initial: Tensor | None = None,
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        ``mass``, int64 [] or a number, is the mass of each new transition. ``finished``, bool [n]: where ``ended`` is
-        True, whether reliability treats the episode as finished. For the other arguments see
+        ``mass``, int64 [] or a number, is the mass of each new transition. ``finished``, bool [n]: where an episode
+        ends, whether reliability treats it as finished. For the other arguments see
         :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
         if self.lanes == 1 and not self.assigned and values_can_be_read(slots):
-            self._write_alone(slots.numpy(), int(mass), int(clock), ended, finished, trajectory, initial)
+            self._write_alone(slots.numpy(), int(mass), int(write_number), marks, finished)
             return
         count = slots.shape[0]
-        mass, clock = torch.as_tensor(mass, device=slots.device), torch.as_tensor(clock, device=slots.device)
+        mass = torch.as_tensor(mass, device=slots.device)
+        write_number = torch.as_tensor(write_number, device=slots.device)
         rows = torch.arange(count, device=slots.device)
         order, lane, first, new, stolen = self.streams.follow(
-            slots, self._lane_episode != self._none, clock, ended=ended, trajectory=trajectory, initial=initial
+            slots, self._lane_episode != self._none, write_number, marks
         )
-        slots, ended, finished = slots[order], ended[order], finished[order]
+        slots, ended, finished = slots[order], marks.ended[order], finished[order]
 
         self._evict(slots, lane)
         if stolen is not None:
@@ -189,7 +188,7 @@ class EpisodeIndex:
         ends = where_int64(ended, record, torch.full_like(record, self._none))
         self._finished.index_copy_(0, ends, finished)
         self._open.index_fill_(0, ends, False)
-        self._touched.index_copy_(0, ends, clock.expand(count))
+        self._touched.index_copy_(0, ends, write_number.expand(count))
         self._abandon(abandoned)
         self._open.index_fill_(0, torch.full_like(lane[:1], self._none), False)
         self._lane_episode.copy_(at_last(lane, where_int64(ended, self._none, record), self._lane_episode))
@@ -199,17 +198,13 @@ class EpisodeIndex:
         self,
         slots: np.ndarray,
         mass: int,
-        clock: int,
-        ended: Tensor,
+        write_number: int,
+        marks: EpisodeMarks,
         finished: Tensor,
-        trajectory: Tensor | None,
-        initial: Tensor | None,
     ) -> None:
         """:meth:`write` with a single lane, where values can be read: by episodes instead of rows."""
         going_on, lane_total = int(self._lane_episode), self._lane_total.numpy()
-        begins = self.streams.follow_alone(
-            going_on != self._none, clock, ended=ended, trajectory=trajectory, initial=initial
-        )
+        begins = self.streams.follow_alone(going_on != self._none, write_number, marks)
         episode, start, count = self.episode.numpy(), self._start.numpy(), self._count.numpy()
         totals, touched = self._totals.leaves.numpy(), self._touched.numpy()
         is_open, is_finished = self._open.numpy(), self._finished.numpy()
@@ -243,14 +238,14 @@ class EpisodeIndex:
             is_finished[record] = False
         if continues:
             records, begins = [going_on, *records], [0, *begins]
-        is_end = ended.tolist()
+        is_end = marks.ended.tolist()
         for record, first, behind in zip(records, begins, [*begins[1:], len(slots)], strict=True):
             count[record] += behind - first
             totals[record] += (behind - first) * mass
             episode[slots[first:behind]] = record
             is_open[record] = False
             if is_end[behind - 1]:
-                is_finished[record], touched[record] = finished[behind - 1].item(), clock
+                is_finished[record], touched[record] = finished[behind - 1].item(), write_number
         is_open[records[-1]] = not is_end[-1]
         lane_total += len(slots) * mass
         self._lane_episode.fill_(self._none if is_end[-1] else records[-1])
@@ -282,10 +277,10 @@ class EpisodeIndex:
         self._totals.refresh(record)
         self.episode.index_fill_(0, slots, self._none)
 
-    def forget(self) -> None:
+    def before_full_overwrite(self) -> None:
         """Remove all content before a write of more rows than slots, whose first rows are not inserted."""
-        self.drop(torch.arange(self.size, device=self.device))
-        self.streams.lose_track(self._lane_episode != self._none)
+        self.remove(torch.arange(self.size, device=self.device))
+        self.streams.mark_ends_missed(self._lane_episode != self._none)
 
     def _free(self, record: Tensor) -> None:
         """Free the records of ``record`` [n] that are empty and not open."""
@@ -324,23 +319,23 @@ class EpisodeIndex:
             return slots
         return slots % self.lanes * self.steps + slots // self.lanes
 
-    def update(self, slots: Tensor, mass: Tensor, clock: Tensor | None, mask: UpdateMask | None = None) -> None:
+    def update(self, slots: Tensor, mass: Tensor, num_writes: Tensor | None, mask: UpdateMask | None = None) -> None:
         """Set the masses of ``slots`` [n].
 
         Args:
             slots: int64 [n]; in valid rows, the slot must hold a transition.
             mass: int64 [n]; of duplicates the last one wins, or the one that ``mask`` selects.
-            clock: number of the last write. The transitions of the updated episodes are no longer new. None: no change.
+            num_writes: number of the last write. The transitions of the updated episodes are no longer new. None: no
+                change.
             mask: masks for a compiled update, where data-dependent branching is impossible. Default: None.
         """
         position = self.positions(slots)
         record = gather_in_bounds(self.episode, slots).to(torch.int64)
         before = self._tree.get(position)
         if mask is not None:
-            taken, once = mask
-            mass = where_int64(taken, mass, before)
-            record = where_int64(taken, record, torch.full_like(record, self._none))
-            change = (mass - before) * once
+            mass = where_int64(mask.valid, mass, before)
+            record = where_int64(mask.valid, record, torch.full_like(record, self._none))
+            change = (mass - before) * mask.is_last
         else:
             change = mass - before
             if not all_different(slots):
@@ -355,15 +350,15 @@ class EpisodeIndex:
             scatter_in_bounds(
                 self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True
             )
-        if clock is not None:
-            scatter_in_bounds(self._touched, record, clock.expand(record.shape[0]))
+        if num_writes is not None:
+            scatter_in_bounds(self._touched, record, num_writes.expand(record.shape[0]))
 
-    def reliability(self, slots: Tensor, stamp: Tensor, *, exact: bool = True) -> Tensor:
+    def reliability(self, slots: Tensor, generation: Tensor, *, exact: bool = True) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in (0, 1]; 1 for new transitions.
 
         Args:
             slots: int64 [n].
-            stamp: int64 [size], write number of each slot.
+            generation: int64 [size], number of the write that filled each slot.
             exact: if True (default), the result is float64, and 1 for episodes without mass. If False, it is float32,
                 and NaN for episodes without mass. This takes fewer operations and is sufficient for a draw.
 
@@ -384,7 +379,7 @@ class EpisodeIndex:
         if self.least_largest:
             largest = largest.clamp_min(self.least_largest)
         whole = torch.where(gather_in_bounds(self._finished, record), totals, largest)
-        is_new = gather_in_bounds(stamp, slots) > gather_in_bounds(self._touched, record)
+        is_new = gather_in_bounds(generation, slots) > gather_in_bounds(self._touched, record)
         # clamp: empty slots belong to the extra record and may lie before its start
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
@@ -479,9 +474,3 @@ class EpisodeIndex:
             held = pages.bincount(minlength=self._no_page)
             if int(held.max()) > 1 or not torch.equal(self._pages.free(), held == 0):
                 raise AssertionError("EpisodeIndex: the free pages are wrong")
-
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        trees = self._tree.nbytes() + self._totals.nbytes()
-        own = [t for name, t in self.tensors().items() if name not in ("masses", "totals")]
-        return trees + sum(t.numel() * t.element_size() for t in own)

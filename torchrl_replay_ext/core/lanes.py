@@ -29,7 +29,26 @@ def at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
     return result
 
 
-class Rows(NamedTuple):
+class EpisodeMarks(NamedTuple):
+    """What the rows of a write say of their episodes.
+
+    Args:
+        ended: the episode ends with this transition, bool [n].
+        trajectory: trajectory ids, int64 [n]; required if lanes are assigned. Default: None, not stored.
+        initial: the transition is the first of its episode, bool [n]. Default: None, not stored.
+    """
+
+    ended: Tensor
+    trajectory: Tensor | None = None
+    initial: Tensor | None = None
+
+    def at(self, rows: Tensor) -> EpisodeMarks:
+        """The marks of ``rows``, int64 [k]."""
+        trajectory, initial = (None if column is None else column[rows] for column in (self.trajectory, self.initial))
+        return EpisodeMarks(self.ended[rows], trajectory, initial)
+
+
+class LaneRows(NamedTuple):
     """The rows of a write, sorted by lane; the rows of each lane are in the order of writing.
 
     Args:
@@ -45,6 +64,97 @@ class Rows(NamedTuple):
     first: Tensor
     new: Tensor
     stolen: Tensor | None
+
+
+class _Groups(NamedTuple):
+    """The rows of a write by trajectory: one group per trajectory, padded to n groups.
+
+    Args:
+        of_row: group of each row, int64 [n].
+        id: trajectory of each group, int64 [n].
+        first, last: its first and last row, int64 [n]; n and 0 in padding.
+        used: False in padding, bool [n].
+    """
+
+    of_row: Tensor
+    id: Tensor
+    first: Tensor
+    last: Tensor
+    used: Tensor
+
+
+def _group_by_trajectory(trajectory: Tensor) -> _Groups:
+    """Group the rows of a write by their trajectory ids, int64 [n]."""
+    count = trajectory.shape[0]
+    rows = torch.arange(count, device=trajectory.device)
+    order = trajectory.argsort(stable=True)
+    ids = trajectory[order]
+    group_sorted = (shifted(ids, 0) != ids).to(torch.int64)
+    group_sorted[:1].zero_()
+    group_sorted = group_sorted.cumsum(0)
+    group = torch.empty_like(order).index_copy_(0, order, group_sorted)
+    first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
+    last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
+    group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
+    return _Groups(group, group_id, first, last, first < count)
+
+
+class _Queue(NamedTuple):
+    """The groups that ask for a lane at their first row, and those that release theirs at their last row.
+
+    The k-th request can be met if k lanes were free or released before it.
+
+    Args:
+        asks: the group asks for a lane, bool [n].
+        closes: the group releases its lane, bool [n].
+        number: how many groups asked before, int64 [n].
+        released_before: lanes released before the request, int64 [n].
+        place: which of all released lanes is that of the group, int64 [n].
+    """
+
+    asks: Tensor
+    closes: Tensor
+    number: Tensor
+    released_before: Tensor
+    place: Tensor
+
+
+def _queue_for_lanes(group: _Groups, asks: Tensor, closes: Tensor) -> _Queue:
+    """Order the requests and releases of lanes; for the arguments see :class:`_Queue`."""
+    count = len(asks)
+    none = torch.zeros(count + 1, dtype=torch.int64, device=asks.device)
+    requested = none.index_add(0, group.first, asks.to(torch.int64))[:count].cumsum(0)
+    released = none.index_add(0, group.last, closes.to(torch.int64))[:count].cumsum(0)
+    first = group.first.clamp_max(count - 1)
+    # a group of one row that ends has not released its lane before it
+    by_itself = closes[group.of_row[first]].to(torch.int64) * (group.last[group.of_row[first]] == first)
+    return _Queue(asks, closes, requested[first] - 1, released[first] - by_itself, released[group.last] - 1)
+
+
+def _inherit_lanes(group: _Groups, queue: _Queue, match: Tensor, closed: Tensor) -> Tensor:
+    """The lane of each group, int64 [n].
+
+    The k-th request takes the k-th lane that is free or becomes free. A lane that becomes free is inherited from the
+    group that releases it, which may itself have inherited it. Pointer doubling follows these chains.
+
+    Args:
+        group: the trajectories of the write.
+        queue: their requests for lanes.
+        match: the group continues the trajectory of the lane, bool [n, lanes].
+        closed: the lane is free before the write, bool [lanes].
+    """
+    count, lanes = match.shape
+    rows = torch.arange(count, device=match.device)
+    free = torch.argsort(~closed, stable=True)
+    num_free = closed.sum()
+    release = torch.zeros(count + 1, dtype=torch.int64, device=match.device)
+    release.index_copy_(0, where_int64(queue.closes, queue.place, torch.full_like(queue.place, count)), rows)
+    inherits = queue.asks & (queue.number >= num_free)
+    parent = where_int64(inherits, release[(queue.number - num_free).clamp(0, count)], rows)
+    lane = where_int64(queue.asks, free[queue.number.clamp(0, lanes - 1)], match.to(torch.int64).argmax(1))
+    for _ in range(count.bit_length()):
+        parent = parent[parent]
+    return lane[parent]
 
 
 class Lanes:
@@ -77,7 +187,7 @@ class Lanes:
         validate: bool = False,
     ):
         self.steps, self.lanes, self.assigned, self._validate = steps, lanes, assigned, validate
-        self._checked = None if validate else torch.device(device or "cpu")
+        self._skip_checks_on = None if validate else torch.device(device or "cpu")
         # slots per step of the ring
         self._width = 1 if assigned else lanes
         self.size = steps * self._width
@@ -89,7 +199,7 @@ class Lanes:
         self._trajectory = full(lanes, -1)
         self._written = full(lanes, 0)
         # per lane: trajectory ids restarted since its last write; the end of its trajectory may have been missed
-        self._old = full(lanes, 0, torch.bool)
+        self._ids_restarted = full(lanes, 0, torch.bool)
         self._end_may_be_missed = full(lanes, 0, torch.bool)
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
@@ -100,79 +210,74 @@ class Lanes:
         self.broken_off = full(1, 0)
         self._warned = False
 
-    def miss_ends(self) -> None:
-        """Note that rows were lost. Any trajectory may have ended in the lost rows."""
-        self._end_may_be_missed.fill_(True)
+    def mark_ends_missed(self, lanes: Tensor | None = None) -> None:
+        """Note that rows were lost, in which the trajectories of ``lanes``, bool [lanes], may have ended.
+
+        Default: None, all lanes.
+        """
+        if lanes is None:
+            self._end_may_be_missed.fill_(True)
+        else:
+            self._end_may_be_missed.copy_(lanes)
 
     def follow(
         self,
         slots: Tensor,
         open_lane: Tensor,
-        clock: Tensor,
-        *,
-        ended: Tensor,
-        trajectory: Tensor | None = None,
-        initial: Tensor | None = None,
-    ) -> Rows:
+        write_number: Tensor,
+        marks: EpisodeMarks,
+    ) -> LaneRows:
         """Register a write: assign its rows to lanes and find where episodes begin.
 
         Args:
             slots: int64 [n], distinct, in the order of writing.
             open_lane: bool [lanes], the lane has an unfinished episode.
-            clock: int64 [], number of this write, larger than the numbers of earlier writes.
-            ended: bool [n], the episode ends with this transition.
-            trajectory: int64 [n], trajectory ids; required if lanes are assigned.
-            initial: bool [n], the transition is the first of its episode.
+            write_number: int64 [], number of this write, larger than the numbers of earlier writes.
+            marks: the ends and beginnings of episodes, and the trajectory ids.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
         stolen = None
         if self.assigned:
-            assert trajectory is not None
-            turn = self._by_time(trajectory, ended, open_lane)
-            marked = None if initial is None else initial[turn]
-            lane, stolen, restarted = self._assign(trajectory[turn], ended[turn], marked, open_lane)
+            turn = self._by_time(marks, open_lane)
+            lane, stolen, restarted = self._assign(marks.at(turn), open_lane)
             lane = torch.empty_like(lane).index_copy_(0, turn, lane)
             open_lane = open_lane & ~stolen
-            self._old |= restarted & open_lane
+            self._ids_restarted |= restarted & open_lane
         else:
             lane = slots % self.lanes
-            self._require_one_stream(trajectory, ended, initial, open_lane)
+            self._track_single_lane(marks, open_lane)
         if self.lanes > 1:
             order = lane.argsort(stable=True)
-            lane, ended = lane[order], ended[order]
+            lane, marks = lane[order], marks.at(order)
         else:
             order = torch.arange(slots.shape[0], device=slots.device)
+        ended, trajectory, initial = marks
         first = shifted(lane, -1) != lane
         new = torch.where(first, ~open_lane[lane], shifted(ended, False))
         if trajectory is not None:
-            trajectory = trajectory[order]
             if self.lanes > 1 and not self.assigned:
-                marked = None if initial is None else initial[order]
-                self._require_own_lane(lane, first & open_lane[lane], trajectory, marked)
+                self._require_own_lane(lane, first & open_lane[lane], trajectory, initial)
             new |= trajectory != where_int64(first, self._trajectory[lane], shifted(trajectory, 0))
             self._trajectory.copy_(at_last(lane, trajectory, self._trajectory))
         if initial is not None:
-            new |= initial[order]
-        self._written.index_copy_(0, lane, clock.expand(lane.shape))
-        return Rows(order, lane, first, new, stolen)
+            new |= initial
+        self._written.index_copy_(0, lane, write_number.expand(lane.shape))
+        return LaneRows(order, lane, first, new, stolen)
 
-    def follow_alone(
-        self, is_open: bool, clock: int, *, ended: Tensor, trajectory: Tensor | None, initial: Tensor | None
-    ) -> list[int]:
+    def follow_alone(self, is_open: bool, write_number: int, marks: EpisodeMarks) -> list[int]:
         """:meth:`follow` for a single lane, where values can be read.
 
         Args:
             is_open: the lane has an unfinished episode.
-            clock: number of this write.
-            ended: see :meth:`follow`.
-            trajectory: see :meth:`follow`.
-            initial: see :meth:`follow`.
+            write_number: see :meth:`follow`.
+            marks: see :meth:`follow`.
 
         Returns:
             The rows where episodes begin, in order.
         """
+        ended, trajectory, initial = marks
         begins = {row + 1 for row, is_end in enumerate(ended.tolist()[:-1]) if is_end}
         if not is_open:
             begins.add(0)
@@ -180,26 +285,21 @@ class Lanes:
             ids, last = trajectory.tolist(), self._trajectory.item()
             changes = [row for row, (new, old) in enumerate(zip(ids, [last, *ids], strict=False)) if new != old]
             if changes:
-                self._require_one_stream(trajectory, ended, initial, torch.tensor([is_open], device="cpu"))
+                self._track_single_lane(marks, torch.tensor([is_open], device="cpu"))
                 begins.update(changes)
                 self._trajectory.fill_(ids[-1])
         if initial is not None:
             begins.update(row for row, is_first in enumerate(initial.tolist()) if is_first)
-        self._written.fill_(clock)
+        self._written.fill_(write_number)
         return sorted(begins)
 
-    def lose_track(self, open_lane: Tensor) -> None:
-        """Note that rows were written without notification. Trajectories in open lanes may have ended in these rows."""
-        self._end_may_be_missed.copy_(open_lane)
-
-    def _require_one_stream(
-        self, trajectory: Tensor | None, ended: Tensor, initial: Tensor | None, open_lane: Tensor
-    ) -> None:
+    def _track_single_lane(self, marks: EpisodeMarks, open_lane: Tensor) -> None:
         """With one lane, count interrupted trajectories and warn; raise an error if such a trajectory continues.
 
         A trajectory is interrupted if another one begins before it has ended. If ids restart, or if the first
         transition of the other trajectory is marked, this is expected: it is not counted and causes no warning.
         """
+        ended, trajectory, initial = marks
         if trajectory is None or self.lanes > 1:
             return
         previous = shifted(trajectory, self._trajectory[0])
@@ -285,7 +385,7 @@ class Lanes:
         returned = cut & (self._recently_preempted[lane] == trajectory.unsqueeze(1)).any(1)
         raise_if(
             returned.any,
-            reads=self._checked,
+            skip_on=self._skip_checks_on,
             error=lambda: ValueError(
                 f"trajectory {int(trajectory[returned][0])} continues in a column of the storage after another one was "
                 "written there: several workers or collectors alternate in the same columns. Use flat storage (ndim=1) "
@@ -316,13 +416,15 @@ class Lanes:
             "does); with several streams, this trajectory must begin in a later write."
         )
 
-    def _by_time(self, trajectory: Tensor, ended: Tensor, open_lane: Tensor) -> Tensor:
+    def _by_time(self, marks: EpisodeMarks, open_lane: Tensor) -> Tensor:
         """The order in which the rows of a write [n] are assigned to lanes, int64 [n].
 
         The first steps of all environments come first, then the second steps, and so on. In flattened [E, T] data, the
         rows of one environment precede the rows of the next. If rows were assigned in this order, one lane could
         receive rows of two environments and another lane none.
         """
+        ended, trajectory, _ = marks
+        assert trajectory is not None
         count, lanes = trajectory.shape[0], self.lanes
         rows = torch.arange(count, device=trajectory.device)
         if lanes == 1 or count % lanes or count == lanes:
@@ -342,13 +444,11 @@ class Lanes:
         order = trajectory.argsort(stable=True)
         of_env, sorted_ids = order // ids.shape[1], trajectory[order]
         apart = (sorted_ids[1:] != sorted_ids[:-1]) | (of_env[1:] == of_env[:-1])
-        all_go_on = (~open_lane | (~self._old & (self._trajectory.unsqueeze(1) == first).any(1))).all()
+        all_go_on = (~open_lane | (~self._ids_restarted & (self._trajectory.unsqueeze(1) == first).any(1))).all()
         one_by_one = ~by_step & continues(ids, done) & apart.all() & all_go_on
         return where_int64(one_by_one, rows.view(lanes, -1).T.reshape(-1), rows)
 
-    def _assign(
-        self, trajectory: Tensor, ended: Tensor, initial: Tensor | None, open_lane: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _assign(self, marks: EpisodeMarks, open_lane: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The lane of each row by its trajectory id [n].
 
         A trajectory keeps its lane until it ends. A new trajectory takes the lane that became free first. If no lane is
@@ -359,86 +459,80 @@ class Lanes:
             Lane of each row [n]; True for lanes taken from an unfinished trajectory [lanes]; if ids restarted, True for
             lanes without rows of this write [lanes].
         """
-        count, device = trajectory.shape[0], trajectory.device
-        rows = torch.arange(count, device=device)
-        # a group has the rows of one trajectory
-        order = trajectory.argsort(stable=True)
-        ids = trajectory[order]
-        group_sorted = (shifted(ids, 0) != ids).to(torch.int64)
-        group_sorted[:1].zero_()
-        group_sorted = group_sorted.cumsum(0)
-        group = torch.empty_like(order).index_copy_(0, order, group_sorted)
-        # first row, last row and id of each group, padded to n groups
-        first = torch.full_like(rows, count).scatter_reduce_(0, group, rows, "amin")
-        last = torch.zeros_like(rows).scatter_reduce_(0, group, rows, "amax")
-        used = first < count
-        group_id = torch.full_like(rows, -1).index_copy_(0, group, trajectory)
+        ended, trajectory, initial = marks
+        assert trajectory is not None
+        group = _group_by_trajectory(trajectory)
         # [group, lane]: the group continues the trajectory of an open lane
-        match = (group_id.unsqueeze(1) == self._trajectory) & open_lane & ~self._old & used.unsqueeze(1)
+        match = group.id.unsqueeze(1) == self._trajectory
+        match &= open_lane & ~self._ids_restarted & group.used.unsqueeze(1)
         # ids restart at 0: earlier trajectories do not continue
-        begins_again = used & (group_id == 0) & ~match.any(1) & self._zero_seen
+        begins_again = group.used & (group.id == 0) & ~match.any(1) & self._zero_seen
         restarted = begins_again.any()
-        match &= (first < where_int64(begins_again, first, torch.full_like(first, count)).amin()).unsqueeze(1)
-        request = used & ~match.any(1)
-        closes = used & ended[last]
-        # The other groups request a lane at their first row. A group that ends releases its lane at its last row. The
-        # k-th request can be met if k lanes were free or released before it.
-        row_or_none = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        requested = row_or_none.index_add(0, first, request.to(torch.int64))[:count].cumsum(0)
-        released = row_or_none.index_add(0, last, closes.to(torch.int64))[:count].cumsum(0)
-        clipped = first.clamp_max(count - 1)
-        number = requested[clipped] - 1
-        released_before = released[clipped] - closes[group[clipped]].to(torch.int64) * (last[group[clipped]] == clipped)
-        missing = ((number + 1 - (~open_lane).sum() - released_before) * request).amax().clamp_min(0)
-        # lanes that may be taken from an unfinished trajectory
-        cuts_off = group_id <= self._max_trajectory
+        unless_restarted = torch.full_like(group.first, len(trajectory))
+        match &= (group.first < where_int64(begins_again, group.first, unless_restarted).amin()).unsqueeze(1)
+        queue = _queue_for_lanes(group, asks=group.used & ~match.any(1), closes=group.used & ended[group.last])
+        stolen = self._preempt(group, queue, match, initial, open_lane, restarted)
+        self._count_trajectories(trajectory, restarted)
+        lane = _inherit_lanes(group, queue, match, closed=~open_lane | stolen)[group.of_row]
+        self._ids_restarted.index_fill_(0, lane, False)
+        self._end_may_be_missed.index_fill_(0, lane, False)
+        untouched = torch.ones_like(self._ids_restarted).index_fill_(0, lane, False)
+        return lane, stolen, restarted & untouched
+
+    def _preempt(
+        self,
+        group: _Groups,
+        queue: _Queue,
+        match: Tensor,
+        initial: Tensor | None,
+        open_lane: Tensor,
+        restarted: Tensor,
+    ) -> Tensor:
+        """Choose the lanes that are taken from unfinished trajectories, bool [lanes].
+
+        Args:
+            group: the trajectories of the write.
+            queue: the groups that ask for a lane.
+            match: the group continues the trajectory of the lane, bool [n, lanes].
+            initial: bool [n], the row is marked as the first of its episode.
+            open_lane: the lane has an unfinished episode, bool [lanes].
+            restarted: trajectory ids restarted in this write, bool [].
+
+        Raises:
+            ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
+        """
+        asks = queue.asks
+        missing = ((queue.number + 1 - (~open_lane).sum() - queue.released_before) * asks).amax().clamp_min(0)
+        cuts_off = group.id <= self._max_trajectory
         if initial is not None:
-            cuts_off |= initial[clipped]
-        available = open_lane & ~match.any(0) & (self._old | self._end_may_be_missed | (request & cuts_off).any())
+            cuts_off |= initial[group.first.clamp_max(len(initial) - 1)]
+        in_doubt = self._ids_restarted | self._end_may_be_missed
+        available = open_lane & ~match.any(0) & (in_doubt | (asks & cuts_off).any())
         # there are too few lanes if a trajectory continues that was preempted for lack of a lane
-        returned = (
-            request & (missing > 0) & ~restarted & (group_id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
-        )
+        was_preempted = (group.id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
+        returned = asks & (missing > 0) & ~restarted & was_preempted
         too_many = torch.maximum((missing - available.sum()).clamp_min(0), returned.sum())
         raise_if(
             lambda: too_many > 0,
-            lambda: self._too_many(group_id[returned if bool(returned.any()) else request][-1]),
-            reads=self._checked,
+            lambda: self._too_many(group.id[returned if bool(returned.any()) else asks][-1]),
+            skip_on=self._skip_checks_on,
         )
         self.broken_off.add_(too_many)
-        age = (
-            where_int64(available, self._written, torch.full_like(self._written, 2**62)).argsort(stable=True).argsort()
-        )
+        never = torch.full_like(self._written, 2**62)
+        age = where_int64(available, self._written, never).argsort(stable=True).argsort()
         stolen = available & (age < missing)
         # after a restart, earlier ids no longer identify trajectories
         self._recently_preempted.copy_(where_int64(restarted, -1, self._recently_preempted))
         # a trajectory whose end may have been missed is not counted as preempted: it may have ended
-        self._remember(stolen & ~self._old & ~self._end_may_be_missed & ~restarted)
-        closed = ~open_lane | stolen
-        free = torch.argsort(~closed, stable=True)
-        num_free = closed.sum()
-        # The k-th request takes the k-th lane that is free or becomes free. A lane that becomes free is inherited from
-        # the group that releases it, which may itself have inherited it. Pointer doubling follows these chains.
-        release = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        release.index_copy_(0, where_int64(closes, released[last] - 1, torch.full_like(last, count)), rows)
-        inherits = request & (number >= num_free)
-        parent = where_int64(inherits, release[(number - num_free).clamp(0, count)], rows)
-        lane = where_int64(request, free[number.clamp(0, self.lanes - 1)], match.to(torch.int64).argmax(1))
-        for _ in range(count.bit_length()):
-            parent = parent[parent]
-        self._count_trajectories(trajectory, restarted)
-        lane = lane[parent][group]
-        self._old.index_fill_(0, lane, False)
-        self._end_may_be_missed.index_fill_(0, lane, False)
-        untouched = torch.ones_like(self._old).index_fill_(0, lane, False)
-        return lane, stolen, restarted & untouched
+        self._remember(stolen & ~in_doubt & ~restarted)
+        return stolen
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name."""
         return {
             "lane_trajectory": self._trajectory,
             "lane_written": self._written,
-            "lane_old": self._old,
+            "lane_old": self._ids_restarted,
             "lane_doubtful": self._end_may_be_missed,
             "lane_cut_off": self._recently_preempted,
             "max_trajectory": self._max_trajectory,

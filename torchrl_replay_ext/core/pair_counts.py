@@ -84,19 +84,19 @@ class PairCounts:
             columns: states and actions of the new transitions, tensors [n, ...], equal for equal slots.
         """
         buckets = hash_rows(columns) & (self._counts.shape[1] - 1)
-        self.drop(slots)
+        self.remove(slots)
         self._bucket[slots] = buckets
         self._add(0, buckets, is_last_occurrence(slots).unsqueeze(0))
 
-    def drop(self, slots: Tensor) -> None:
+    def remove(self, slots: Tensor) -> None:
         """Remove the transitions in ``slots``, int64 [n], from all counts."""
-        self.list(slots, torch.zeros_like(self._listed[:, slots]))
+        self.set_tables(slots, torch.zeros_like(self._listed[:, slots]))
         buckets = self._bucket[slots]
         is_counted = (buckets >= 0) & is_last_occurrence(slots)
         self._add(0, buckets, -is_counted.to(torch.int32).unsqueeze(0))
         self._bucket.index_fill_(0, slots, -1)
 
-    def list(self, slots: Tensor, listed: Tensor) -> None:
+    def set_tables(self, slots: Tensor, listed: Tensor) -> None:
         """Set which event tables hold some slots.
 
         Args:

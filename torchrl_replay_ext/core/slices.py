@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
-from torchrl_replay_ext.core.lanes import Lanes, at_last, shifted
+from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.functional.priorities import FEW
 
@@ -60,11 +60,8 @@ class SliceIndex:
     def write(
         self,
         slots: Tensor,
-        clock: Tensor | int,
-        *,
-        ended: Tensor,
-        trajectory: Tensor | None = None,
-        initial: Tensor | None = None,
+        write_number: Tensor | int,
+        marks: EpisodeMarks,
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
@@ -76,14 +73,12 @@ class SliceIndex:
         """
         is_alone = self.streams.lanes == 1 and not self.streams.assigned
         if is_alone and slots.shape[0] <= FEW and values_can_be_read(slots):
-            self._write_alone(slots.tolist(), int(clock), ended, trajectory, initial)
+            self._write_alone(slots.tolist(), int(write_number), marks)
             return
         count, oldest = slots.shape[0], slots[:1]
-        clock = torch.as_tensor(clock, device=slots.device)
-        order, lane, first, new, stolen = self.streams.follow(
-            slots, self._run > 0, clock, ended=ended, trajectory=trajectory, initial=initial
-        )
-        slots, ended = slots[order], ended[order]
+        write_number = torch.as_tensor(write_number, device=slots.device)
+        order, lane, first, new, stolen = self.streams.follow(slots, self._run > 0, write_number, marks)
+        slots, ended = slots[order], marks.ended[order]
         recent = where_int64((self._recent - oldest) % self.size < count, self._none, self._recent)
         run = self._run if stolen is None else self._run * ~stolen
 
@@ -117,12 +112,10 @@ class SliceIndex:
         self._recent.copy_(where_int64(self.length - place <= written, slots[row.clamp(0, count - 1)], kept))
         self._run.copy_(at_last(lane, age.clamp_max(self.length) * ~ended, run))
 
-    def _write_alone(
-        self, slots: list[int], clock: int, ended: Tensor, trajectory: Tensor | None, initial: Tensor | None
-    ) -> None:
+    def _write_alone(self, slots: list[int], write_number: int, marks: EpisodeMarks) -> None:
         """:meth:`write` of a few rows with a single lane, where values can be read."""
         run, length, none = self._run.item(), self.length, self._none
-        begins = self.streams.follow_alone(run > 0, clock, ended=ended, trajectory=trajectory, initial=initial)
+        begins = self.streams.follow_alone(run > 0, write_number, marks)
         # the slots before the write, and those of the write
         recent = self._recent.view(-1).tolist()
         history = [none if (slot - slots[0]) % self.size < len(slots) else slot for slot in recent] + slots
@@ -140,20 +133,21 @@ class SliceIndex:
         else:
             self.starts.write(np.array(slots + starts), np.repeat([0, 1], [len(slots), len(starts)]))
         self._recent.copy_(torch.tensor([history[-length:]], device="cpu"))
-        self._run.fill_(0 if ended[-1] else min(run, length))
+        self._run.fill_(0 if marks.ended[-1] else min(run, length))
 
-    def drop(self, slots: Tensor) -> None:
+    def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue afterwards."""
+        self.streams.mark_ends_missed()
         scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
         self.starts.write(slots, torch.zeros_like(slots))
         self._recent.fill_(self._none)
         if not self.streams.assigned:
             self._run.zero_()
 
-    def forget(self) -> None:
+    def before_full_overwrite(self) -> None:
         """Remove all content before a write of more rows than slots, whose first rows are not inserted."""
-        self.drop(torch.arange(self.size, device=self.device))
-        self.streams.lose_track(self._run > 0)
+        self.remove(torch.arange(self.size, device=self.device))
+        self.streams.mark_ends_missed(self._run > 0)
 
     def walk(self, starts: Tensor) -> Tensor:
         """The slots of slices from ``starts`` [n], int64 [n, length]. The last slot of an episode is repeated."""

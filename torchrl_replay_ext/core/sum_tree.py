@@ -333,7 +333,3 @@ class MaxTree:
         """Raise AssertionError if the maximum does not agree with the leaves."""
         if int(self.max()) != int(self.leaves.max()):
             raise AssertionError("MaxTree: the maximum does not agree with the leaves")
-
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return self.leaves.nbytes + self._maxima.flat.nbytes

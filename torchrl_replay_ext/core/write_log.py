@@ -42,8 +42,8 @@ class Layout(NamedTuple):
     validate: bool = False
 
     @property
-    def checked(self) -> torch.device | None:
-        """The argument ``reads`` of ``raise_if`` for checks of values: None if ``validate``."""
+    def skip_checks_on(self) -> torch.device | None:
+        """The device on which checks of values are skipped, because the host would wait; None with ``validate``."""
         return None if self.validate else self.device
 
     @property
@@ -150,7 +150,11 @@ class WriteLog(Recoverable):
         else:
             self.generation.index_fill_(0, slots, number)
 
-    def clock(self) -> Tensor:
+    def next_number(self) -> int | Tensor:
+        """The number of the next write; int64 [] in graphs and on accelerators."""
+        return scalar(self.num_writes_on_device()) + 1
+
+    def num_writes_on_device(self) -> Tensor:
         """The number of writes, int64 [], on the device of the slots."""
         if self.num_writes.device == self.generation.device:
             return self.num_writes

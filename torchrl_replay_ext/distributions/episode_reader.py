@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from tensordict import NestedKey
-from torch import Tensor
 
+from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.distributions.protocol import RowView
 
 
@@ -21,12 +21,8 @@ class EpisodeReader:
     def __init__(self, *, done_key: NestedKey, traj_key: NestedKey, init_key: NestedKey):
         self._done_key, self._traj_key, self._init_key = done_key, traj_key, init_key
 
-    def read(self, rows: RowView, *, needs_ids: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Read the entries of ``rows`` [n].
-
-        Returns:
-            True for the last row of an episode, bool [n]; the trajectory ids, int64 [n], and True for the first row of
-            an episode, bool [n], or None for each of these two that is not stored.
+    def read(self, rows: RowView, *, needs_ids: bool) -> EpisodeMarks:
+        """Read the entries of ``rows``.
 
         Raises:
             KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
@@ -36,7 +32,7 @@ class EpisodeReader:
         trajectory = rows.column(self._traj_key, why if needs_ids else None)
         initial = rows.column(self._init_key)
         assert ended is not None
-        return (
+        return EpisodeMarks(
             ended.to(torch.bool),
             None if trajectory is None else trajectory.to(torch.int64),
             None if initial is None else initial.to(torch.bool),

@@ -20,7 +20,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
-from torchrl_replay_ext.distributions.rejection import Rejection, Rows
+from torchrl_replay_ext.distributions.rejection import Rejection, TableRows
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_joint import JointTables, whole_only
 from torchrl_replay_ext.distributions.table_masses import TableMasses
@@ -359,11 +359,11 @@ class EventTableMixture(Distribution):
         self._sort_if_due()
         eta, low, total = self._proportions(batch_size)
         message = "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
-        raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), reads=self._log.layout.checked)
+        raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
         if self._rejection is not None:
-            position, mass = self._rejection.draw(batch_size, generator, Rows(ends, table, low, total))
+            position, mass = self._rejection.draw(batch_size, generator, TableRows(ends, table, low, total))
             total = total * self._rejection.acceptance()
             total_of_row = gather_in_bounds(total, table)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -38,7 +39,7 @@ class Draw(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What joint draws from several buffers, called shards, need to know of one of them.
+    """The sums over one of several buffers, called shards, by which joint draws are divided among them.
 
     Distributions without tables have one table.
 
@@ -166,8 +167,8 @@ class WriteObserver(ABC):
 class Distribution(WriteObserver):
     """A probability distribution over slots. It does not access the storage.
 
-    In graphs (``log.layout.for_graphs``) and on accelerators, no method except :meth:`insert` may branch on the values
-    of tensors: a graph has none, and to read one from an accelerator, the host must wait for the device.
+    In graphs (``log.layout.for_graphs``), no method except :meth:`insert` may branch on the values of tensors: a graph
+    has none. On accelerators, methods should not read values either: the host must wait for the device.
     """
 
     # True if slots are written in the order of their numbers
@@ -185,9 +186,9 @@ class Distribution(WriteObserver):
     _log: WriteLog
 
     @property
-    @abstractmethod
     def max_priority(self) -> float:
-        """The largest d that can be represented."""
+        """The largest d that can be represented. Default: inf."""
+        return math.inf
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Update priorities. Not called if :attr:`takes_priorities` is False.
@@ -251,9 +252,11 @@ class Distribution(WriteObserver):
     def density(self, slots: Tensor) -> Tensor:
         """A number proportional to the probability of each of ``slots`` [n], float64 [n]."""
 
-    @abstractmethod
     def reweight(self, slots: Tensor | None) -> None:
-        """Recompute the density of ``slots`` [n], or of all slots if None, after an exponent has changed."""
+        """Recompute the density of ``slots`` [n], or of all slots if None, after an exponent has changed.
+
+        Default: do nothing, for distributions without exponents.
+        """
 
     def stored_slots(self) -> Tensor:
         """The slots that can be drawn, int64 [n]. Default: all that hold a transition."""

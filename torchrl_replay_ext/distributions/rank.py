@@ -119,9 +119,6 @@ class RankBased(Distribution):
             **self._order.tensors(),
         }
 
-    def stored_slots(self) -> Tensor:
-        return self._log.stored_slots()
-
     def check_valid(self) -> None:
         self._tree.check_valid()
         place = self._place[:-1]

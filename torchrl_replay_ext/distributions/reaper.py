@@ -105,9 +105,6 @@ class ReliabilityAdjusted(Distribution):
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots) * self._reliability.factor(slots)
 
-    def stored_slots(self) -> Tensor:
-        return self._log.stored_slots()
-
     def clear(self) -> None:
         self._tree.clear_()
         self._reliability.clear()

@@ -17,7 +17,7 @@ from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowVie
 class Recency(Distribution):
     """P(k) = (1 − q) q^k / (1 − q^N) for the ages k = 0, ..., N − 1 of the stored slots; q = 2^(−1 / half_life)."""
 
-    needs_order, takes_priorities, max_priority = True, False, property(lambda self: math.inf)
+    needs_order, takes_priorities = True, False
     whole_only = "ages need the order of the writes to all shards; use RandomSampler or ProportionalSampler."
 
     def __init__(self, log: WriteLog, priorities: Priorities, *, half_life: float):
@@ -39,7 +39,7 @@ class Recency(Distribution):
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         total = self._tree.total()
         message = "RecencySampler: no stored transition can be drawn; write to the buffer first."
-        raise_if(lambda: total == 0, lambda: RuntimeError(message), reads=self._log.layout.checked)
+        raise_if(lambda: total == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
         u = uniform(batch_size, device=total.device, generator=generator)
         rate = math.log(2) / self._half_life
         # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
@@ -56,9 +56,6 @@ class Recency(Distribution):
 
     def _decay(self, age: Tensor) -> Tensor:
         return torch.exp2(-age.double() / self._half_life)
-
-    def reweight(self, slots: Tensor | None) -> None:
-        pass
 
     def clear(self) -> None:
         self._tree.clear_()

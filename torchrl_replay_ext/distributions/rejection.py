@@ -23,7 +23,7 @@ _MAX_OMEGA = 4.0
 Count = TypeVar("Count", int, Tensor)
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """The tables that the rows of a batch are drawn from; the rows are ordered by table.
 
     Args:
@@ -73,7 +73,7 @@ class Rejection:
         if self._for_graphs:
             state = [*self._tree.graph_tensors(), *self._reliability.graph_tensors()]
             self._fallback = EagerFallback(
-                lambda drawn, rows: [*self.draw(len(drawn[0]), None, Rows(*rows) if rows else None)], state
+                lambda drawn, rows: [*self.draw(len(drawn[0]), None, TableRows(*rows) if rows else None)], state
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -84,7 +84,7 @@ class Rejection:
         self._make_fallback()
 
     def draw(
-        self, batch_size: int, generator: torch.Generator | None, rows: Rows | None = None
+        self, batch_size: int, generator: torch.Generator | None, rows: TableRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Draw leaves from Ψ, each from the table of its row.
 
@@ -144,7 +144,7 @@ class Rejection:
         return (rows * per_16 + 15) // 16 + _SPARE * tables
 
     def _propose(
-        self, num: int, ends: Tensor | None, generator: torch.Generator | None, rows: Rows | None
+        self, num: int, ends: Tensor | None, generator: torch.Generator | None, rows: TableRows | None
     ) -> tuple[Tensor, ...]:
         """Propose ``num`` leaves that follow m: leaves, R^ω, Ψ, and the running count of accepted leaves; [num] each.
 
@@ -167,11 +167,11 @@ class Rejection:
         slots = leaves if self._tables is None else gather_in_bounds(self._tables.slot_at, leaves).to(torch.int64)
         return self._reliability.factor(slots, exact=exact)
 
-    def _one_table(self, batch_size: int) -> Rows:
+    def _one_table(self, batch_size: int) -> TableRows:
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        return Rows(zero + batch_size, zero.expand(batch_size), zero, self._tree.total().reshape(1))
+        return TableRows(zero + batch_size, zero.expand(batch_size), zero, self._tree.total().reshape(1))
 
-    def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: Rows) -> Tensor:
+    def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: TableRows) -> Tensor:
         """Choose a proposal for each row by repeating accepted proposals, see :meth:`draw`; int64 [B]."""
         share = _with_zero(factor.cumsum(0))
         edges = _with_zero(ends)
@@ -184,7 +184,7 @@ class Rejection:
         by_factor = torch.minimum(torch.searchsorted(share, target, right=True), gather_in_bounds(ends, rows.table)) - 1
         return where_int64(found > 0, torch.searchsorted(accepted, number), by_factor)
 
-    def _from_all(self, generator: torch.Generator | None, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _from_all(self, generator: torch.Generator | None, rows: TableRows) -> tuple[Tensor, Tensor]:
         """:meth:`draw` by one pass over all Ψ."""
         leaves = self._tree.leaves.nonzero().squeeze(1)
         mass = self._tree.leaves[leaves]

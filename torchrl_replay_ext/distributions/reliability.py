@@ -51,8 +51,8 @@ class Reliability(WriteObserver):
             self._episodes.prepare()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        ended, trajectory, initial = self._reader.read(rows, needs_ids=self._episodes.assigned)
-        finished = ended
+        marks = self._reader.read(rows, needs_ids=self._episodes.assigned)
+        finished = marks.ended
         if self._truncated == "ongoing":
             terminated = rows.column(
                 self._terminated_key,
@@ -64,26 +64,17 @@ class Reliability(WriteObserver):
             # the position of the transition in its episode does not change
             self._episodes.update(slots, SumTree.to_mass(priority).expand(slots.shape[0]), None)
             return
-        self._episodes.write(
-            slots,
-            SumTree.to_mass(scalar(priority)),
-            scalar(self._log.clock()) + 1,
-            ended=ended,
-            finished=finished,
-            trajectory=trajectory,
-            initial=initial,
-        )
+        self._episodes.write(slots, SumTree.to_mass(scalar(priority)), self._log.next_number(), marks, finished)
 
     def remove(self, slots: Tensor) -> None:
-        self._episodes.drop(slots)
-        self._episodes.streams.miss_ends()
+        self._episodes.remove(slots)
 
     def before_full_overwrite(self) -> None:
-        self._episodes.forget()
+        self._episodes.before_full_overwrite()
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self._episodes.update(slots, SumTree.to_mass(priority), self._log.clock(), mask)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes_on_device(), mask)
 
     def of(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64 [n]."""
@@ -128,7 +119,3 @@ class Reliability(WriteObserver):
         slots = torch.arange(self._log.layout.num_slots, device=self._log.layout.device)
         if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
             raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
-
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return self._episodes.nbytes()

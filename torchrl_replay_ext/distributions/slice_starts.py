@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced, raise_if, scalar
+from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -69,23 +68,18 @@ class SliceStarts(Distribution):
         if layout.for_graphs:
             self._tree.prepare()
 
-    @property
-    def max_priority(self) -> float:
-        return math.inf
-
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         for key in self._behaviour_keys:
             rows.require(key, BEHAVIOUR)
-        ended, trajectory, initial = self._reader.read(rows, needs_ids=self.slices.streams.assigned)
+        marks = self._reader.read(rows, needs_ids=self.slices.streams.assigned)
         if not rows.is_rewrite():
-            self.slices.write(slots, scalar(self._log.clock()) + 1, ended=ended, trajectory=trajectory, initial=initial)
+            self.slices.write(slots, self._log.next_number(), marks)
 
     def remove(self, slots: Tensor) -> None:
-        self.slices.drop(slots)
-        self.slices.streams.miss_ends()
+        self.slices.remove(slots)
 
     def before_full_overwrite(self) -> None:
-        self.slices.forget()
+        self.slices.before_full_overwrite()
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         raise_if(
@@ -96,7 +90,7 @@ class SliceStarts(Distribution):
                 "pad=True."
             ),
             # on an accelerator only until there is a start for the first time
-            reads=self._log.layout.checked if self._had_starts else None,
+            skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
         )
         self._had_starts = self._had_starts or not is_traced()
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
@@ -115,9 +109,6 @@ class SliceStarts(Distribution):
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()
-
-    def reweight(self, slots: Tensor | None) -> None:
-        pass
 
     def clear(self) -> None:
         self.slices.clear_()

@@ -59,19 +59,19 @@ class TableWeights:
             why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
             self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
             # rows changed in place are still in their tables; overwritten rows are removed from the tables next
-            self._pairs.list(slots, self._tables.holds(slots))
+            self._pairs.set_tables(slots, self._tables.holds(slots))
 
     def move(self, slots: Tensor) -> None:
         """Update the counts after ``slots`` [n], distinct, in the order of writing, entered or left a table."""
         if self._pairs is not None:
-            self._pairs.list(slots, self._tables.holds(slots))
+            self._pairs.set_tables(slots, self._tables.holds(slots))
         if self._classes is not None:
             self._classes.moved(slots, self._tables.holds(slots), self._tables.num_written)
 
     def remove(self, slots: Tensor) -> None:
         """Remove the pairs of ``slots`` [n]."""
         if self._pairs is not None:
-            self._pairs.drop(slots)
+            self._pairs.remove(slots)
 
     def before_ingest(self) -> None:
         """Called before the rows that the storage already holds are inserted."""

@@ -84,7 +84,7 @@ class ShiftedStates:
                 "for slices drawn by TrajectoryRetraceSampler, one per row; use shifted=False for other batches, such "
                 "as those of newest()."
             ),
-            reads=done,
+            skip_on=done,
         )
 
     def select(self, state: Tensor, following: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
         )
     coordinates = coordinates.reshape(-1, len(shape))
     outside = torch.stack([(i < 0) | (i >= n) for i, n in zip(coordinates.unbind(1), shape, strict=True)]).any(0)
-    raise_if(outside.any, lambda: out_of_range(owner, coordinates[outside][0].tolist(), shape), reads=layout.checked)
+    raise_if(
+        outside.any, lambda: out_of_range(owner, coordinates[outside][0].tolist(), shape), skip_on=layout.skip_checks_on
+    )
     return row_major(coordinates, shape).masked_fill(outside, -1)
 
 

@@ -219,7 +219,7 @@ class SlotUpdates:
                 return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
             return invalid_td_error(self._owner, float(error[row]), slot, row, self._distribution.max_priority)
 
-        raise_if(wrong.any, refused, reads=self._layout.checked)
+        raise_if(wrong.any, refused, skip_on=self._layout.skip_checks_on)
 
     def step(self) -> None:
         """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""

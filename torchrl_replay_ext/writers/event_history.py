@@ -91,7 +91,7 @@ class Group(NamedTuple):
 
 
 @dataclass
-class Rows:
+class WrittenRows:
     """The rows of a write.
 
     Args:
@@ -109,9 +109,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.stream)
 
-    def __getitem__(self, part: slice) -> Rows:
+    def __getitem__(self, part: slice) -> WrittenRows:
         trajectory, begins = (None if column is None else column[part] for column in (self.trajectory, self.begins))
-        return Rows(self.stream[part], trajectory, self.ends[part], begins)
+        return WrittenRows(self.stream[part], trajectory, self.ends[part], begins)
 
     def trajectory_of(self, row: int) -> int:
         """Trajectory id of a row; -1 if unknown."""
@@ -195,15 +195,12 @@ class EpisodeTails:
         self._tails: dict[int, Tail] = {}
         self._many = _MANY_TAILS
 
-    def __len__(self) -> int:
-        return len(self._tails)
-
     def clear(self) -> None:
         """Discard all unfinished episodes."""
         self._tails.clear()
         self._many = _MANY_TAILS
 
-    def timeline(self, rows: Rows, occurred: np.ndarray | None = None) -> Timeline:
+    def timeline(self, rows: WrittenRows, occurred: np.ndarray | None = None) -> Timeline:
         """Concatenate the tail of each stream and its rows of a write.
 
         Args:
@@ -272,7 +269,7 @@ class EpisodeTails:
                 entering[table] = chosen[order], at[order]
         return entering
 
-    def update(self, rows: Rows, slots: np.ndarray, timeline: Timeline | None) -> None:
+    def update(self, rows: WrittenRows, slots: np.ndarray, timeline: Timeline | None) -> None:
         """Update the tail of each stream after a write.
 
         Args:

@@ -22,7 +22,7 @@ from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.functional.priorities import as_index
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
-from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Rows, Timeline
+from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Timeline, WrittenRows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
 _TRAJECTORY = ("collector", "traj_ids")
@@ -201,7 +201,7 @@ class EventTableWriter(CompilableWriter):
 
     # --- reading the data
 
-    def _read(self, data: TensorDictBase, width: int) -> tuple[Rows, np.ndarray]:
+    def _read(self, data: TensorDictBase, width: int) -> tuple[WrittenRows, np.ndarray]:
         """The rows of ``data`` [n], and where events occur in them, bool [n, events]."""
         count, specs = data.shape[0], self._tables.specs
         ends = column_of(data, self._done_key, required=True)
@@ -229,7 +229,7 @@ class EventTableWriter(CompilableWriter):
             stream, known = np.arange(count) % width, stream
         elif stream is None:
             stream = np.full(count, -1)
-        rows = Rows(stream, known, values["ends"], values.get("begins"))
+        rows = WrittenRows(stream, known, values["ends"], values.get("begins"))
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
@@ -238,7 +238,7 @@ class EventTableWriter(CompilableWriter):
             self._detect_with_context(data, rows, occurred)
         return rows, occurred
 
-    def _detect_with_context(self, data: TensorDictBase, rows: Rows, occurred: np.ndarray) -> None:
+    def _detect_with_context(self, data: TensorDictBase, rows: WrittenRows, occurred: np.ndarray) -> None:
         """Set the columns of ``occurred``, bool [n, events], for events whose conditions need earlier transitions."""
         timeline = self._tails.timeline(rows)
         episodes = np.split(np.arange(len(timeline.row)), np.flatnonzero(np.diff(timeline.episode)) + 1)
@@ -269,7 +269,7 @@ class EventTableWriter(CompilableWriter):
 
     # --- writing
 
-    def _write(self, data: Any, rows: Rows, occurred: np.ndarray) -> Tensor:
+    def _write(self, data: Any, rows: WrittenRows, occurred: np.ndarray) -> Tensor:
         """Write at most as many rows as fit into the default table."""
         tables = self._tables
         with tables.transaction():
@@ -297,7 +297,7 @@ class EventTableWriter(CompilableWriter):
             self._tails.update(rows, slots, timeline)
         return index
 
-    def _plan(self, rows: Rows, occurred: np.ndarray) -> tuple[Timeline | None, Entering]:
+    def _plan(self, rows: WrittenRows, occurred: np.ndarray) -> tuple[Timeline | None, Entering]:
         """The streams with events, None if there are none, and the transitions that enter each table."""
         if not occurred.any():
             return None, {}
