@@ -24,6 +24,8 @@ from torchrl.data.replay_buffers import (
     Transition,
 )
 
+from torchrl_replay_ext.arguments import key_path
+
 
 def length(storage: Storage) -> int:
     """The number of stored transitions."""
@@ -143,7 +145,7 @@ def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
     """The TensorDict [num_rows] of columns on the CPU, without the checks, which take longer than all else."""
     root: dict[Any, Any] = {}
     for key, column in columns.items():
-        *groups, name = (key,) if isinstance(key, str) else key
+        *groups, name = key_path(key)
         group = root
         for each in groups:
             group = group.setdefault(each, {})

@@ -8,11 +8,24 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
 # How a loss writes the TD error δ: δ² or |δ|.
 TDError = Literal["squared", "absolute"]
 WeightNorm = Literal["buffer", "batch"]
+
+
+def is_key(value: Any) -> bool:
+    """True if ``value`` can be the name of an entry: a string, or a tuple of strings."""
+    return (isinstance(value, str) and bool(value)) or (
+        isinstance(value, tuple) and bool(value) and all(isinstance(part, str) and part for part in value)
+    )
+
+
+def key_path(key: NestedKey) -> tuple[str, ...]:
+    """The name of an entry as a tuple, the names of the nested TensorDicts first."""
+    return (key,) if isinstance(key, str) else tuple(map(str, key))
 
 
 def require_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 # times longer in torch than in NumPy.
 Array: TypeAlias = Any
 
-_EXACT_BITS = 53
+_FLOAT64_BITS = 53
 # Modules with classes that hold state tensors, for mark_static.
 _STATE = tuple(f"torchrl_replay_ext.{name}" for name in ("annealing", "core.", "distributions.", "samplers.slot_state"))
 
@@ -122,7 +122,7 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
             :func:`generator_on`. None (default): the global generator.
     """
     if torch.compiler.is_compiling():
-        return torch.randint(0, 2**_EXACT_BITS, size, device=device).to(torch.float64) * 2.0**-_EXACT_BITS
+        return torch.randint(0, 2**_FLOAT64_BITS, size, device=device).to(torch.float64) * 2.0**-_FLOAT64_BITS
     if generator is not None and generator.device.type != device.type:
         # CUDA cannot use a new generator while it captures a graph
         generator = None if is_traced() else generator_on(device, generator)
@@ -148,7 +148,7 @@ def stratify(u: Tensor) -> Tensor:
     """Map uniform numbers ``u`` [n] in [0, 1) to one number in each of n consecutive intervals of length 1/n."""
     num = u.shape[0]
     # rounding may give 1 for the last one
-    return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_EXACT_BITS)
+    return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_FLOAT64_BITS)
 
 
 @overload
@@ -217,7 +217,7 @@ def add_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
         destination.index_add_(0, index, values)
 
 
-def stored(values: Tensor) -> Tensor:
+def materialized(values: Tensor) -> Tensor:
     """``values`` [n]. A graph stores them instead of computing them again in each operation that reads them."""
     return values.as_strided((len(values), 1), (1, 1)).squeeze(1) if torch.compiler.is_compiling() else values
 

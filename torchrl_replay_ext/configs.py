@@ -353,7 +353,7 @@ class EventTableWriterConfig(WriterConfig):
 class CompilableWriterConfig(WriterConfig):
     """Hydra configuration for the default writer of :class:`~torchrl_replay_ext.CompilableReplayBuffer`."""
 
-    _target_: str = "torchrl_replay_ext.buffers.compilable.CompilableWriter"
+    _target_: str = "torchrl_replay_ext.writers.round_robin.CompilableWriter"
 
 
 @dataclass

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import add_in_bounds, gather_in_bounds, scatter_in_bounds, stored, where_int64
+from torchrl_replay_ext.compilation import add_in_bounds, gather_in_bounds, materialized, scatter_in_bounds, where_int64
 from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
-from torchrl_replay_ext.functional.priorities import last_occurrence
+from torchrl_replay_ext.indices import last_occurrence
 
 
 def root(tree: ReductionTree) -> Tensor:
@@ -77,7 +77,7 @@ def refresh(trees: list[ReductionTree], place: Tensor, block: Tensor) -> None:
 def _refresh(tree: ReductionTree, place: Tensor, block: Tensor) -> None:
     layout = tree.layout()
     source = tree.leaves.flat
-    place, block = stored(place), stored(block)
+    place, block = materialized(place), materialized(block)
     for number, (begin, _, children) in enumerate(layout[:-1]):
         first = begin + (place & -children)
         entries = gather_in_bounds(source, first.unsqueeze(1) + torch.arange(children, device=place.device))
@@ -134,7 +134,7 @@ def find(sums: ReductionTree, target: Tensor) -> tuple[Tensor, Tensor]:
 def prefix(sums: ReductionTree, index: Tensor) -> Tensor:
     """Sum of the masses of all leaves before each leaf of ``index`` [n]."""
     layout, leaves = sums.layout(), sums.leaves
-    block, place = leaves.address(stored(index))
+    block, place = leaves.address(materialized(index))
     children, first = layout[0][2], place & -layout[0][2]
     result = torch.zeros_like(index)
     for k in range(children - 1):

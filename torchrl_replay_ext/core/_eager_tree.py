@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.reduction_tree import ReductionTree, ancestors
-from torchrl_replay_ext.functional.priorities import FEW
+from torchrl_replay_ext.indices import FEW
 
 
 def root(tree: ReductionTree) -> Tensor:

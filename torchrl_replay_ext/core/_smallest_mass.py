@@ -11,7 +11,7 @@ import torch
 from torchrl_replay_ext.compilation import Array, increase
 from torchrl_replay_ext.core import _eager_tree
 from torchrl_replay_ext.core.reduction_tree import ReductionTree
-from torchrl_replay_ext.functional.priorities import FEW
+from torchrl_replay_ext.indices import FEW
 
 # Number of lazy writes after which the minima are recomputed.
 _MAX_STALE = 64

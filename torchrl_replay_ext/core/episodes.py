@@ -12,7 +12,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, 
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
-from torchrl_replay_ext.functional.priorities import all_different, is_last_occurrence, write_last
+from torchrl_replay_ext.indices import all_different, is_last_occurrence, write_last
 
 # Positions per page; a page is one row of the tree.
 _PAGE = 64

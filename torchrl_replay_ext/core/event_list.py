@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrl_replay_ext.core.table_state import TableState
-from torchrl_replay_ext.functional.priorities import as_index
+from torchrl_replay_ext.indices import as_index
 
 _NO_SLOTS = np.zeros(0, np.int64)
 

@@ -15,7 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import require_choice
+from torchrl_replay_ext.arguments import is_key, require_choice
 
 DEFAULT = "default"
 
@@ -29,13 +29,6 @@ _OPERATORS = {
     "==": operator.eq,
     "!=": operator.ne,
 }
-
-
-def is_key(value: Any) -> bool:
-    """True if ``value`` can be the name of an entry: a string, or a tuple of strings."""
-    return (isinstance(value, str) and bool(value)) or (
-        isinstance(value, tuple) and bool(value) and all(isinstance(part, str) and part for part in value)
-    )
 
 
 @dataclass(frozen=True)

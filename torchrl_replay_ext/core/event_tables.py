@@ -16,7 +16,7 @@ from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capac
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.recoverable import Recoverable
 from torchrl_replay_ext.core.table_state import Listener, Listeners, TableState
-from torchrl_replay_ext.functional.priorities import as_index
+from torchrl_replay_ext.indices import as_index
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
@@ -240,7 +240,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     @property
     def slot_at(self) -> Tensor:
         """The slot at each position of all tables, on the device of the storage, int [positions + 1]."""
-        return self._state.slot_at
+        return self._state.slots_on_device
 
     @property
     def counts(self) -> Tensor:
@@ -332,7 +332,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
         """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. For the CPU only."""
-        held = self._state.place.index_select(1, slots) != self.nowhere
+        held = self._state.places_on_device.index_select(1, slots) != self.nowhere
         result = torch.tensor(of_table[self._first :]) @ held.to(torch.float32)
         return result if self._pinned else result.add_(of_table[0])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import fetch, is_traced, raise_if, values_can_be_read, where_int64
-from torchrl_replay_ext.functional.priorities import write_last
+from torchrl_replay_ext.indices import write_last
 
 # The number of recently preempted trajectories that are remembered: per lane, and if there is a single lane.
 _REMEMBERED = 8

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
-from torchrl_replay_ext.functional.priorities import is_last_occurrence
+from torchrl_replay_ext.indices import is_last_occurrence
 
 # The odd constants of splitmix64, as signed integers.
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)

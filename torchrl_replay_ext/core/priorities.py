@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.functional.priorities import write_last
+from torchrl_replay_ext.indices import write_last
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -90,13 +90,13 @@ class Priorities:
         """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.places`."""
         scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
 
-    def overwrite(self, slots: Tensor) -> None:
+    def exclude(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
         if self._updated is not None:
             self._set_bits(slots, torch.zeros_like(slots))
 
-    def undo_overwrite(self, slots: Tensor, largest: Tensor) -> None:
-        """Undo :meth:`overwrite` of ``slots`` [n] after a rejected write; ``largest``: the largest priority before."""
+    def undo_exclude(self, slots: Tensor, largest: Tensor) -> None:
+        """Undo :meth:`exclude` of ``slots`` [n] after a rejected write; ``largest``: the largest priority before."""
         self.recount(slots)
         self.largest.copy_(largest)
 

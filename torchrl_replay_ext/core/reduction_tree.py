@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scatter_in_bounds, where_int64
-from torchrl_replay_ext.functional.priorities import write_last
+from torchrl_replay_ext.indices import write_last
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 # Trees for compiled graphs: number of entries that are reduced to one, and largest number of entries of the last level.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.functional.priorities import FEW
+from torchrl_replay_ext.indices import FEW
 
 
 class SliceIndex:

@@ -108,8 +108,9 @@ class TableState:
         return self.device.type != "cpu"
 
     def _copy(self) -> None:
-        tensors = self.listed_slots, self.places, self.ends[2]
-        self.slot_at, self.place, self.counts = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        self.slots_on_device = self.listed_slots.to(self.device, non_blocking=True)
+        self.places_on_device = self.places.to(self.device, non_blocking=True)
+        self.counts = self.ends[2].to(self.device, non_blocking=True)
 
     def move(self, device: torch.device) -> None:
         """Let draws read from another device."""
@@ -130,9 +131,11 @@ class TableState:
     def find(self, slots: Tensor) -> Tensor:
         """Position of each of ``slots`` [n] in each list, ``nowhere`` if it is not there; [lists, n]."""
         if not is_traced():
-            return self.place.index_select(1, slots)
-        rows = torch.arange(len(self.place), device=self.device).unsqueeze(1) * self.place.shape[1]
-        return gather_in_bounds(self.place.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
+            return self.places_on_device.index_select(1, slots)
+        rows = (
+            torch.arange(len(self.places_on_device), device=self.device).unsqueeze(1) * self.places_on_device.shape[1]
+        )
+        return gather_in_bounds(self.places_on_device.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
 
     # --- changes
 
@@ -144,8 +147,8 @@ class TableState:
     def send(self) -> None:
         """Send the content of all lists to the device."""
         if self._has_copy:
-            self.slot_at.copy_(self.listed_slots, non_blocking=True)
-            self.place.copy_(self.places, non_blocking=True)
+            self.slots_on_device.copy_(self.listed_slots, non_blocking=True)
+            self.places_on_device.copy_(self.places, non_blocking=True)
             self.send_counts()
 
     def send_counts(self) -> None:
@@ -157,8 +160,8 @@ class TableState:
         """Announce that list ``row`` now holds ``slots`` [n], distinct, at ``positions`` [n]."""
         moved_to, moved = self.on_device(positions), self.on_device(slots)
         if self._has_copy:
-            self.slot_at.index_copy_(0, moved_to, moved.to(self.slot_at.dtype))
-            self.place[row].index_copy_(0, moved, moved_to.to(self.place.dtype))
+            self.slots_on_device.index_copy_(0, moved_to, moved.to(self.slots_on_device.dtype))
+            self.places_on_device[row].index_copy_(0, moved, moved_to.to(self.places_on_device.dtype))
             self.send_counts()
         self._listeners.notify("on_insert", moved_to, moved)
 
@@ -166,7 +169,7 @@ class TableState:
         """Announce that ``slots`` [n], distinct, left list ``row``, where they were at ``positions`` [n]."""
         left = self.on_device(slots)
         if self._has_copy:
-            self.place[row].index_fill_(0, left, self.nowhere)
+            self.places_on_device[row].index_fill_(0, left, self.nowhere)
             self.send_counts()
         self._listeners.notify("on_remove", self.on_device(positions), left, left)
 
@@ -177,7 +180,7 @@ class TableState:
         """
         left = self.on_device(distinct)
         if self._has_copy:
-            self.place.index_fill_(1, left, self.nowhere)
+            self.places_on_device.index_fill_(1, left, self.nowhere)
             self.send_counts()
         self._listeners.notify("on_remove", self.on_device(positions), self.on_device(slots), left)
 
@@ -189,7 +192,11 @@ class TableState:
 
     def check_valid(self) -> None:
         """Raise AssertionError if the device has other content than the lists."""
-        pairs = (self.slot_at, self.listed_slots), (self.place, self.places), (self.counts, self.ends[2])
+        pairs = (
+            (self.slots_on_device, self.listed_slots),
+            (self.places_on_device, self.places),
+            (self.counts, self.ends[2]),
+        )
         if not all(torch.equal(copy.cpu(), own) for copy, own in pairs):
             raise AssertionError("EventTables: the tensors for draws differ from the lists")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, increase, read, scalar
 from torchrl_replay_ext.core.recoverable import Recoverable
-from torchrl_replay_ext.functional.priorities import as_index
+from torchrl_replay_ext.indices import as_index
 
 # Special values of last_seen_step.
 UNKNOWN = -1
@@ -81,7 +81,7 @@ class RingWrite(NamedTuple):
     """Where a write lies in the ring.
 
     Args:
-        places: its slots as an index, see :func:`~torchrl_replay_ext.functional.priorities.as_index`.
+        places: its slots as an index, see :func:`~torchrl_replay_ext.indices.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         newest: the step that was last written to the storage; -1 if unknown.

@@ -27,7 +27,7 @@ from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
-from torchrl_replay_ext.functional.priorities import FEW
+from torchrl_replay_ext.indices import FEW
 
 Kind = Literal["proportional", "rank", "reaper"]
 

@@ -83,7 +83,7 @@ class RowView(Protocol):
 
     Args:
         slots: int64 [n].
-        places: the same slots as an index, see :func:`~torchrl_replay_ext.functional.priorities.as_index`.
+        places: the same slots as an index, see :func:`~torchrl_replay_ext.indices.as_index`.
     """
 
     slots: Tensor

@@ -25,7 +25,7 @@ from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.functional.priorities import is_last_occurrence, last_occurrence
+from torchrl_replay_ext.indices import is_last_occurrence, last_occurrence
 
 # Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)

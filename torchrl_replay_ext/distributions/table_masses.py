@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, as_array, values_can_be_read
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
-from torchrl_replay_ext.functional.priorities import as_index
+from torchrl_replay_ext.indices import as_index
 
 
 class TableMasses:

@@ -1,16 +1,8 @@
-"""Pure functions of tensors: allocation, priorities, importance weights and off-policy returns."""
+"""Functions of tensors: allocation, priorities, importance weights, off-policy returns and duplicate indices."""
 
 from torchrl_replay_ext.functional.allocation import allocate
 from torchrl_replay_ext.functional.gaussian import gaussian_policy_kl, ornstein_uhlenbeck_scale
-from torchrl_replay_ext.functional.priorities import (
-    all_different,
-    extremes,
-    importance_weights,
-    is_last_occurrence,
-    last_occurrence,
-    rank_probabilities,
-    write_last,
-)
+from torchrl_replay_ext.functional.priorities import importance_weights, rank_probabilities
 from torchrl_replay_ext.functional.reliability import reliability
 from torchrl_replay_ext.functional.retrace import (
     acer_value_target,
@@ -21,6 +13,7 @@ from torchrl_replay_ext.functional.retrace import (
     retrace,
     trust_region_projection,
 )
+from torchrl_replay_ext.indices import all_different, extremes, is_last_occurrence, last_occurrence, write_last
 
 __all__ = [
     "acer_value_target",

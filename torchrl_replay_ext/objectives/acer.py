@@ -18,6 +18,7 @@ from tensordict.nn import (
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
+from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.functional import trust_region_projection
 from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
 from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
@@ -186,7 +187,7 @@ class ACERLoss(TrajectoryLoss):
         kind = getattr(last, "distribution_class", None)
         known = isinstance(kind, type) and issubclass(kind, _DISTRIBUTIONS)
         # the names of the distribution's arguments; without a mapping, these are the last parts of the keys
-        names = [name if isinstance(name, str) else name[-1] for name in getattr(last, "dist_keys", last.in_keys)]
+        names = [key_path(key)[-1] for key in getattr(last, "dist_keys", last.in_keys)]
         # any other argument, such as an action mask, would change the probabilities
         if not known or names not in (["logits"], ["probs"]):
             raise ValueError(
@@ -238,7 +239,7 @@ class ACERLoss(TrajectoryLoss):
         for prefix, keys in zip(((), ("next",)), self._read, strict=True):
             content = {}
             for key in keys:
-                full = (*prefix, *((key,) if isinstance(key, str) else key))
+                full = (*prefix, *key_path(key))
                 content[key] = self._get(tensordict, full, "the networks read it; the environment writes it")
             states.append(TensorDict(content, tensordict.batch_size))
         separate_episodes(states[0], states[1], (self.actor_network, self.qvalue_network))
@@ -292,10 +293,9 @@ class ACERLoss(TrajectoryLoss):
             z, diagnostics = self._gradient(log_pi, log_mu, log_average, taken, q, q_ret)
 
         probability = log_pi.exp()
-        phi = {"probs": probability, "logits": log_pi, "log_probs": log_pi}[self.statistics]
         # an action of probability 0 gets no gradient
         finite = log_pi.masked_fill(log_pi.isinf(), 0.0)
-        phi = phi if self.statistics == "probs" else finite
+        phi = probability if self.statistics == "probs" else finite
         entropy = -(probability * finite).sum(-1)
         td_error = rows.fill(q_ret - q_taken)
         losses = {

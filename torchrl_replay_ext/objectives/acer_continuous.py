@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
 from torch import Tensor, nn
 
+from torchrl_replay_ext.arguments import require_integer
 from torchrl_replay_ext.functional import (
     acer_value_target,
     importance_ratio,
@@ -203,8 +204,7 @@ class ACERContinuousLoss(TrajectoryLoss):
             raise ValueError(
                 f"ACERContinuousLoss(statistics={statistics!r}): statistics must be ('loc',) or ('loc', 'scale')."
             )
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ValueError(f"ACERContinuousLoss(num_samples={num_samples!r}): num_samples must be an integer >= 1.")
+        require_integer("ACERContinuousLoss", "num_samples", num_samples)
         if rho_power is not None and not 0 < rho_power < math.inf:
             raise ValueError(f"ACERContinuousLoss(rho_power={rho_power}): rho_power must be > 0 and finite, or None.")
         if len(behaviour_keys) != 2:

@@ -8,12 +8,13 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import raise_if
 
 
 def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
     """Log-probabilities [..., A] from probabilities if the name in ``key`` ends with "probs", else from logits."""
-    name = str(key if isinstance(key, str) else key[-1])
+    name = key_path(key)[-1]
     if name.endswith("probs") and not name.endswith("log_probs"):
         value = value / value.sum(-1, keepdim=True)
         possible = value > 0

@@ -9,6 +9,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 
+from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import raise_if, values_can_be_read
 
 
@@ -22,7 +23,7 @@ def require_shiftable(owner: str, networks: Iterable[nn.Module], keys: Iterable[
     """
     kinds = {type(module) for network in networks for module in network.modules()}
     recurrent = any(issubclass(kind, nn.RNNBase) or hasattr(kind, "recurrent_mode") for kind in kinds)
-    if recurrent or any((key if isinstance(key, str) else key[-1]) == "is_init" for key in keys):
+    if recurrent or any(key_path(key)[-1] == "is_init" for key in keys):
         raise ValueError(
             f"{owner}(shifted=True): a recurrent network does not evaluate each state on its own; use shifted=False."
         )

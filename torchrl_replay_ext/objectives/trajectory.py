@@ -16,6 +16,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.functional import importance_sampling_return, retrace
 from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
 
@@ -64,7 +65,7 @@ def separate_episodes(state: TensorDictBase, following: TensorDictBase, networks
     if modules and not any(module.recurrent_mode for module in modules):
         return
     for key in state.keys(include_nested=True, leaves_only=True):
-        if (key if isinstance(key, str) else key[-1]) == "is_init":
+        if key_path(key)[-1] == "is_init":
             following.set(key, following.get(key) | state.get(key))
 
 

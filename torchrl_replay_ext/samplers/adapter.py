@@ -236,7 +236,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     # --- joint draws from several shards; see ShardedReplayBuffer
 
     def sums(self, storage: Storage) -> Sums:
-        """What joint draws need to know of this shard."""
+        """The sums of this shard, for joint draws."""
         self.ready(storage)
         return self.distribution.sums()
 
@@ -258,12 +258,12 @@ class PrioritySampler(ShowsArguments, Sampler):
         return limit**2 if self._priority_arguments["td_error"] == "squared" else limit
 
     @property
-    def holds_nothing(self) -> bool:
-        """True if the storage is empty, or holds only the rows of a rejected first write."""
+    def holds_only_rejected_write(self) -> bool:
+        """True if the storage holds only the rows of a rejected first write."""
         return self.state.log.is_empty and self.state.holds_only_rejected_write
 
     def schedules(self) -> dict[str, list]:
-        """Where the schedules of annealed hyperparameters are; empty if none is annealed."""
+        """The states of all schedules by name; empty if no hyperparameter is annealed."""
         tensors, parts = self.distribution.tensors(), self.hyperparameters
         schedules: dict[str, list] = {name: tensors[name].tolist() for name in self.distribution.settings}
         is_annealed = any(part.annealed for part in parts.values()) or any(s[1] != s[2] for s in schedules.values())
@@ -309,7 +309,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     @property
     def default_priority(self) -> float:
         """The argument of ``update_priority`` that results in the priority of a new transition."""
-        return self._default_priority.ask(self.state.priorities.default_td_error())
+        return self._default_priority.record(self.state.priorities.default_td_error())
 
     def lacks_td_errors(self, priority: Any, storage: Storage | None) -> bool:
         """True, with a warning, if TorchRL used the default for a sample without TD errors; its rows are counted."""

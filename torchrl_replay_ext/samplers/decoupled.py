@@ -30,9 +30,8 @@ from torchrl_replay_ext._torchrl import (
     stored_data,
     transform_of,
 )
-from torchrl_replay_ext.arguments import require_integer
+from torchrl_replay_ext.arguments import is_key, require_integer
 from torchrl_replay_ext.compilation import is_traced, raise_if
-from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.functional.gaussian import Covariance
@@ -122,6 +121,11 @@ class DecoupledSampler(SamplerWrapper):
         torch.Size([4, 2])
     """
 
+    alpha = delegated("critic_sampler", "alpha")
+    beta = delegated("critic_sampler", "beta")
+    omega = delegated("critic_sampler", "omega")
+    eta = delegated("critic_sampler", "eta")
+    event_share = delegated("critic_sampler", "event_share")
     num_candidates = delegated("_scorer", "num_candidates")
     granularity = delegated("_scorer", "granularity")
     group_size = delegated("_scorer", "group_size")
@@ -165,6 +169,10 @@ class DecoupledSampler(SamplerWrapper):
         self._chosen = torch.zeros(2)
         self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
         self._set_policy(policy)
+
+    @property
+    def _inner(self) -> Any:
+        return self.critic_sampler
 
     @property
     def policy(self) -> TensorDictModuleBase:
@@ -317,6 +325,10 @@ class DecoupledSampler(SamplerWrapper):
     def _samplers(self) -> list[Sampler]:
         same = self.candidate_sampler is self.critic_sampler
         return [self.critic_sampler] if same else [self.critic_sampler, self.candidate_sampler]
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
+        """Draw the critic's batch."""
+        return self.critic_sampler.sample(storage, batch_size)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None

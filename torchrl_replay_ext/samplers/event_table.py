@@ -13,9 +13,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.arguments import TDError, is_number, require_choice, require_integer
+from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice, require_integer
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
-from torchrl_replay_ext.core.event_spec import DEFAULT, is_key
+from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.event_tables import EventTableMixture, Kind

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.samplers.slot_state import SlotState
+from torchrl_replay_ext.samplers.adapter import PrioritySampler
 
 ALPHA = """Priority exponent. An assignment applies the new value to all stored transitions, in O(capacity).
 
@@ -38,17 +37,6 @@ def make_exponents(owner: str, **values: float | Anneal) -> dict[str, Hyperparam
     }
 
 
-class HasHyperparameters(Protocol):
-    """A sampler with hyperparameters."""
-
-    hyperparameters: dict[str, Hyperparameter]
-    state: SlotState
-
-    def exclusive(self) -> ExitStack:
-        """A context in which no other thread draws, writes or updates."""
-        ...
-
-
 class exponent:
     """Descriptor for a hyperparameter of a sampler: reads a float, accepts a number or a schedule.
 
@@ -61,18 +49,18 @@ class exponent:
     def __init__(self, name: str, doc: str, *, only_with: str = ""):
         self._name, self.__doc__, self._only_with = name, doc, only_with
 
-    def __get__(self, sampler: HasHyperparameters | None, owner: type | None = None) -> Any:
+    def __get__(self, sampler: PrioritySampler | None, owner: type | None = None) -> Any:
         if sampler is None:
             return self
         self._require(sampler)
         return float(sampler.hyperparameters[self._name].value)
 
-    def __set__(self, sampler: HasHyperparameters, value: float | Tensor | Anneal) -> None:
+    def __set__(self, sampler: PrioritySampler, value: float | Tensor | Anneal) -> None:
         self._require(sampler)
         with sampler.exclusive():
             sampler.state.set_hyperparameter(self._name, value)
 
-    def _require(self, sampler: HasHyperparameters) -> None:
+    def _require(self, sampler: PrioritySampler) -> None:
         if self._name not in sampler.hyperparameters:
             raise AttributeError(
                 f"{type(sampler).__name__}.{self._name}: this sampler has no {self._name}; it needs {self._only_with}."

@@ -31,7 +31,7 @@ class StoredRows:
         owner: class name of the sampler, for error messages.
         storage: the storage.
         slots: int64 [n].
-        places: the same slots as an index, see :func:`~torchrl_replay_ext.functional.priorities.as_index`.
+        places: the same slots as an index, see :func:`~torchrl_replay_ext.indices.as_index`.
         log: the log of earlier writes.
         write: where the write lies in the ring. None: the rows are known to be new, or are written in a graph.
     """

@@ -16,7 +16,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, to_device
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, Layout, RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
-from torchrl_replay_ext.functional.priorities import as_index
+from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
@@ -53,8 +53,8 @@ class SlotState:
     holds_only_rejected_write = False
     # True if the oldest slot was unknown when the content of a full storage was ingested
     _order_is_unknown = False
-    # number of parts that have accepted the rows of the last write
-    _accepting_parts = 0
+    # True if the current write has already changed a part, so that its rejection requires recovery
+    _write_has_effects = False
 
     def __init__(
         self,
@@ -227,12 +227,12 @@ class SlotState:
             slots = to_device(slots, self.layout.device)
             write = write._replace(places=as_index(slots))
         self.recover(storage, slots)
-        self._accepting_parts = 0
+        self._write_has_effects = False
         try:
             with self.log.transaction():
                 end = self._apply_write(slots, write, storage)
         except REFUSALS:
-            if not self._accepting_parts:
+            if not self._write_has_effects:
                 self.log.mark_clean()
             self.holds_only_rejected_write |= storage is not None and _torchrl.length(storage) <= slots.numel()
             raise
@@ -261,7 +261,7 @@ class SlotState:
             self.remove(skipped)
         if slots.numel() > self.layout.num_slots:
             # all earlier rows are overwritten, and also the first rows of this write
-            self._accepting_parts = 1
+            self._write_has_effects = True
             for part in self._parts:
                 part.before_full_overwrite()
             self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
@@ -292,20 +292,20 @@ class SlotState:
         return end, skipped
 
     def insert(self, slots: Tensor, storage: Storage | None, write: RingWrite | None = None) -> None:
-        """Insert the transitions in ``slots`` [n], new ones if ``write`` does not say where they lie in the ring."""
+        """Insert the transitions in ``slots`` [n]. Without ``write``, all of them count as new."""
         places = as_index(slots) if write is None else write.places
         rows = StoredRows(self.owner, storage, slots, places, self.log, write)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
-        self.priorities.overwrite(slots)
-        accepting = 0
+        self.priorities.exclude(slots)
+        accepted = False
         try:
             for part in self._parts:
                 part.insert(slots, self.priorities.largest, rows)
-                accepting += 1
+                accepted = True
         except REFUSALS:
-            self._accepting_parts += accepting
+            self._write_has_effects |= accepted
             if largest is not None:
-                self.priorities.undo_overwrite(slots, largest)
+                self.priorities.undo_exclude(slots, largest)
             raise
         self.log.record(places)
         self.priorities.insert(places)

@@ -23,11 +23,11 @@ class DefaultPriority:
     """
 
     def __init__(self):
-        self._asked: float | None = None
+        self._recorded: float | None = None
 
-    def ask(self, value: float) -> float:
+    def record(self, value: float) -> float:
         """Record that the default was read, and return it."""
-        self._asked = value
+        self._recorded = value
         return value
 
     def is_filled_in(self, priority: Any, draws_sequences: Callable[[], bool]) -> bool:
@@ -37,7 +37,7 @@ class DefaultPriority:
             priority: the argument of ``update_priority``.
             draws_sequences: returns True if the buffer draws sequences. It is only called if needed.
         """
-        default, self._asked = self._asked, None
+        default, self._recorded = self._recorded, None
         if default is None or not isinstance(priority, Tensor) or priority.ndim != 1 or not priority.numel():
             return False
         expanded = priority.stride(0) == 0 or draws_sequences()

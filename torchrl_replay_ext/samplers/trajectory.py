@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,19 +11,18 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import require_bool, require_integer
+from torchrl_replay_ext.arguments import key_path, require_bool, require_integer
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
-from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.td_errors import is_initialization
+from torchrl_replay_ext.samplers.wrapper import SamplerWrapper
 
 MASK_KEY = ("collector", "mask")
 _OWNER = "TrajectoryRetraceSampler"
@@ -44,7 +42,7 @@ class _UniformStarts(PrioritySampler):
 
 
 @PrioritizedSampler.register
-class TrajectoryRetraceSampler(ShowsArguments, Sampler):
+class TrajectoryRetraceSampler(SamplerWrapper):
     r"""Draws slices of trajectories with the behaviour statistics that Retrace and ACER need (Wang et al. 2017).
 
     ``rb.sample(batch_size)`` returns a flat batch of ``batch_size`` transitions. ``batch.reshape(-1, slice_len)`` has
@@ -121,9 +119,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         tensor([25, 26, 27, 28, 29])
     """
 
-    # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
-    reduction = "max"
-
     def __init__(
         self,
         capacity: int | None = None,
@@ -142,7 +137,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
             require_integer(_OWNER, name, value)
         require_bool(_OWNER, "pad", pad)
         require_bool(_OWNER, "validate", validate)
-        path = (done_key,) if isinstance(done_key, str) else tuple(done_key)
+        path = key_path(done_key)
         if path[-1] == "terminated":
             raise ValueError(
                 f"{_OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
@@ -201,6 +196,10 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         return self._sampler
 
     @property
+    def _inner(self) -> PrioritySampler:
+        return self._sampler
+
+    @property
     def _starts(self) -> SliceStarts:
         starts = self._sampler.state.observers[-1] if self._is_prioritized else self._sampler.distribution
         assert isinstance(starts, SliceStarts)
@@ -210,37 +209,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
     def takes_stamps(self) -> bool:
         """True if samples carry the generation of each row."""
         return self._is_prioritized
-
-    @property
-    def takes_priorities(self) -> bool:
-        """True if draws depend on TD errors."""
-        return self._sampler.takes_priorities
-
-    @property
-    def writes_in_graphs(self) -> bool:
-        """True if writes have the same effect in a graph as outside."""
-        return self._sampler.writes_in_graphs
-
-    @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: TorchRL assigns it
-        return _torchrl.sampler_generator(self._sampler)
-
-    @_rng.setter
-    def _rng(self, value: torch.Generator | None) -> None:
-        _torchrl.set_sampler_generator(self._sampler, value)
-
-    @property
-    def default_priority(self) -> float:
-        """The argument of ``update_priority`` that results in the priority of a new transition."""
-        return self._sampler.default_priority
-
-    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Called by the writer after it has written slots."""
-        self._sampler.mark_update(index, storage=storage)
-
-    def ready(self, storage: Storage) -> None:
-        """Synchronize the state with the storage; called before a compiled draw."""
-        self._sampler.ready(storage)
 
     # --- drawing
 
@@ -266,7 +234,7 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         return self._slices(storage, *self._sampler.draw_share(storage, share))
 
     def sums(self, storage: Storage) -> Sums:
-        """What joint draws need to know of this shard."""
+        """The sums of this shard, for joint draws."""
         return self._sampler.sums(storage)
 
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
@@ -407,10 +375,6 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
 
     # --- inspection and state
 
-    def probabilities(self, storage: Storage) -> Tensor:
-        """Probability that each stored slot is a start, float64 [len(storage)], slots in row-major order. O(N)."""
-        return self._sampler.probabilities(storage)
-
     def stats(self) -> TensorDict:
         """Statistics for logging, as a TensorDict of float32 scalars. O(N).
 
@@ -423,31 +387,12 @@ class TrajectoryRetraceSampler(ShowsArguments, Sampler):
         ours = TensorDict(ours, device=self._sampler.layout.device)
         return self._sampler.stats().update(ours) if self._is_prioritized else ours
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if parts of the state contradict each other. O(N)."""
-        self._sampler.check_valid()
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that sampling depends on, as tensors."""
-        return self._sampler.state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
         if "starts" in state_dict:
             # saved by an earlier version
             state_dict = state_dict["starts"]
-        self._sampler.load_state_dict(state_dict)
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state under the directory ``path``, as memory-mapped tensors."""
-        self._sampler.dumps(path)
-
-    def loads(self, path: str | Path) -> None:
-        """Load a state saved by :meth:`dumps`."""
-        self._sampler.loads(path)
-
-    def _empty(self) -> None:
-        _torchrl.empty_sampler(self._sampler)
+        super().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""Base class of samplers that forward calls to the sampler of the critic."""
+"""Base class of samplers that contain another sampler."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ def delegated(part: str, name: str, default: Any = _MISSING) -> Any:
 
 
 class SamplerWrapper(ShowsArguments, Sampler):
-    """Abstract sampler that forwards calls to ``critic_sampler``, and writes to all :meth:`_samplers`."""
+    """Abstract sampler that forwards calls to :attr:`_inner`, and notifies all :meth:`_samplers` of writes."""
 
-    critic_sampler: Sampler
-
-    alpha = delegated("critic_sampler", "alpha")
-    beta = delegated("critic_sampler", "beta")
-    omega = delegated("critic_sampler", "omega")
-    eta = delegated("critic_sampler", "eta")
-    event_share = delegated("critic_sampler", "event_share")
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
-    reduction = delegated("critic_sampler", "reduction", "max")
+    reduction = delegated("_inner", "reduction", "max")
     # True if samples carry the generation of each row
-    takes_stamps = delegated("critic_sampler", "takes_stamps", False)
+    takes_stamps = delegated("_inner", "takes_stamps", False)
     # True if writes have the same effect in a graph as outside
-    writes_in_graphs = delegated("critic_sampler", "writes_in_graphs", True)
+    writes_in_graphs = delegated("_inner", "writes_in_graphs", True)
+
+    @property
+    @abstractmethod
+    def _inner(self) -> Any:
+        """The sampler that has the priorities, the statistics and the state to save."""
+
+    def _samplers(self) -> list[Sampler]:
+        """The samplers that are notified of writes. Default: :attr:`_inner`."""
+        return [self._inner]
 
     def ready(self, storage: Storage) -> None:
         """Synchronize the state of all samplers with the storage; called before a compiled draw."""
@@ -53,18 +55,14 @@ class SamplerWrapper(ShowsArguments, Sampler):
             if ready := getattr(sampler, "ready", None):
                 ready(storage)
 
-    @abstractmethod
-    def _samplers(self) -> list[Sampler]:
-        """The samplers that are notified of writes."""
-
     @property
     def takes_priorities(self) -> bool:
-        """True if the critic's draws depend on TD errors."""
-        return getattr(self.critic_sampler, "takes_priorities", isinstance(self.critic_sampler, PrioritizedSampler))
+        """True if draws depend on TD errors."""
+        return getattr(self._inner, "takes_priorities", isinstance(self._inner, PrioritizedSampler))
 
     @property
     def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
-        return sampler_generator(self.critic_sampler)
+        return sampler_generator(self._inner)
 
     @_rng.setter
     def _rng(self, value: torch.Generator | None) -> None:
@@ -74,11 +72,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
     @property
     def default_priority(self) -> float:
         """The argument of ``update_priority`` that results in the priority of a new transition."""
-        return self.critic_sampler.default_priority
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
-        """Draw the critic's batch."""
-        return self.critic_sampler.sample(storage, batch_size)
+        return self._inner.default_priority
 
     def add(self, index: int) -> None:
         """Called after a write of one row."""
@@ -100,26 +94,25 @@ class SamplerWrapper(ShowsArguments, Sampler):
             empty_sampler(sampler)
 
     def probabilities(self, storage: Storage) -> Tensor:
-        """Probability of each stored slot in one draw of the critic's sampler."""
-        critic_sampler: Any = self.critic_sampler
-        return critic_sampler.probabilities(storage)
+        """Probability that each stored slot is drawn, float64 [len(storage)], slots in row-major order. O(N)."""
+        return self._inner.probabilities(storage)
 
     def check_valid(self) -> None:
-        """Raise AssertionError if parts of the critic's sampler contradict each other. O(N)."""
-        getattr(self.critic_sampler, "check_valid", lambda: None)()
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        getattr(self._inner, "check_valid", lambda: None)()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the critic's sampler."""
-        return self.critic_sampler.state_dict()
+        """A copy of everything that sampling depends on."""
+        return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`."""
-        self.critic_sampler.load_state_dict(state_dict)
+        self._inner.load_state_dict(state_dict)
 
     def dumps(self, path: str | Path) -> None:
-        """Save the critic's sampler."""
-        self.critic_sampler.dumps(path)
+        """Save the state under the directory ``path``."""
+        self._inner.dumps(path)
 
     def loads(self, path: str | Path) -> None:
         """Load a state saved by :meth:`dumps`."""
-        self.critic_sampler.loads(path)
+        self._inner.loads(path)

@@ -14,7 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler
 
-from torchrl_replay_ext.arguments import require_bool, require_integer
+from torchrl_replay_ext.arguments import key_path, require_bool, require_integer
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.samplers.trajectory import MASK_KEY, TrajectoryRetraceSampler
@@ -170,7 +170,7 @@ class ShardedReplayBuffer:
         self._rng = None if seed is None else torch.Generator().manual_seed(seed)
         self._calls: Calls = RayCalls({"num_cpus": 1, **(remote_config or {})}) if calls is None else calls
         self._writer_settings: dict[str, Any] = {"traj_key": traj_key, "done_key": done_key, "timeout": timeout}
-        parts |= {"traj_key": traj_key, "done_key": (done_key,) if isinstance(done_key, str) else tuple(done_key)}
+        parts |= {"traj_key": traj_key, "done_key": key_path(done_key)}
         shards = [{**parts, "seed": None if seed is None else seed + 1 + number} for number in range(num_shards)]
         self._group = ShardGroup(self._calls, shards, restored, on_loss or _warn, timeout)
         self._num_writers = 0

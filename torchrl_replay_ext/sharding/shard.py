@@ -202,7 +202,7 @@ class ReplayShard:
 
     def _length(self) -> int:
         drawing = drawing_sampler(self._buffer.sampler)
-        return 0 if drawing is not None and drawing.holds_nothing else len(self._buffer)
+        return 0 if drawing is not None and drawing.holds_only_rejected_write else len(self._buffer)
 
     def answer(self, method: str, *arguments: Any) -> tuple[Report, Any]:
         """Call a method; return its result after the report."""

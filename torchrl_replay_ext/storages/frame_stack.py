@@ -10,23 +10,15 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import is_key, key_path, require_integer
 from torchrl_replay_ext.compilation import is_traced, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
-from torchrl_replay_ext.functional.priorities import is_last_occurrence
+from torchrl_replay_ext.indices import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 _OWNER = "FrameStackStorage"
 # The number of rows that are compared at once outside graphs.
 _ROWS = 1024
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(map(str, key))
-
-
-def _is_key(index: Any) -> bool:
-    is_path = isinstance(index, tuple) and bool(index) and all(isinstance(part, str) for part in index)
-    return is_path or isinstance(index, str)
 
 
 class FrameStackStorage(CompilableTensorStorage):
@@ -85,10 +77,9 @@ class FrameStackStorage(CompilableTensorStorage):
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
         for name, value, least in (("frame_capacity", frame_capacity, max_size), ("num_streams", num_streams, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{_OWNER}({name}={value!r}): {name} must be an integer >= {least}.")
+            require_integer(_OWNER, name, value, least=least)
         self._frame_capacity, self._num_streams = frame_capacity, num_streams
-        path = _path(frame_key)
+        path = key_path(frame_key)
         self._frame_key, self._next_key, self._traj_key = path, ("next", *path), traj_key
         self._pool: FramePool | None = None
         super().__init__(max_size, device=device)
@@ -99,7 +90,7 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def is_stacked(self, key: NestedKey) -> bool:
         """True if the entry ``key`` is a frame stack. Frame stacks are not stored as columns."""
-        return _path(key) in self._frame_keys
+        return key_path(key) in self._frame_keys
 
     @property
     def num_frames(self) -> int:
@@ -232,7 +223,7 @@ class FrameStackStorage(CompilableTensorStorage):
 
         The result is a new TensorDict: entries that you add to it are not stored.
         """
-        if _is_key(index):
+        if is_key(index):
             column = None if self.is_stacked(index) else self._columns_at(index)
             # A nested TensorDict may contain stacks, which are not columns of the storage.
             return column if isinstance(column, Tensor) else self.get(slice(None))[index]
@@ -266,7 +257,7 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
         """Like :meth:`take`, for the entries ``keys`` only."""
-        stacked = [_path(key) for key in keys if self.is_stacked(key)]
+        stacked = [key_path(key) for key in keys if self.is_stacked(key)]
         columns = [key for key in keys if not self.is_stacked(key)]
         rows = super().take_columns(columns, index)
         return self._with_frames(rows, index, stacked) if stacked else rows

@@ -16,10 +16,10 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext._torchrl import length, rows_of_ring, set_rows, shape_and_device, stored_data
+from torchrl_replay_ext.arguments import is_key
 from torchrl_replay_ext.compilation import refuse_in_graph
-from torchrl_replay_ext.core.event_spec import is_key
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.functional.priorities import as_index
+from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
 from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Timeline, WrittenRows

@@ -65,7 +65,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     """
 
     # True while the storage holds only rows of rejected writes; such rows do not fix the set of entries
-    _only_refused = False
+    _holds_only_rejected_writes = False
 
     def __init__(self, *, track_generations: bool = False):
         self._cursor_value = torch.zeros((), dtype=torch.int64)
@@ -132,7 +132,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                 )
         is_stacked = getattr(storage, "is_stacked", lambda key: False)
         surplus = [key for key in columns if not is_stacked(key)]
-        if surplus and len(storage) and not self._only_refused:
+        if surplus and len(storage) and not self._holds_only_rejected_writes:
             raise KeyError(
                 f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from "
                 "the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
@@ -236,19 +236,21 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                 buffer.mark_update(index)
         except BaseException:
             # a sampler has rejected the rows
-            self._only_refused |= len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+            self._holds_only_rejected_writes |= (
+                len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
+            )
             raise
-        self._only_refused = False
+        self._holds_only_rejected_writes = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that ``state_dict`` returned."""
         super().load_state_dict(state_dict)
-        self._only_refused = False
+        self._holds_only_rejected_writes = False
 
     def loads(self, path: Any) -> None:
         """Restore a state that ``dumps`` saved."""
         super().loads(path)
-        self._only_refused = False
+        self._holds_only_rejected_writes = False
 
     def __getstate__(self) -> dict[str, Any]:
         # keep the tensors of TorchRL's counters: spawned processes share them
