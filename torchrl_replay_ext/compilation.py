@@ -80,12 +80,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu" and not tensor.is_pinned())
 
 
-def refuse_in_graph(error: Callable[[], Exception]) -> None:
-    """Raise ``error()`` if this code becomes part of a graph."""
-    if is_traced():
-        raise error()
-
-
 def rows_where(mask: Tensor) -> Tensor:
     """The rows where ``mask`` [n] is True if values can be read; otherwise all rows."""
     return mask.nonzero().squeeze(1) if values_can_be_read(mask) else torch.arange(len(mask), device=mask.device)

@@ -99,7 +99,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
 
 def _constant_part(argument: Any) -> Any:
-    """What may not change of an argument: the shape of a tensor or a TensorDict, the value of a number or a string."""
+    """The part of an argument that is constant in a graph: the shape of a tensor, the value of a number or a string."""
     if isinstance(argument, Tensor | TensorDictBase):
         return argument.shape
     return argument if isinstance(argument, int | float | str | None) else type(argument)

@@ -36,11 +36,16 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     RecencySampler,
 )
-from torchrl_replay_ext.sharding.shard import stored_slots
+from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
 
-# in the order of PLAIN
-_CLASSES = (RandomSampler, ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler, ProportionalSampler)
-SAMPLERS: dict[str, Callable[..., Sampler]] = dict(zip(PLAIN, _CLASSES, strict=True))
+SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "uniform": RandomSampler,
+    "per": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": ReaPERSampler,
+    "recency": RecencySampler,
+    "lap": ProportionalSampler,
+}
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
 # Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
@@ -291,30 +296,11 @@ def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Seque
     environments are repeated as truncated ones.
     """
     if replay.storage.ndim == 1:
-        end_episodes(replay, stored_slots(replay)[-num_envs:][list(envs)])
+        newest = stored_slots(replay)[-num_envs:][list(envs)]
+        is_open = ~replay[newest]["next", "done"].squeeze(1)
+        truncate_at(replay, newest[is_open.to(newest.device)], ("next", "done"), [FLAGS])
         return
     row = replay[(replay.write_count - 1) % replay.storage.shape[0]].exclude("index").clone()
     row["next", "truncated"] = row["next", "truncated"] | ~row["next", "terminated"]
     row["next", "done"] = torch.ones_like(row["next", "done"])
     replay.extend(row.unsqueeze(0))
-
-
-def end_episodes(replay: TensorDictReplayBuffer, newest: torch.Tensor) -> None:
-    """Truncate episodes that have not ended.
-
-    Stored transitions must not be changed without the sampler. Therefore a copy of the newest transition, marked as
-    truncated, is written. Its event flags are cleared. An event that is a condition on rewards or observations also
-    holds for the copy, which then enters the event's table next to the original.
-
-    Args:
-        replay: the buffer.
-        newest: slots of the newest transition of each episode.
-    """
-    transitions = replay[newest].exclude("index").clone()
-    if FLAGS in transitions.keys(include_nested=True):
-        transitions[FLAGS].zero_()
-    transitions = transitions[~transitions["next", "done"].squeeze(1)]
-    if len(transitions):
-        transitions["next", "truncated"] = torch.ones_like(transitions["next", "truncated"])
-        transitions["next", "done"] = torch.ones_like(transitions["next", "done"])
-        replay.extend(transitions)

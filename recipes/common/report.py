@@ -172,7 +172,7 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
 
 
 class Result(NamedTuple):
-    """What the runs of a variant in an environment give, as the texts in the cells of the table."""
+    """The cells of one row of the table, for the runs of a variant in an environment."""
 
     reached: str
     median: str

@@ -53,7 +53,7 @@ class Argument:
     text: str = ""
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with the kind of a value; None if nothing is, or if the annotation does not tell."""
+        """What is wrong with the kind of a value; None if it is valid, or if the annotation is unknown."""
         given = {bool: "bool", int: "int", float: "float", type(None): "None", dict: "Anneal"}.get(type(value))
         if not self.kinds or given in self.kinds or (given == "int" and "float" in self.kinds):
             return None

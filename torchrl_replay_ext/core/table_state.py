@@ -66,8 +66,9 @@ class TableState:
     CPU, and a change needs no read from an accelerator. Processes share these tensors; they are changed in place,
     through NumPy views that are created for each change, because sharing a tensor moves its memory.
 
-    Draws and priority updates read ``slot_at``, ``place`` and ``counts``. On the CPU these are the tensors of the lists
-    themselves. On an accelerator they are copies, to which each change is sent without waiting for the device.
+    Draws and priority updates read ``slots_on_device``, ``places_on_device`` and ``counts``. On the CPU these are the
+    tensors of the lists themselves. On an accelerator they are copies, to which each change is sent without waiting for
+    the device.
 
     Args:
         positions: number of positions. The last one, ``nowhere``, belongs to no list.
@@ -204,7 +205,7 @@ class TableState:
         state = vars(self).copy()
         if not self._has_copy:
             # pickled views would become separate tensors
-            for name in ("slot_at", "place", "counts"):
+            for name in ("slots_on_device", "places_on_device", "counts"):
                 del state[name]
         return state
 

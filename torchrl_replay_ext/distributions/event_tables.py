@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, refuse_in_graph, rows_where, uniform
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, rows_where, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder, masses
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.proportional import largest_priority
+from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
-from torchrl_replay_ext.distributions.rejection import Rejection, TableRows
+from torchrl_replay_ext.distributions.rejection import Rejection, TableRows, propose
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_joint import JointTables, whole_only
 from torchrl_replay_ext.distributions.table_masses import TableMasses
@@ -119,7 +119,7 @@ class EventTableMixture(Distribution):
     def max_priority(self) -> float:
         if self._reliability is not None:
             return min(largest_priority(self._tree, self._alpha), self._reliability.max_priority)
-        return 1e30 if self._kind != "proportional" else largest_priority(self._tree, self._alpha)
+        return MAX_PRIORITY if self._kind != "proportional" else largest_priority(self._tree, self._alpha)
 
     # --- masses
 
@@ -187,9 +187,8 @@ class EventTableMixture(Distribution):
         self._weights.before_ingest()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        refuse_in_graph(
-            lambda: RuntimeError("EventTableSampler: events cannot be detected in a graph; call extend outside.")
-        )
+        if is_traced():
+            raise RuntimeError("EventTableSampler: events cannot be detected in a graph; call extend outside.")
         self._sort_if_due()
         if self._reliability is not None:
             self._reliability.insert(slots, priority, rows)
@@ -368,9 +367,7 @@ class EventTableMixture(Distribution):
             total_of_row = gather_in_bounds(total, table)
         else:
             total_of_row = gather_in_bounds(total, table)
-            target = torch.minimum((u[1:] * total_of_row).to(torch.int64), total_of_row - 1)
-            # if nothing can be drawn, the target is -1, which finds leaf 0
-            position, mass = self._tree.find(gather_in_bounds(low, table) + target)
+            position, mass = propose(self._tree, u[1:], gather_in_bounds(low, table), total_of_row)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)

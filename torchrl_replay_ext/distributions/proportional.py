@@ -17,6 +17,9 @@ from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask, stratify
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 
+# The largest d of any distribution. float32 has larger numbers, but not their products.
+MAX_PRIORITY = 1e30
+
 
 class PowerTree:
     """The masses d^α of all slots in a sum tree.
@@ -91,8 +94,9 @@ class PowerTree:
 
 
 def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
-    """The largest d whose d^α fits into ``tree``."""
-    return min(tree.max_priority ** (1 / max(alpha.bound, 0.05)), 1e30)
+    """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""
+    # with a smaller α the power may overflow; it exceeds MAX_PRIORITY already
+    return min(tree.max_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
 
 
 class Proportional(Distribution):

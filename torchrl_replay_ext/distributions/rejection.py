@@ -215,7 +215,10 @@ class Rejection:
 
 
 def propose(tree: SumTree, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Leaves (and masses) that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n]."""
+    """Leaves (and masses) that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n].
+
+    Leaf 0 where ``total`` is 0.
+    """
     target = torch.minimum((u * total).to(torch.int64), total - 1)
     return tree.find(low + target)
 

@@ -9,6 +9,7 @@ from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.protocol import Draw, Share, Sums
+from torchrl_replay_ext.distributions.rejection import propose
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
 
@@ -90,8 +91,7 @@ class JointTables:
         kept = totals[share.table] > 0
         table, u = share.table[kept], share.u[kept]
         total = totals[table]
-        target = torch.minimum((u * total).to(torch.int64), total - 1)
-        position, mass = self._tree.find(ends[table] + target)
+        position, mass = propose(self._tree, u, ends[table], total)
         slots = self._tables.slot_at[position].to(torch.int64)
         # q_k(i) = probability · mass / total in the whole buffer
         scale = share.probability / totals.clamp_min(1)

@@ -36,7 +36,7 @@ def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Terms(NamedTuple):
-    """What an algorithm contributes to the losses of a batch.
+    """The terms of the losses of a batch that depend on the algorithm.
 
     Args:
         actions: m actions for each state, before any tanh, [*B, T, m, A].

@@ -100,7 +100,7 @@ class TrajectoryBatch:
     def shift(
         self, state: TensorDictBase, following: TensorDictBase, observed: list[NestedKey], networks: list[Any]
     ) -> ShiftedStates:
-        """Which next states need a pass of their own.
+        """Find the next states that are not states of the batch.
 
         Args:
             state: the inputs of the networks for x_t, [*B, T].

@@ -12,19 +12,19 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from typing_extensions import Required, TypedDict
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice, require_integer
+from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.arguments import TDError, is_key, is_number
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.event_tables import EventTableMixture, Kind
-from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
+from torchrl_replay_ext.distributions.reliability import Truncated
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
+from torchrl_replay_ext.samplers.reaper import make_reliability
 
 _CORRECTIONS = (None, *get_args(Correction))
 # Entries of priority=dict(kind=...) and their defaults.
@@ -213,39 +213,16 @@ class EventTableSampler(PrioritySampler):
             )
         settings = _settings(priority)
         kind: Kind | None = settings.pop("kind")
-        if correction in ("conditional", "lemma2", "priority"):
-            if kind is not None:
-                raise ValueError(
-                    f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
-                    "tables; use correction='mixture' or priority=None."
-                )
-            if tables.retention == "pinned":
-                raise ValueError(
-                    f"EventTableSampler(correction={correction!r}): this correction needs tables of retention='ring', "
-                    "because pinned tables store transitions with events for longer than others. Use retention='ring' "
-                    "or correction='mixture'."
-                )
-        if correction is not None and priority is not None and "beta" in priority:
-            raise ValueError(
-                f"EventTableSampler(correction={correction!r}): its exponent is beta=; remove 'beta' from priority."
-            )
-        by_class = correction == "mixture" and tables.retention == "pinned"
-        if by_class and len(tables) - 1 > MAX_EVENT_TABLES:
-            raise ValueError(
-                f"EventTableSampler(correction='mixture'): there are {len(tables) - 1} event tables; with "
-                f"retention='pinned' all combinations of tables are counted, for at most {MAX_EVENT_TABLES} tables. "
-                "Use retention='ring', or let several events share a table."
-            )
+        _require_compatible(correction, kind, tables, priority)
         own_beta = settings.pop("beta")
         exponents = {"alpha": settings.pop("alpha"), "beta": own_beta if correction is None else beta}
         if kind == "reaper":
-            if tables.retention == "pinned":
-                raise ValueError(
-                    "EventTableSampler(priority=dict(kind='reaper')): this kind needs tables of retention='ring'; use "
-                    "retention='ring' or kind='proportional'."
-                )
             exponents["omega"] = settings.pop("omega")
         hyperparameters = make_exponents("EventTableSampler", **exponents)
+        reliability = None
+        if kind == "reaper":
+            given: dict[str, Any] = {key: settings.pop(key, default) for key, default in _REAPER.items()}
+            reliability = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
         self._tables, self._correction = tables, correction
         self._arguments: dict[str, Any] = dict(
@@ -265,12 +242,15 @@ class EventTableSampler(PrioritySampler):
             alpha=hyperparameters["alpha"],
             beta=hyperparameters["beta"],
             stale_fraction=settings.pop("stale_fraction", 0.0),
-            make_reliability=_reliability(settings, hyperparameters) if kind == "reaper" else None,
+            make_reliability=reliability,
         )
-        make = partial(EventTableMixture, tables=tables, **self._arguments)
+        make = self._make_for(tables)
         super().__init__(
             None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, validate=validate, **settings
         )
+
+    def _make_for(self, tables: EventTables) -> partial[EventTableMixture]:
+        return partial(EventTableMixture, tables=tables, **self._arguments)
 
     def _find_tables(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""
@@ -287,7 +267,7 @@ class EventTableSampler(PrioritySampler):
                     "tables with the same arguments."
                 )
             self._tables = tables
-            self.make = partial(EventTableMixture, tables=tables, **self._arguments)
+            self.make = self._make_for(tables)
             return True
         return not self.layout.known
 
@@ -326,13 +306,38 @@ class EventTableSampler(PrioritySampler):
             distribution.sort()
 
 
-def _reliability(settings: dict[str, Any], hyperparameters: dict[str, Hyperparameter]) -> partial[Reliability]:
-    """The model of R for ``kind="reaper"``; removes its arguments from ``settings``."""
-    given = {key: settings.pop(key, default) for key, default in _REAPER.items()}
-    require_integer("EventTableSampler", "num_streams", given["num_streams"])
-    require_choice("EventTableSampler", "truncated", given["truncated"], get_args(Truncated))
-    keys = {key: given.pop(key) for key in ("done_key", "traj_key", "init_key")}
-    return partial(Reliability, omega=hyperparameters["omega"], reader=EpisodeReader(**keys), **given)
+def _require_compatible(
+    correction: Correction | None, kind: Kind | None, tables: EventTables, priority: TablePriority | None
+) -> None:
+    """ValueError if the tables, their priorities and the correction cannot be combined."""
+    if correction in ("conditional", "lemma2", "priority"):
+        if kind is not None:
+            raise ValueError(
+                f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
+                "tables; use correction='mixture' or priority=None."
+            )
+        if tables.retention == "pinned":
+            raise ValueError(
+                f"EventTableSampler(correction={correction!r}): this correction needs tables of retention='ring', "
+                "because pinned tables store transitions with events for longer than others. Use retention='ring' "
+                "or correction='mixture'."
+            )
+    if correction is not None and priority is not None and "beta" in priority:
+        raise ValueError(
+            f"EventTableSampler(correction={correction!r}): its exponent is beta=; remove 'beta' from priority."
+        )
+    by_class = correction == "mixture" and tables.retention == "pinned"
+    if by_class and len(tables) - 1 > MAX_EVENT_TABLES:
+        raise ValueError(
+            f"EventTableSampler(correction='mixture'): there are {len(tables) - 1} event tables; with "
+            f"retention='pinned' all combinations of tables are counted, for at most {MAX_EVENT_TABLES} tables. "
+            "Use retention='ring', or let several events share a table."
+        )
+    if kind == "reaper" and tables.retention == "pinned":
+        raise ValueError(
+            "EventTableSampler(priority=dict(kind='reaper')): this kind needs tables of retention='ring'; use "
+            "retention='ring' or kind='proportional'."
+        )
 
 
 def _settings(priority: TablePriority | None) -> dict[str, Any]:

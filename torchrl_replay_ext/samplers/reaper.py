@@ -8,13 +8,37 @@ from typing import get_args
 from tensordict import NestedKey
 from torchrl.data.replay_buffers import PrioritizedSampler
 
-from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.reaper import ReliabilityAdjusted
 from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
+
+
+def make_reliability(
+    owner: str,
+    omega: Hyperparameter,
+    *,
+    num_streams: int,
+    truncated: Truncated,
+    done_key: NestedKey,
+    terminated_key: NestedKey,
+    traj_key: NestedKey,
+    init_key: NestedKey,
+) -> partial[Reliability]:
+    """The model of R for a sampler, with checked arguments; see :class:`ReaPERSampler`."""
+    require_integer(owner, "num_streams", num_streams)
+    require_choice(owner, "truncated", truncated, get_args(Truncated))
+    return partial(
+        Reliability,
+        omega=omega,
+        reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
+        num_streams=num_streams,
+        truncated=truncated,
+        terminated_key=terminated_key,
+    )
 
 
 @PrioritizedSampler.register
@@ -150,14 +174,14 @@ class ReaPERSampler(PrioritySampler):
         validate: bool = False,
     ):
         name = "ReaPERSampler"
-        require_integer(name, "num_streams", num_streams)
-        require_choice(name, "truncated", truncated, get_args(Truncated))
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
-        model = partial(
-            Reliability,
-            omega=hyperparameters["omega"],
-            reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
+        model = make_reliability(
+            name,
+            hyperparameters["omega"],
+            done_key=done_key,
+            traj_key=traj_key,
+            init_key=init_key,
             num_streams=num_streams,
             truncated=truncated,
             terminated_key=terminated_key,

@@ -76,7 +76,10 @@ class SlotUpdates:
         return number.clone() if isinstance(number, Tensor) else number
 
     def generation_if_current(self, slots: Tensor) -> Tensor:
-        """Generation of each of ``slots`` [n] in an update, int64 [n]; of no write if overwritten since the draw."""
+        """Generation of each of ``slots`` [n] in an update, int64 [n].
+
+        Where the slot was overwritten since the draw, it is a number that no write has.
+        """
         if values_can_be_read(slots):
             late, generation = self._late_rows(slots, None), self._generation_in_range(slots)
         else:

@@ -16,24 +16,28 @@ from torchrl_replay_ext._torchrl import assemble
 
 Arrays = dict[NestedKey, np.ndarray]
 
+# The class that error messages name.
+OWNER = "ShardedReplayBuffer"
+# Entries of samples that are not stored: the number of the shard, and the probability of the row in a joint draw.
+SHARD_KEY = "shard"
+DENSITY = "_probability_of_draw"
+
 
 def to_arrays(data: TensorDictBase) -> Arrays:
     """The entries of a batch on the CPU. Raises TypeError for entries that are not tensors, and dtypes NumPy lacks."""
     entries = dict(data.items(True, True, is_leaf=is_leaf_nontensor))
     for key, column in entries.items():
         if not isinstance(column, Tensor):
-            raise TypeError(f"ShardedReplayBuffer: the entry {key!r} must be a tensor, not {type(column).__name__}.")
+            raise TypeError(f"{OWNER}: the entry {key!r} must be a tensor, not {type(column).__name__}.")
     try:
         return {key: column.detach().cpu().numpy() for key, column in entries.items()}
     except TypeError as error:
         dtypes = {str(key): column.dtype for key, column in entries.items()}
-        raise TypeError(
-            f"ShardedReplayBuffer: entries need dtypes that NumPy has, not {dtypes}; convert them first."
-        ) from error
+        raise TypeError(f"{OWNER}: entries need dtypes that NumPy has, not {dtypes}; convert them first.") from error
 
 
 def from_arrays(columns: Arrays) -> TensorDict:
-    """The batch [n] that :func:`to_arrays` took apart. Arrays that Ray has received are copied: they are read-only."""
+    """The inverse of :func:`to_arrays`. Arrays that Ray has received are copied: they are read-only."""
     data = {
         key: torch.from_numpy(column) if column.flags.writeable else torch.tensor(column)
         for key, column in columns.items()

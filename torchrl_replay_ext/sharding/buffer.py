@@ -17,12 +17,21 @@ from torchrl.data.replay_buffers import RandomSampler
 from torchrl_replay_ext.arguments import key_path, require_bool, require_integer
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
-from torchrl_replay_ext.samplers.trajectory import MASK_KEY, TrajectoryRetraceSampler
-from torchrl_replay_ext.sharding.arrays import Arrays, concatenate, from_arrays, num_rows, split
+from torchrl_replay_ext.samplers.trajectory import MASK_KEY
+from torchrl_replay_ext.sharding.arrays import (
+    DENSITY,
+    OWNER,
+    SHARD_KEY,
+    Arrays,
+    concatenate,
+    from_arrays,
+    num_rows,
+    split,
+)
 from torchrl_replay_ext.sharding.calls import Calls, Lost, RayCalls
-from torchrl_replay_ext.sharding.group import OWNER, SHARD_KEY, ShardGroup
+from torchrl_replay_ext.sharding.group import ShardGroup
 from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose, weights
-from torchrl_replay_ext.sharding.shard import DENSITY, drawing_sampler, joint_sampler
+from torchrl_replay_ext.sharding.shard import drawing_sampler, joint_sampler, rows_per_unit
 from torchrl_replay_ext.sharding.writer import ShardWriter
 
 _MAX_ROUNDS = 50
@@ -158,7 +167,7 @@ class ShardedReplayBuffer:
                 f"{OWNER}(num_shards={num_shards}): max_priority_within_buffer=True needs the priorities of all "
                 "shards; leave it out."
             )
-        self._unit = buffer.sampler.slice_len if isinstance(buffer.sampler, TrajectoryRetraceSampler) else 1
+        self._unit = rows_per_unit(buffer.sampler)
         if batch_size % self._unit:
             raise ValueError(f"{OWNER}(batch_size={batch_size}): must be a multiple of slice_len={self._unit}.")
         # the sampler itself makes the draws of a single shard, with weights

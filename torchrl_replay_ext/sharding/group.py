@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from torchrl_replay_ext.distributions.protocol import Share
-from torchrl_replay_ext.sharding.arrays import Arrays, num_rows
+from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, num_rows
 from torchrl_replay_ext.sharding.calls import Calls, Lost, get_all
 from torchrl_replay_ext.sharding.shard import Exchange, Report
 
-SHARD_KEY = "shard"
-OWNER = "ShardedReplayBuffer"
 _MARKER = "checkpoint.json"
 # how often a call of all shards is repeated if processes end while it is made
 _ATTEMPTS = 5

@@ -9,23 +9,20 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey
-from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.core.event_spec import DEFAULT
+from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
 from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
-from torchrl_replay_ext.sharding.arrays import Arrays, describe, from_arrays, take, to_arrays
+from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, Arrays, describe, from_arrays, take, to_arrays
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.event_table import EventTableWriter
 
 # A write stamp is the number of a write, plus the number of the shard's incarnation times this.
 INCARNATION = 2**34
-# entry of a sample with the probability of each row; becomes the weight
-DENSITY = "_probability_of_draw"
 
 
 def _new_incarnation() -> int:
@@ -101,23 +98,23 @@ class UniformShare:
         return (share.u * length).to(torch.int64) if length else torch.zeros(0, dtype=torch.int64), {}
 
 
-class WholeDraw:
+class WholeDraw(UniformShare):
     """The draws of a sampler that cannot draw from several shards, for a single one."""
 
     def __init__(self, sampler: Any):
         self._sampler = sampler
-        self._unit = sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
-
-    def sums(self, storage: Storage) -> Sums:
-        """The sums of this shard that joint draws use."""
-        return UniformShare().sums(storage)
 
     def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
         """All rows of a draw."""
-        return self._sampler.sample(storage, len(share.u) * self._unit)
+        return self._sampler.sample(storage, len(share.u) * rows_per_unit(self._sampler))
 
 
-def joint_sampler(sampler: Sampler) -> PrioritySampler | TrajectoryRetraceSampler | UniformShare | WholeDraw:
+def rows_per_unit(sampler: Sampler) -> int:
+    """Rows that one draw of a sampler adds to a batch: the length of a slice, otherwise 1."""
+    return sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
+
+
+def joint_sampler(sampler: Sampler) -> PrioritySampler | TrajectoryRetraceSampler | UniformShare:
     """The object that makes the joint draws of a sampler.
 
     Raises:
@@ -129,7 +126,7 @@ def joint_sampler(sampler: Sampler) -> PrioritySampler | TrajectoryRetraceSample
         drawing = drawing_sampler(sampler)
         return sampler if drawing is None or drawing.distribution.whole_only is None else WholeDraw(sampler)
     raise TypeError(
-        f"ShardedReplayBuffer(sampler={type(sampler).__name__}): pass RandomSampler, or a sampler of this package "
+        f"{OWNER}(sampler={type(sampler).__name__}): pass RandomSampler, or a sampler of this package "
         "other than DecoupledSampler, which needs the policy."
     )
 
@@ -139,14 +136,6 @@ def drawing_sampler(sampler: Any) -> PrioritySampler | None:
     if isinstance(sampler, TrajectoryRetraceSampler):
         return sampler.starts_sampler
     return sampler if isinstance(sampler, PrioritySampler) else None
-
-
-def stored_slots(buffer: TensorDictReplayBuffer) -> torch.Tensor:
-    """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
-    if isinstance(buffer.writer, EventTableWriter):
-        return buffer.writer.tables[DEFAULT].index()
-    length = len(buffer)
-    return (buffer.write_count - length + torch.arange(length)) % buffer.storage.max_size
 
 
 class ReplayShard:
@@ -326,12 +315,7 @@ class ReplayShard:
     # --- the rest of a buffer
 
     def end_open_episodes(self) -> None:
-        """Truncate all episodes that have not ended.
-
-        Stored transitions must not be changed without the sampler. Therefore a copy of the newest transition of each
-        open episode, marked as truncated, is written. Its event flags are cleared. An event that is a condition on
-        entries also holds for the copy, which then enters the event's table next to the original.
-        """
+        """Truncate all episodes that have not ended, by copies of their newest transitions."""
         buffer, storage = self._buffer, self._buffer.storage
         assert isinstance(storage, CompilableTensorStorage)
         if not self._length() or self._column(self._done_key) is None:
@@ -346,14 +330,7 @@ class ReplayShard:
         last = torch.zeros(int(which.max()) + 1, dtype=torch.int64)
         last.scatter_reduce_(0, which, torch.arange(len(slots)), "amax")
         last = last.sort().values
-        rows = buffer[slots[last[~done[last]]]].exclude("index")
-        if len(rows):
-            for key in (self._done_key, (*self._done_key[:-1], "truncated")):
-                if rows.get(key, None) is not None:
-                    rows[key] = torch.ones_like(rows[key])
-            for key in self._flags():
-                rows[key] = torch.zeros_like(rows[key])
-            buffer.extend(rows)
+        truncate_at(buffer, slots[last[~done[last]]], self._done_key, self._flags())
 
     def _column(self, key: NestedKey) -> torch.Tensor | None:
         """A stored entry; None if it is missing."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from tensordict import NestedKey, TensorDictBase
 
-from torchrl_replay_ext.sharding.arrays import Arrays, describe, num_rows, take, to_arrays
+from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, describe, num_rows, take, to_arrays
 from torchrl_replay_ext.sharding.calls import Calls, Lost, get_all
-from torchrl_replay_ext.sharding.shard import DENSITY, Report
+from torchrl_replay_ext.sharding.shard import Report
 
 # Ids from here on belong to episodes whose first part was lost with a shard. Each writer has a range of its own.
 _RENAMED, _RANGE = 2**62, 2**40
@@ -19,7 +19,7 @@ _PAUSE = 0.05
 # the home of an episode that has lost its shard
 _NOWHERE = -1
 # entries of samples that are not stored
-RESERVED = {"shard", DENSITY}
+RESERVED = {SHARD_KEY, DENSITY}
 
 
 class ShardWriter:
@@ -90,7 +90,7 @@ class ShardWriter:
         """
         if data.ndim != 1:
             raise ValueError(
-                f"ShardedReplayBuffer.extend: the batch has the shape {tuple(data.shape)}; pass a flat batch, "
+                f"{OWNER}.extend: the batch has the shape {tuple(data.shape)}; pass a flat batch, "
                 "data.reshape(-1) with a trajectory id for each environment's episode."
             )
         if not len(data):
@@ -119,7 +119,7 @@ class ShardWriter:
                 if time.monotonic() > deadline:
                     count = len(remaining) + self.lost_rows - before
                     raise Lost(
-                        "ShardedReplayBuffer.extend: the processes of all shards have ended, and none was started "
+                        f"{OWNER}.extend: the processes of all shards have ended, and none was started "
                         f"again in {self._timeout:g} s; {count} transitions were not written."
                     )
                 while_waiting()
@@ -157,13 +157,11 @@ class ShardWriter:
         ids = rows.get(self._traj_key)
         if ids is not None and (ids.dtype != np.int64 or ids.size != len(ids)):
             raise ValueError(
-                f"ShardedReplayBuffer.extend: the entry {self._traj_key!r} must have one int64 per transition; it has "
+                f"{OWNER}.extend: the entry {self._traj_key!r} must have one int64 per transition; it has "
                 f"the shape {ids.shape} and the dtype {ids.dtype}."
             )
         if RESERVED & columns.keys():
-            raise ValueError(
-                f"ShardedReplayBuffer.extend: samples get the entries {sorted(RESERVED)}; use other names."
-            )
+            raise ValueError(f"{OWNER}.extend: samples get the entries {sorted(RESERVED)}; use other names.")
         if self._columns is None:
             stored = get_all(self._calls, [shard.stored_columns.remote() for shard in self._shards])
             self._columns = next((each for each in stored if each is not None and not isinstance(each, Lost)), None)
@@ -174,7 +172,7 @@ class ShardWriter:
                 self._columns = columns
         if columns != self._columns:
             raise ValueError(
-                f"ShardedReplayBuffer.extend: the batch has the entries {_describe(columns, self._columns)}, the first "
+                f"{OWNER}.extend: the batch has the entries {_describe(columns, self._columns)}, the first "
                 f"batch had {_describe(self._columns, columns)}; all batches must have the same."
             )
 

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext._torchrl import length, rows_of_ring, set_rows, shape_and_device, stored_data
 from torchrl_replay_ext.arguments import is_key
-from torchrl_replay_ext.compilation import refuse_in_graph
+from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.slot_index import row_major
@@ -144,8 +144,10 @@ class EventTableWriter(CompilableWriter):
 
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n], or [t, e] in a storage of two dimensions, and fill the tables."""
-        message = "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
-        refuse_in_graph(lambda: RuntimeError(message))
+        if is_traced():
+            raise RuntimeError(
+                "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
+            )
         if not is_tensor_collection(data):
             raise TypeError(f"EventTableWriter: the data must be a TensorDict, not {type(data).__name__}.")
         storage: Any = self._storage
