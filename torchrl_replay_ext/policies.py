@@ -14,8 +14,8 @@ from torchrl.modules import IndependentNormal, TanhNormal
 
 from torchrl_replay_ext.compilation import raise_if
 
-# The largest action, in absolute value, that is passed to atanh, which is infinite at 1.
-_BOUND = 1 - 1e-6
+# Stored actions may exceed 1 by this, the rounding error of rescaled actions.
+_ROUNDING = 1e-6
 
 
 def is_squashed(policy: nn.Module, name: str) -> bool:
@@ -59,6 +59,8 @@ def _not_plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def inside_bounds(action: Tensor, name: str) -> Tensor:
     """Clamp stored actions of a TanhNormal policy to an interval inside (-1, 1), where atanh is finite.
 
+    The interval is that of TorchRL's TanhNormal: in float32 up to 1 − 1e-6, in float64 up to 1 − 1e-15.
+
     Args:
         action: the stored actions, any shape.
         name: the class that error messages name.
@@ -66,16 +68,16 @@ def inside_bounds(action: Tensor, name: str) -> Tensor:
     Raises:
         ValueError: if an action is outside of [-1, 1]. Values are not checked in a compiled graph.
     """
-    # rescaled actions may exceed the bound by a rounding error
+    bound = 1 - torch.finfo(action.dtype).resolution
     raise_if(
-        lambda: (action.abs() > 2 - _BOUND).any(),
+        lambda: (action.abs() > 1 + _ROUNDING).any(),
         lambda: ValueError(
             f"{name}: a stored action is {float(action.abs().max()):.6g} in absolute value, but the actions of a "
             "TanhNormal policy are in [-1, 1]; store actions as the policy writes them, before the environment "
             "rescales them."
         ),
     )
-    return action.clamp(-_BOUND, _BOUND)
+    return action.clamp(-bound, bound)
 
 
 def require_continuous_actions(policy: nn.Module, action_key: NestedKey, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -144,6 +145,23 @@ def test_small_tables_are_left_out():
     assert (batch["table"] != 1).all()
     torch.testing.assert_close(batch["sample_probability"], expected[batch["index"]].float())
     torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected[:40])
+
+
+def test_tables_that_can_never_be_used_cause_a_warning():
+    """Once, for each size of batches; a smaller size may use the table."""
+    rb = make(min_size=None)
+    rb.extend(scripted(40))
+    capacity = {table: rb.sampler.tables[table].capacity for table in ("a", "b")}
+    words = rf"table '{{}}' is never drawn from: it holds at most {{}} .* from {max(capacity.values()) + 1} on"
+    sampler, storage = rb.sampler, rb.storage
+    with pytest.warns(UserWarning) as caught:
+        sampler.sample(storage, max(capacity.values()) + 1)
+    found = [str(warning.message) for warning in caught]
+    assert len(found) == 2
+    for table, message in zip(("a", "b"), found, strict=True):
+        assert re.search(words.format(table, capacity[table]), message)
+    sampler.sample(storage, max(capacity.values()) + 1)
+    sampler.sample(storage, min(capacity.values()))
 
 
 def test_only_the_default_table_where_no_other_will_do():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
@@ -82,7 +83,7 @@ class EventTableMixture(Distribution):
         self._on_cpu = device.type == "cpu"
         self._shares = shares
         shares.to(device)
-        self._min_sizes = min_sizes.to(device)
+        self._least_counts, self._min_sizes = min_sizes.tolist(), min_sizes.to(device)
         self._weights = make_weights(layout, tables)
         # True if all entries of a table have the same probability
         self._plain = kind is None and correction in (None, "mixture")
@@ -291,6 +292,22 @@ class EventTableMixture(Distribution):
         usable = (self._tables.counts >= needed) & (total > 0) & (self._correction != "priority")
         return self._shares.among(usable), low, total
 
+    def _needed(self, batch_size: int) -> list[int]:
+        """The number of transitions from which on each table is used."""
+        return [batch_size if least < 0 else least for least in self._least_counts]
+
+    def _warn_of_small_tables(self) -> None:
+        """Warn of event tables that are never drawn from because their capacity is too small."""
+        for number, needed in enumerate(self._needed(self._batch_size)):
+            capacity = self._tables.capacity_of(number)
+            if number and capacity < needed:
+                warnings.warn(
+                    f"EventTableSampler: table {self._tables.names[number]!r} is never drawn from: it holds at most "
+                    f"{capacity} transitions and is used from {needed} on (min_size=, by default the batch size). Pass "
+                    "a smaller min_size= or a larger capacity=.",
+                    stacklevel=2,
+                )
+
     def _plain_rows(
         self, batch_size: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
@@ -303,7 +320,7 @@ class EventTableMixture(Distribution):
         if runs is None or self._has_holes():
             return None
         begins, lengths, oldest, sizes = zip(*runs, strict=True)
-        needed = [batch_size if d < 0 else d for d in self._min_sizes.tolist()]
+        needed = self._needed(batch_size)
         eta = [share * (size >= d) for share, size, d in zip(self._shares.current.tolist(), sizes, needed, strict=True)]
         total = sum(eta)
         eta = [share / total for share in eta] if total else [1.0, *(0.0 for _ in eta[1:])]
@@ -345,8 +362,9 @@ class EventTableMixture(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         in_graph = is_traced()
-        if not in_graph:
+        if not in_graph and batch_size != self._batch_size:
             self._batch_size = batch_size
+            self._warn_of_small_tables()
         if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:

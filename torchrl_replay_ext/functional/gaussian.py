@@ -46,13 +46,14 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         )
     # checked in float32, where a tiny positive number becomes 0
     scale = scale.to(torch.float64 if scale.dtype == torch.float64 and scale.ndim == 2 else torch.float32)
-    variance = scale.diagonal() if scale.ndim == 2 else scale
+    variance = scale.diagonal() if scale.ndim == 2 else scale.square()
 
     def require(is_met: Callable[[], Any], rule: str) -> None:
         raise_if(lambda: not is_met(), lambda: ValueError(f"{owner}(noise_scale={noise_scale}): {rule}"))
 
     require(lambda: scale.isfinite().all(), "noise_scale must be finite.")
-    require(lambda: variance.gt(0).all(), "noise_scale must be > 0.")
+    require(lambda: scale.ndim == 2 or scale.gt(0).all(), "noise_scale must be > 0.")
+    require(lambda: variance.gt(0).all(), "noise_scale must be > 0, and so must its square in float32.")
     if scale.ndim == 2:
         require(
             lambda: torch.allclose(scale, scale.mT, rtol=1e-4, atol=1e-6 * float(variance.max())),
@@ -103,6 +104,8 @@ def gaussian_policy_kl(
         raise ValueError(f"gaussian_policy_kl(covariance={covariance!r}): covariance must be 'diag' or 'full'.")
     if not 0 <= eps < math.inf:
         raise ValueError(f"gaussian_policy_kl(eps={eps}): eps must be >= 0 and finite.")
+    if difference.ndim < 2 or not difference.shape[-2]:
+        raise ValueError(f"gaussian_policy_kl: difference has shape {tuple(difference.shape)}, expected [..., B, A].")
     require_noise_scale("gaussian_policy_kl", noise_scale)
     return divergence(difference, noise_scale, covariance, eps)
 

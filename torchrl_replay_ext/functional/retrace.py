@@ -8,8 +8,21 @@ from typing import overload
 import torch
 from torch import Tensor
 
-# The largest log-ratio of probabilities: e^40 is 2·10^17, and float32 can represent its square.
-MAX_LOG_RATIO = 40.0
+
+def max_log_ratio(dtype: torch.dtype) -> float:
+    """The largest log-ratio of probabilities: 40, or 5.5 for float16. ``dtype`` can represent the square of e^40."""
+    return min(40.0, math.log(torch.finfo(dtype).max) / 2)
+
+
+def log_ratio(log_p: Tensor, log_q: Tensor, power: float = 1.0) -> Tensor:
+    """Power · log(p / q), at most :func:`max_log_ratio`; −inf where p = 0, also if q = 0."""
+    ratio = ((log_p - log_q) * power).masked_fill(log_p == -math.inf, -math.inf)
+    return ratio.clamp_max(max_log_ratio(ratio.dtype))
+
+
+def _require_discount(name: str, gamma: float | Tensor) -> None:
+    if not isinstance(gamma, Tensor) and not 0 <= gamma <= 1:
+        raise ValueError(f"{name}(gamma={gamma}): gamma must be in [0, 1].")
 
 
 def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
@@ -65,7 +78,7 @@ def off_policy_trace_return(
         R_t, [\*B, T, F], in the dtype of ``action_value``. Gradients flow to all arguments.
 
     Raises:
-        ValueError: if shapes differ.
+        ValueError: if shapes differ, or ``gamma`` is a number out of range.
 
     Examples:
         >>> reward, value = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [8.0]])
@@ -75,6 +88,7 @@ def off_policy_trace_return(
                 [6.]])
     """
     terminated = done if terminated is None else terminated
+    _require_discount("off_policy_trace_return", gamma)
     _require_shape(
         "off_policy_trace_return",
         action_value.shape,
@@ -104,7 +118,9 @@ def off_policy_trace_return(
 
 
 def importance_ratio(log_pi: Tensor, log_mu: Tensor, power: float = 1.0) -> Tensor:
-    """Importance ratio ρ = (π / μ)^power, at most e^40, so that ρ and its gradient stay finite where μ underflows.
+    """Importance ratio ρ = (π / μ)^power, and 0 where π = 0.
+
+    ρ is at most e^40, in float16 e^5.5, so that ρ and its gradient stay finite where μ underflows.
 
     Args:
         log_pi: log-probability under the target policy π, any shape.
@@ -114,7 +130,7 @@ def importance_ratio(log_pi: Tensor, log_mu: Tensor, power: float = 1.0) -> Tens
     Returns:
         ρ, in the same shape. Gradients flow.
     """
-    return ((log_pi - log_mu) * power).clamp_max(MAX_LOG_RATIO).exp()
+    return log_ratio(log_pi, log_mu, power).exp()
 
 
 def retrace(
@@ -176,6 +192,7 @@ def retrace(
         tensor([[5.],
                 [2.]])
     """
+    _require_discount("retrace", gamma)
     if not 0 <= lmbda <= 1:
         raise ValueError(f"retrace(lmbda={lmbda}): lmbda must be in [0, 1].")
     if not rho_thresh >= 0:
@@ -223,7 +240,7 @@ def q_opc(
         Q^opc_t, [\*B, T, 1], in the dtype of ``action_value``. Gradients flow to all arguments.
 
     Raises:
-        ValueError: if shapes differ, or ``lmbda`` is out of range.
+        ValueError: if shapes differ, or an argument is out of range.
 
     Examples:
         >>> reward, value = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [8.0]])
@@ -232,6 +249,7 @@ def q_opc(
         tensor([[6.],
                 [2.]])
     """
+    _require_discount("q_opc", gamma)
     if not 0 <= lmbda <= 1:
         raise ValueError(f"q_opc(lmbda={lmbda}): lmbda must be in [0, 1].")
     trace = torch.full_like(action_value, lmbda)
@@ -272,7 +290,7 @@ def importance_sampling_return(
         R_t, [\*B, T, 1], in the dtype of ``next_state_value``. Gradients flow to all arguments.
 
     Raises:
-        ValueError: if shapes differ.
+        ValueError: if shapes differ, or ``gamma`` is a number out of range.
 
     Examples:
         >>> log_mu, log_pi = torch.tensor([[0.5], [0.2]]).log(), torch.tensor([[0.5], [0.6]]).log()
@@ -282,6 +300,7 @@ def importance_sampling_return(
         tensor([[7.],
                 [2.]])
     """
+    _require_discount("importance_sampling_return", gamma)
     _require_shape(
         "importance_sampling_return", next_state_value.shape, log_pi=log_pi, log_mu=log_mu, reward=reward, done=done
     )

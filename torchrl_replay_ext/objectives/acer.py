@@ -20,19 +20,28 @@ from torch.distributions import Categorical, OneHotCategorical
 
 from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.functional import trust_region_projection
-from torchrl_replay_ext.functional.retrace import MAX_LOG_RATIO
-from torchrl_replay_ext.objectives.categorical import action_index, log_probabilities
-from torchrl_replay_ext.objectives.trajectory import TrajectoryLoss, blank_invalid, separate_episodes
+from torchrl_replay_ext.functional.retrace import log_ratio, max_log_ratio
+from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities
+from torchrl_replay_ext.objectives.trajectory import (
+    READ_BY_NETWORKS,
+    WRITTEN_BY_POLICY,
+    TrajectoryLoss,
+    blank_invalid,
+    require_entry,
+    separate_episodes,
+)
 
 Statistics = Literal["probs", "logits", "log_probs"]
 STATISTICS = get_args(Statistics)
 # TorchRL's own categorical distributions are subclasses of these.
 _DISTRIBUTIONS = (Categorical, OneHotCategorical)
+# Their arguments that do not change the probabilities.
+_WITHOUT_EFFECT = {"grad_method", "validate_args"}
 
 
-def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log(p / q), at most 40; -inf where p = 0, also if q = 0."""
-    return (log_p - log_q).masked_fill(log_p.isinf(), -math.inf).clamp_max(MAX_LOG_RATIO)
+def _inverse(log_p: Tensor) -> Tensor:
+    """1 / p, at most e^40, in float16 e^5.5."""
+    return (-log_p).clamp_max(max_log_ratio(log_p.dtype)).exp()
 
 
 def _expectation(log_pi: Tensor, q: Tensor) -> Tensor:
@@ -195,6 +204,11 @@ class ACERLoss(TrajectoryLoss):
                 f"'probs' alone, not {kind} that reads {names} from {list(last.in_keys)}. To read an entry with "
                 "another name, pass in_keys={'logits': <entry>} to the actor."
             )
+        if others := sorted({*(getattr(last, "distribution_kwargs", None) or ())} - _WITHOUT_EFFECT):
+            raise ValueError(
+                f"ACERLoss: the actor's distribution {kind} has the arguments {others}, which may change its "
+                "probabilities; let the network write the logits of impossible actions as -inf instead."
+            )
         self._parameter, self._parameter_name = last.in_keys[0], names[0]
         self.statistics = statistics
         self.set_keys(behaviour=behaviour_key)
@@ -221,13 +235,16 @@ class ACERLoss(TrajectoryLoss):
                 f"{(*state.batch_size, 'A')}: one categorical distribution per step. For several agents, give the "
                 "batch one row per agent and trajectory."
             )
-        value = self._get(state, key, "qvalue_network writes it; set its name with set_keys(action_value=)")
+        value = require_entry(
+            "ACERLoss", state, key, "qvalue_network writes it; set its name with set_keys(action_value=)"
+        )
         if value.shape != log_pi.shape:
             raise ValueError(
                 f"ACERLoss: {key!r} has shape {tuple(value.shape)}, expected {tuple(log_pi.shape)}: one value for each "
                 "action of the actor; qvalue_network writes it."
             )
-        return log_pi, value
+        # the value of an action with probability 0 may be infinite
+        return log_pi, value.masked_fill((log_pi == -math.inf) & value.isinf(), 0.0)
 
     def _log_policy(self, state: TensorDictBase) -> Tensor:
         """Log-probabilities of all actions [*B, T, A] from the distribution's parameters."""
@@ -240,7 +257,7 @@ class ACERLoss(TrajectoryLoss):
             content = {}
             for key in keys:
                 full = (*prefix, *key_path(key))
-                content[key] = self._get(tensordict, full, "the networks read it; the environment writes it")
+                content[key] = require_entry("ACERLoss", tensordict, full, READ_BY_NETWORKS)
             states.append(TensorDict(content, tensordict.batch_size))
         separate_episodes(states[0], states[1], (self.actor_network, self.qvalue_network))
         return states[0], states[1]
@@ -276,11 +293,14 @@ class ACERLoss(TrajectoryLoss):
         with torch.no_grad():
             average = self._distribution(states.select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)
-            (behaviour,) = self._statistics(batch, log_pi.shape)
-            log_mu = log_probabilities(behaviour, self.tensor_keys.behaviour)
+            (behaviour,) = self._statistics(batch, log_pi)
+            key = self.tensor_keys.behaviour
+            if is_probability(key):
+                self._require_written(key, behaviour.sum(-1), rows)
+            log_mu = log_probabilities(behaviour, key)
         key = self.tensor_keys.action
         taken = action_index(
-            self._get(batch, key, "the policy writes it, and the collector stores it"),
+            require_entry("ACERLoss", batch, key, WRITTEN_BY_POLICY),
             tensordict.batch_size,
             log_pi.shape[-1],
             name="ACERLoss",
@@ -312,17 +332,16 @@ class ACERLoss(TrajectoryLoss):
         pi, average = log_pi.exp(), log_average.exp()
         value = (pi * q).sum(-1, keepdim=True)
         advantage = q - value
-        ratio = _log_ratio(log_pi, log_mu)
+        ratio = log_ratio(log_pi, log_mu)
         rho = ratio.gather(-1, taken).exp().clamp_max(self.c)
         # [1 − c / ρ(a)]_+; 1 / ρ is at least e^−40, so inf · 0 cannot occur
-        beyond = (1 - self.c * (-ratio).clamp_max(MAX_LOG_RATIO).exp()).clamp_min(0)
+        beyond = (1 - self.c * _inverse(ratio)).clamp_min(0)
         if self.statistics == "probs":
             # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), a form that is safe if π underflows to 0
-            inverse_pi = (-log_pi.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()
-            inverse_mu = (-log_mu.gather(-1, taken)).clamp_max(MAX_LOG_RATIO).exp()
+            inverse_pi, inverse_mu = _inverse(log_pi.gather(-1, taken)), _inverse(log_mu.gather(-1, taken))
             of_taken = torch.minimum(self.c * inverse_pi, inverse_mu) * (q_ret - value)
             g = (beyond * advantage).scatter_add(-1, taken, of_taken)
-            k = -_log_ratio(log_average, log_pi).exp()
+            k = -log_ratio(log_average, log_pi).exp()
         else:
             g = (beyond * pi * advantage).scatter_add(-1, taken, rho * (q_ret - value))
             k = -average

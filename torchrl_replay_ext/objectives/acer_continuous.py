@@ -21,7 +21,7 @@ from torchrl_replay_ext.functional import (
 )
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.shifted import ShiftedStates
-from torchrl_replay_ext.objectives.trajectory import Trajectories, TrajectoryLoss, blank_invalid
+from torchrl_replay_ext.objectives.trajectory import Trajectories, TrajectoryLoss, blank_invalid, require_entry
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
@@ -264,7 +264,9 @@ class ACERContinuousLoss(TrajectoryLoss):
         """Mean and standard deviation of the policy, [*B, T, A] each."""
         result = self._distribution(tensordict.select(*self.actor_network.in_keys), average=average)
         blame = "actor_network writes it; set the names with set_keys(loc=, scale=)"
-        return self._get(result, self.tensor_keys.loc, blame), self._get(result, self.tensor_keys.scale, blame)
+        keys = self.tensor_keys.loc, self.tensor_keys.scale
+        loc, scale = (require_entry("ACERContinuousLoss", result, key, blame) for key in keys)
+        return loc, scale
 
     @dispatch()
     def forward(self, tensordict: TensorDictBase, *, shifted: bool = False) -> TensorDict:
@@ -276,7 +278,12 @@ class ACERContinuousLoss(TrajectoryLoss):
         """
         rows = self._trajectories(tensordict)
         for key in self.in_keys:
-            self._get(tensordict, key, "the environment or the policy writes it, and the collector stores it")
+            require_entry(
+                "ACERContinuousLoss",
+                tensordict,
+                key,
+                "the environment or the policy writes it, and the collector stores it",
+            )
         batch = blank_invalid(tensordict, self.in_keys, rows.valid)
         shift = self._shift(rows, batch, batch.get("next"), (self.sdn,)) if shifted else None
         loc, scale = self._policy(batch)
@@ -288,7 +295,8 @@ class ACERContinuousLoss(TrajectoryLoss):
             )
         with torch.no_grad():
             average = self._policy(batch, average=True)
-            mu = self._statistics(batch, loc.shape)
+            mu = self._statistics(batch, loc)
+            self._require_written(self.tensor_keys.behaviour_scale, mu[1].amin(-1), rows)
             raw = inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action
         terms_of = self._truncated_terms if self.returns == _TRUNCATED else self._acer_terms
         with self._params("sdn"):

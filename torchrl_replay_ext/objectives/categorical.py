@@ -12,10 +12,15 @@ from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import raise_if
 
 
+def is_probability(key: NestedKey) -> bool:
+    """True if the name in ``key`` says that the entry holds probabilities."""
+    name = key_path(key)[-1]
+    return name.endswith("probs") and not name.endswith("log_probs")
+
+
 def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
     """Log-probabilities [..., A] from probabilities if the name in ``key`` ends with "probs", else from logits."""
-    name = key_path(key)[-1]
-    if name.endswith("probs") and not name.endswith("log_probs"):
+    if is_probability(key):
         value = value / value.sum(-1, keepdim=True)
         possible = value > 0
         # log(1) in place of log(0), whose derivative would make gradients NaN, even if the result is masked

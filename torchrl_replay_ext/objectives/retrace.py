@@ -20,7 +20,8 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_replay_ext.arguments import require_bool
 from torchrl_replay_ext.functional import retrace
-from torchrl_replay_ext.objectives.retrace_batch import TrajectoryBatch, require_entry
+from torchrl_replay_ext.objectives.retrace_batch import TrajectoryBatch
+from torchrl_replay_ext.objectives.trajectory import require_entry
 
 POLICIES = ("actor", "greedy")
 NAME = "retrace"
@@ -319,21 +320,17 @@ class RetraceEstimator(ValueEstimatorBase):
             raise RuntimeError("RetraceEstimator: the batch must have the shape [*B, T] of trajectories, not [].")
         given: Any = time_dim
         keys, dim = self.tensor_keys, int(self._get_time_dim(given, tensordict))
-        if tensordict.get(keys.steps_to_next_obs, None) is not None:
-            raise ValueError(
-                f"RetraceEstimator: the batch has {keys.steps_to_next_obs!r}, so its transitions span several steps; "
-                "store single steps, without a multi-step transform."
-            )
         existing: Any = keys.action_value if self.skip_existing else None
         read = [*self.in_keys, keys.behaviour]
         if existing is not None:
             read += [existing, unravel_key(("next", existing))]
         batch = TrajectoryBatch(tensordict, keys, dim, read)
+        rows = batch.rows
         networks: list[Any] = [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
         state, following = batch.states(self._observed, networks, existing)
         shift = None
         if self.shifted and next_value is None:
-            shift = batch.shift(state, following, self._observed, networks)
+            shift = rows.shift("RetraceEstimator", state, following, self._observed, networks)
         states = state if shift is None else shift.append(state, following)
         q = self._action_values(states, params)
         log_pi = self._log_policy(states, q)
@@ -352,16 +349,16 @@ class RetraceEstimator(ValueEstimatorBase):
             batch.log_mu(taken, q.shape[-1]),
             q_taken,
             next_value,
-            batch.reward,
-            batch.done,
-            batch.terminated,
+            rows.reward,
+            rows.done,
+            rows.terminated,
             rho_thresh=self.rho_thresh,
             rho_power=self.rho_power,
             time_dim=dim,
         )
-        if batch.valid is not None:
+        if rows.valid is not None:
             # the loss's own next_value may be NaN in a masked step
-            q_ret = torch.where(batch.valid.unsqueeze(-1), q_ret, q_taken)
+            q_ret = torch.where(rows.valid.unsqueeze(-1), q_ret, q_taken)
         return q_ret, state, q, log_pi
 
     def _action_values(self, state: TensorDictBase, params: TensorDictBase | None) -> Tensor:
@@ -369,7 +366,9 @@ class RetraceEstimator(ValueEstimatorBase):
         network, key = self.value_network, self.tensor_keys.action_value
         with _constant(network) if params is None else _filled(network, params):
             written = network(state.copy())
-        value = require_entry(written, key, "value_network writes it; set its name with set_keys(action_value=)")
+        value = require_entry(
+            "RetraceEstimator", written, key, "value_network writes it; set its name with set_keys(action_value=)"
+        )
         if value.shape[:-1] != state.batch_size:
             raise ValueError(
                 f"RetraceEstimator: {key!r} of value_network has shape {tuple(value.shape)}, expected one value for "

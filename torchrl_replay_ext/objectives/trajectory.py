@@ -16,14 +16,55 @@ from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from torchrl_replay_ext.arguments import key_path
+from torchrl_replay_ext.arguments import as_number, key_path, require_bool
+from torchrl_replay_ext.compilation import raise_if
 from torchrl_replay_ext.functional import importance_sampling_return, retrace
 from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
 
 # The component that should have written an entry, for error messages.
-_COLLECTOR = "the policy writes it, and the collector stores it"
-_ENVIRONMENT = "the environment writes it"
-_SAMPLER = "the sampler writes it"
+WRITTEN_BY_POLICY = "the policy writes it, and the collector stores it"
+WRITTEN_BY_ENVIRONMENT = "the environment writes it"
+READ_BY_NETWORKS = f"the networks read it; {WRITTEN_BY_ENVIRONMENT}"
+_WRITTEN_BY_SAMPLER = "the sampler writes it"
+
+
+def require_entry(owner: str, tensordict: TensorDictBase, key: NestedKey, written_by: str) -> Tensor:
+    """Return the entry ``key``; if it is missing, the KeyError of ``owner`` names the component that writes it."""
+    value = tensordict.get(key, None)
+    if value is None:
+        raise KeyError(f"{owner}: the batch has no entry {unravel_key(key)!r}; {written_by}.")
+    return value
+
+
+def of_steps(owner: str, value: Tensor, key: NestedKey, shape: torch.Size) -> Tensor:
+    """Reshape an entry of the sampler from [*B, T] or [*B, T, 1] to [*B, T], ``shape``."""
+    if value.shape not in (shape, (*shape, 1)):
+        raise ValueError(
+            f"{owner}: {key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}; {_WRITTEN_BY_SAMPLER}."
+        )
+    return value.reshape(shape)
+
+
+def read_masks(owner: str, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
+    """True for steps that no mask excludes, bool [*B, T]; None if the batch has none of the masks ``keys``."""
+    valid = None
+    for key in keys:
+        mask = tensordict.get(key, None)
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise TypeError(f"{owner}: {key!r} is {mask.dtype}, but must be bool; {_WRITTEN_BY_SAMPLER}.")
+            mask = of_steps(owner, mask, key, tensordict.batch_size)
+            valid = mask if valid is None else valid & mask
+    return valid
+
+
+def require_single_steps(owner: str, tensordict: TensorDictBase, key: NestedKey = "steps_to_next_obs") -> None:
+    """Raise ValueError if the transitions of a batch span several steps, so that rewards would count repeatedly."""
+    if tensordict.get(key, None) is not None:
+        raise ValueError(
+            f"{owner}: the batch has {key!r}, so its transitions span several steps; store single steps, without a "
+            "multi-step transform."
+        )
 
 
 def blank_invalid(tensordict: TensorDictBase, keys: Iterable[NestedKey], valid: Tensor | None) -> TensorDictBase:
@@ -78,12 +119,69 @@ class Trajectories:
         done: bool [*B, T, 1], True also before an invalid step.
         terminated: bool [*B, T, 1].
         valid: bool [*B, T]; None if all steps are valid.
+        time_dim: the dimension of time.
     """
 
     reward: Tensor
     done: Tensor
     terminated: Tensor
     valid: Tensor | None
+    time_dim: int
+
+    @classmethod
+    def read(
+        cls, owner: str, tensordict: TensorDictBase, keys: Any, valid: Tensor | None, time_dim: int
+    ) -> Trajectories:
+        """Read the rewards and ends of a batch.
+
+        Args:
+            owner: the class that error messages name.
+            tensordict: the batch.
+            keys: the names of the entries, ``tensor_keys`` of a loss or estimator.
+            valid: bool [*B, T]; None if all steps are valid.
+            time_dim: the dimension of time.
+
+        Raises:
+            KeyError: if an entry is missing.
+            ValueError: if an entry has not the shape [*B, T, 1].
+        """
+        shape, columns = (*tensordict.batch_size, 1), []
+        for name in (keys.reward, keys.done, keys.terminated):
+            key = unravel_key(("next", name))
+            value = require_entry(owner, tensordict, key, WRITTEN_BY_ENVIRONMENT)
+            if value.shape != shape:
+                raise ValueError(
+                    f"{owner}: {key!r} has shape {tuple(value.shape)}, expected {shape}; {WRITTEN_BY_ENVIRONMENT}."
+                )
+            columns.append(value)
+        reward, done, terminated = columns[0], columns[1].to(torch.bool), columns[2].to(torch.bool)
+        if valid is not None:
+            in_time = valid.movedim(time_dim, 0)
+            goes_on = in_time & torch.cat([in_time[1:], torch.ones_like(in_time[:1])])
+            done = done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
+        return cls(reward=reward, done=done, terminated=terminated, valid=valid, time_dim=time_dim)
+
+    def shift(
+        self,
+        owner: str,
+        state: TensorDictBase,
+        following: TensorDictBase,
+        observed: Iterable[NestedKey],
+        networks: Iterable[nn.Module],
+    ) -> ShiftedStates:
+        """Find the next states that are not states of the batch.
+
+        Args:
+            owner: the class that error messages name.
+            state: the inputs of the networks for x_t, [*B, T].
+            following: their inputs for x_{t+1}, [*B, T].
+            observed: the entries that the networks read for x_{t+1}.
+            networks: the networks that evaluate next states.
+        """
+        observed = [*observed]
+        require_shiftable(owner, networks, observed)
+        ends = self.done, self.terminated
+        return ShiftedStates(owner, ends, self.valid, state, following, observed, time_dim=self.time_dim)
 
     def fill(self, x: Tensor) -> Tensor:
         """Replace ``x`` [*B, T, n] by 0 in invalid steps."""
@@ -142,6 +240,10 @@ class TrajectoryLoss(LossModule):
                 f"{name}: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDictSequential, "
                 f"not {type(actor_network).__name__}."
             )
+        require_bool(name, "trust_region", trust_region)
+        numbers = {"gamma": gamma, "lmbda": lmbda, "c": c, "delta": delta, "retrace_thresh": retrace_thresh}
+        for key, value in (numbers | coefficients).items():
+            as_number(name, key, value)
         for key, value, valid, requirement in (
             ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
             ("lmbda", lmbda, 0 <= lmbda <= 1, "in [0, 1]"),
@@ -211,76 +313,51 @@ class TrajectoryLoss(LossModule):
         with self._params("actor_network", average=average):
             return self.actor_network.get_dist_params(state)  # pyright: ignore[reportReturnType]: annotated as a tuple
 
-    def _get(self, tensordict: TensorDictBase, key: NestedKey, blame: str) -> Tensor:
-        value = tensordict.get(key, None)
-        if value is None:
-            raise KeyError(f"{type(self).__name__}: the batch has no entry {key!r}; {blame}.")
-        return value
-
-    def _of_steps(self, value: Tensor, key: NestedKey, shape: torch.Size) -> Tensor:
-        """Reshape an entry of the sampler from [*B, T] or [*B, T, 1] to [*B, T]."""
-        if value.shape not in (shape, (*shape, 1)):
-            raise ValueError(
-                f"{type(self).__name__}: {key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}; {_SAMPLER}."
-            )
-        return value.reshape(shape)
-
-    def _statistics(self, tensordict: TensorDictBase, shape: torch.Size) -> list[Tensor]:
-        """The stored statistics of the behaviour policy, each of shape ``shape``, detached."""
+    def _statistics(self, tensordict: TensorDictBase, policy: Tensor) -> list[Tensor]:
+        """The stored statistics of the behaviour policy, detached, in the shape of those of the current ``policy``."""
         result = []
         for key in self._behaviour:
-            value = self._get(tensordict, key, f"{_COLLECTOR}; let it store the parameters of the distribution")
-            if value.shape != shape:
+            value = require_entry(
+                type(self).__name__,
+                tensordict,
+                key,
+                f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution",
+            )
+            if value.shape != policy.shape:
                 raise ValueError(
                     f"{type(self).__name__}: {key!r} of the behaviour policy has shape {tuple(value.shape)}, expected "
-                    f"{tuple(shape)}, as for the current policy; {_COLLECTOR}."
+                    f"{tuple(policy.shape)}, as for the current policy; {WRITTEN_BY_POLICY}."
                 )
-            result.append(value.detach())
+            result.append(value.detach().to(torch.promote_types(value.dtype, policy.dtype)))
         return result
+
+    def _require_written(self, key: NestedKey, positive: Tensor, rows: Trajectories) -> None:
+        """Raise ValueError if ``positive`` [*B, T] is not > 0 in a valid step, except on accelerators and in graphs."""
+        missing = positive <= 0 if rows.valid is None else (positive <= 0) & rows.valid
+        raise_if(
+            missing.any,
+            lambda: ValueError(
+                f"{type(self).__name__}: {key!r} of the behaviour policy is not > 0 in {int(missing.sum())} steps, so "
+                "no policy has written it. A collector with init_random_frames= stores zeros for its random actions: "
+                "leave init_random_frames out, or do not store these steps."
+            ),
+            skip_on=missing,
+        )
 
     def _trajectories(self, tensordict: TensorDictBase) -> Trajectories:
         """Read rewards, ends and mask of a batch; a step before an invalid step ends its trajectory."""
-        keys, shape = self.tensor_keys, (*tensordict.batch_size, 1)
+        name = type(self).__name__
         if not tensordict.batch_dims:
-            raise ValueError(f"{type(self).__name__}: the batch must have the shape [*B, T] of trajectories, not [].")
-        columns = []
-        for key in (keys.reward, keys.done, keys.terminated):
-            key = unravel_key(("next", key))
-            value = self._get(tensordict, key, _ENVIRONMENT)
-            if value.shape != shape:
-                raise ValueError(
-                    f"{type(self).__name__}: {key!r} has shape {tuple(value.shape)}, expected {shape}; {_ENVIRONMENT}."
-                )
-            columns.append(value)
-        reward, done, terminated = columns[0], columns[1].to(torch.bool), columns[2].to(torch.bool)
-        valid = None
-        for key in self._loss_mask_keys():
-            mask = tensordict.get(key, None)
-            if mask is not None:
-                if mask.dtype != torch.bool:
-                    raise TypeError(f"{type(self).__name__}: {key!r} is {mask.dtype}, but must be bool; {_SAMPLER}.")
-                mask = self._of_steps(mask, key, tensordict.batch_size)
-                valid = mask if valid is None else valid & mask
-        if valid is not None:
-            goes_on = valid & torch.cat([valid[..., 1:], torch.ones_like(valid[..., :1])], -1)
-            done = done | ~goes_on.unsqueeze(-1)
-        return Trajectories(reward=reward, done=done, terminated=terminated, valid=valid)
+            raise ValueError(f"{name}: the batch must have the shape [*B, T] of trajectories, not [].")
+        require_single_steps(name, tensordict)
+        valid = read_masks(name, tensordict, self._loss_mask_keys())
+        return Trajectories.read(name, tensordict, self.tensor_keys, valid, tensordict.batch_dims - 1)
 
     def _shift(
         self, rows: Trajectories, states: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]
     ) -> ShiftedStates:
-        """Find the next states that are not states of the batch.
-
-        Args:
-            rows: ends of the trajectories.
-            states: the inputs of the networks for x_t, [*B, T].
-            following: their inputs for x_{t+1}, [*B, T].
-            networks: the networks that evaluate next states.
-        """
-        name, keys = type(self).__name__, self._read[1]
-        require_shiftable(name, networks, keys)
-        ends, time_dim = (rows.done, rows.terminated), rows.done.ndim - 2
-        return ShiftedStates(name, ends, rows.valid, states, following, keys, time_dim=time_dim)
+        """Find the next states that are not states of the batch; for the arguments see :meth:`Trajectories.shift`."""
+        return rows.shift(type(self).__name__, states, following, self._read[1], networks)
 
     def _returns(
         self, rows: Trajectories, log_pi: Tensor, log_mu: Tensor, q: Tensor, next_value: Tensor, power: float = 1.0
@@ -312,9 +389,19 @@ class TrajectoryLoss(LossModule):
         """Reduce losses [*B, T], average diagnostics [*B, T], and write the squared TD errors to the batch."""
         weights = self._maybe_get_priority_weight(tensordict)
         if weights is not None:
-            weights = self._of_steps(weights, self.tensor_keys.priority_weight, tensordict.batch_size)
+            key = self.tensor_keys.priority_weight
+            weights = of_steps(type(self).__name__, weights, key, tensordict.batch_size)
         tensordict.set(self.tensor_keys.priority, td_error.detach().square().squeeze(-1))
-        result = {key: self._reduce_loss(value, tensordict, weights=weights) for key, value in losses.items()}
+        result = {key: self._reduced(value, tensordict, rows, weights) for key, value in losses.items()}
         result |= {key: rows.mean(value) for key, value in diagnostics.items()}
         self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._network_names for t in ("", "target_")))
         return TensorDict(result)
+
+    def _reduced(self, loss: Tensor, tensordict: TensorDictBase, rows: Trajectories, weights: Tensor | None) -> Tensor:
+        """Reduce ``loss`` [*B, T] over the valid steps with ``weights`` [*B, T]."""
+        if weights is None or rows.valid is None or self.reduction != "mean":
+            return self._reduce_loss(loss, tensordict, weights=weights)
+        # TorchRL divides by the sum of the weights, which is 0 if no step is valid
+        weights = weights.masked_fill(~rows.valid, 0.0)
+        total = weights.sum()
+        return (loss.masked_fill(~rows.valid, 0.0) * weights).sum() / torch.where(total > 0, total, 1.0)

@@ -56,7 +56,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     * ``("next", "done")``: True at the last real step of each slice and in padded rows, also if the episode continues,
       so that no trace leaves the slice. In the same rows, ``("next", "truncated")`` is True unless the episode
       terminated there, so that the value of the next state completes the return. ``("next", "terminated")`` is
-      unchanged.
+      unchanged. If neither ``("next", "truncated")`` nor ``("next", "terminated")`` is stored, an episode that is done
+      counts as terminated.
 
     Choice of starts:
 
@@ -275,8 +276,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         done = flag(self._done_key)
         assert done is not None
         mark = mark.view(-1, *(1,) * (done.ndim - 1))
-        cut = mark & ~done
-        truncated = flag(self._truncated_key)
+        cut, truncated = mark & ~done, flag(self._truncated_key)
+        if truncated is None and (terminated := flag((*self._done_key[:-1], "terminated"))) is not None:
+            truncated = done & ~terminated
         info = {
             **{key: value.repeat_interleave(self._slice_len, 0) for key, value in (drawn or {}).items()},
             MASK_KEY: mask,

@@ -1,0 +1,257 @@
+"""Batches at the edge: rows that no policy has written, saturated actions, half precision, empty masks."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import GymEnv
+from torchrl.modules import IndependentNormal, MaskedCategorical, OneHotCategorical, ProbabilisticActor, TanhNormal
+from torchrl.objectives import SoftUpdate
+
+from tests.objectives import test_acer as discrete
+from tests.objectives import test_acer_continuous as continuous
+from tests.objectives import test_retrace_estimator as estimator
+from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
+from torchrl_replay_ext.functional import (
+    gaussian_policy_kl,
+    importance_ratio,
+    importance_sampling_return,
+    off_policy_trace_return,
+    q_opc,
+    retrace,
+)
+
+
+class NormalNetwork(nn.Module):
+    """A policy for one action from three observations."""
+
+    def __init__(self):
+        super().__init__()
+        self.loc = nn.Linear(3, 1)
+
+    def forward(self, observation):
+        loc = self.loc(observation)
+        return loc, torch.ones_like(loc)
+
+
+class Impossible(nn.Module):
+    """Replaces the last entry by -inf."""
+
+    def forward(self, x):
+        return torch.where(torch.arange(x.shape[-1]) == x.shape[-1] - 1, -math.inf, x)
+
+
+# --- rows that no policy has written
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_zeros_in_place_of_probabilities_are_refused(mask):
+    setting, batch = discrete.Setting(), discrete.rows(key="probs", mask=mask)
+    setting.loss.set_keys(behaviour="probs")
+    setting.loss(batch)  # zeros in masked steps are none of the loss's business
+    batch["probs"][2, 1:3] = 0
+    with pytest.raises(ValueError, match=r"'probs' of the behaviour policy is not > 0 in 2 steps.*init_random_frames"):
+        setting.loss(batch)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_zeros_in_place_of_a_scale_are_refused(mask):
+    setting, batch = continuous.Setting(), continuous.rows(mask=mask)
+    setting.loss(batch)
+    batch["scale"][2, 1, 0] = 0
+    with pytest.raises(ValueError, match=r"'scale' of the behaviour policy is not > 0 in 1 steps.*init_random_frames"):
+        setting.loss(batch)
+
+
+def test_collectors_store_zeros_for_random_frames():
+    """What the error is about: if this changes, the advice has to."""
+    network = TensorDictModule(NormalNetwork(), in_keys=["observation"], out_keys=["loc", "scale"])
+    actor = ProbabilisticActor(network, in_keys=["loc", "scale"], distribution_class=IndependentNormal)
+    collector = Collector(
+        GymEnv("Pendulum-v1"),
+        actor,
+        frames_per_batch=5,
+        total_frames=10,
+        init_random_frames=5,
+        auto_register_policy_transforms=False,
+    )
+    try:
+        first, second = (data.clone() for data in collector)
+    finally:
+        collector.shutdown()
+    assert not first["scale"].any() and second["scale"].all()
+
+
+# --- transitions of several steps
+
+
+@pytest.mark.parametrize("module", [discrete, continuous])
+def test_transitions_of_several_steps_are_refused(module):
+    setting, batch = module.Setting(), module.rows()
+    batch["steps_to_next_obs"] = torch.full((*batch.shape, 1), 3)
+    with pytest.raises(ValueError, match="span several steps"):
+        setting.loss(batch)
+
+
+# --- probabilities
+
+
+@pytest.mark.parametrize("kind", [MaskedCategorical, OneHotCategorical])
+def test_arguments_that_change_the_probabilities_are_refused(kind):
+    networks = discrete.Networks()
+    mask = torch.tensor([True, True, False, True])
+    arguments = {"mask": mask} if kind is MaskedCategorical else {"temperature": 2.0}
+    actor = networks.actor(distribution_class=kind, distribution_kwargs=arguments)
+    with pytest.raises(ValueError, match="may change its probabilities"):
+        ACERLoss(actor, networks.critic())
+
+
+def test_the_ratio_of_two_zeros_is_zero():
+    zero = torch.tensor([[-math.inf], [-1.0], [-1.0]], dtype=torch.float64)
+    assert importance_ratio(zero[0], zero[0]).item() == 0
+    reward, done = torch.ones_like(zero), torch.zeros_like(zero, dtype=torch.bool)
+    first = torch.roll(zero, 1, 0)
+    result = retrace(0.9, 1.0, first, first, 2 * reward, 3 * reward, reward, done)
+    # the trace is cut before the second step, whose ratio is 0
+    last = 1 + 0.9 * 3
+    expected = [last, last + 0.9 * (last - 2), last]
+    assert result.flatten().tolist() == pytest.approx(expected)
+
+
+def test_impossible_actions_may_have_infinite_values():
+    setting, batch = discrete.Setting(), discrete.rows()
+    batch["action"] = batch["action"] % (discrete.ACTIONS - 1)
+    networks = setting.networks
+    networks.policy_head = nn.Sequential(networks.policy_head, Impossible())
+    networks.value_head = nn.Sequential(networks.value_head, Impossible())
+    loss = ACERLoss(networks.actor(), networks.critic())
+    SoftUpdate(loss, eps=0.9)
+    result = loss(batch)
+    assert all(value.isfinite() for value in result.values())
+    found = torch.autograd.grad(result["loss_actor"] + result["loss_qvalue"], setting.parameters)
+    assert all(gradient.isfinite().all() for gradient in found)
+
+
+# --- precision
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 2.0), (torch.float64, 8.0)])
+def test_ratios_of_saturated_actions(dtype, mean):
+    """The tanh cancels out as long as the dtype tells an action from 1: in float32 up to |atanh a| = 7.25."""
+    shape = (1, 3, continuous.ACTION)
+    loc, scale = torch.full(shape, mean, dtype=dtype), torch.full(shape, 0.5, dtype=dtype)
+    action = TanhNormal(loc, scale).sample()
+
+    def log_density(loc):
+        gaussian = Independent(Normal(loc.double(), scale.double()), 1)
+        return TransformedDistribution(gaussian, [TanhTransform()]).log_prob(action.double())
+
+    setting = continuous.Setting(distribution=TanhNormal, c=1e6)
+    setting.loss.to(dtype)
+    setting.loss._policy = lambda batch, *, average=False: (loc + 0.2, scale)
+    batch = continuous.rows(squashed=True)[:1, :3].to(dtype)
+    batch.update({"action": action, "loc": loc, "scale": scale})
+    expected = (log_density(loc + 0.2) - log_density(loc)).exp().mean()
+    torch.testing.assert_close(setting.loss(batch)["rho"].double(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("statistics", discrete.STATISTICS)
+@pytest.mark.parametrize("c", [0.0, 2.0, math.inf])
+def test_half_precision_stays_finite(statistics, c):
+    setting, batch = discrete.Setting(statistics=statistics, c=c), discrete.rows(spread=15.0)
+    batch = batch.apply(lambda x: x.half() if x.is_floating_point() else x)
+    setting.loss.to(torch.float16)
+    result = setting.loss(batch)
+    assert all(value.isfinite() for value in result.values())
+    log_pi = torch.full((2, 1), -0.1, dtype=torch.float16, requires_grad=True)
+    one, no = torch.ones(2, 1, dtype=torch.float16), torch.zeros(2, 1, dtype=torch.bool)
+    retrace(0.9, 1.0, log_pi, -15 * one, one, one, one, no).sum().backward()
+    assert log_pi.grad is not None and log_pi.grad.isfinite().all()
+
+
+# --- masks
+
+
+@pytest.mark.parametrize("module", [discrete, continuous])
+def test_no_valid_step_with_weights(module):
+    setting, batch = module.Setting(), module.rows(mask=True)
+    batch["priority_weight"] = torch.rand(batch.shape, dtype=torch.float64)
+    batch["collector", "mask"] = torch.zeros_like(batch["collector", "mask"])
+    assert all(setting.loss(batch)[key] == 0 for key in setting.loss._LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (torch.ones(4, 5), TypeError, "must be bool"),
+        (torch.ones(4, 5, 1, dtype=torch.int64), TypeError, "must be bool"),
+        (torch.ones(4, 5, 2, dtype=torch.bool), ValueError, r"has shape \(4, 5, 2\), expected \(4, 5\)"),
+    ],
+)
+def test_masks_of_another_kind(mask, error, words):
+    batch = estimator.experience(4, 5)
+    batch["collector", "mask"] = mask
+    retrace_estimator = RetraceEstimator(
+        gamma=0.9, value_network=estimator.critic(), actor_network=estimator.actor(), policy="actor"
+    )
+    with pytest.raises(error, match=words):
+        retrace_estimator.value_estimate(batch)
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 2.0, math.nan])
+def test_discounts_out_of_range(gamma):
+    x, no = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.bool)
+    calls = [
+        lambda: off_policy_trace_return(gamma, x, x, x, x, no),
+        lambda: retrace(gamma, 1.0, x, x, x, x, x, no),
+        lambda: q_opc(gamma, 1.0, x, x, x, no),
+        lambda: importance_sampling_return(gamma, x, x, x, x, no),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="gamma must be in"):
+            call()
+
+
+@pytest.mark.parametrize(("key", "value"), [("trust_region", "False"), ("c", "3"), ("gamma", None), ("delta", "1")])
+def test_arguments_of_another_type(key, value):
+    with pytest.raises(TypeError, match=rf"ACERLoss\({key}="):
+        discrete.Setting(**{key: value})
+
+
+def test_divergence_of_invalid_differences():
+    for shape in ((3,), (0, 3)):
+        with pytest.raises(ValueError, match="expected"):
+            gaussian_policy_kl(torch.zeros(shape), 0.1)
+    with pytest.raises(ValueError, match="its square"):
+        gaussian_policy_kl(torch.zeros(4, 2), 1e-23, eps=0.0)
+
+
+# --- slices
+
+
+@pytest.mark.parametrize("has_terminated", [False, True])
+def test_an_end_without_a_truncated_entry(has_terminated):
+    """Row 4 is done but not terminated, row 9 terminates, and the rows after it have not ended."""
+    done, terminated = torch.zeros(2, 13, 1, dtype=torch.bool)
+    done[4], done[9], terminated[9] = True, True, True
+    following = {"done": done, **({"terminated": terminated} if has_terminated else {})}
+    data = TensorDict({"logits": torch.zeros(13, 2), "step": torch.arange(13), "next": following}, [13])
+    sampler = TrajectoryRetraceSampler(slice_len=5)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(13), sampler=sampler, batch_size=200)
+    rb.extend(data)
+    sample = rb.sample()
+    ends = sample["next", "done"].flatten()
+    truncated = {step: set() for step in (4, 9, 12)}
+    for step, value in zip(sample["step"][ends].tolist(), sample["next", "truncated"].flatten()[ends], strict=True):
+        if step in truncated:
+            truncated[step].add(bool(value))
+    assert truncated == {4: {has_terminated}, 9: {False}, 12: {True}}

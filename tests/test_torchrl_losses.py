@@ -1,0 +1,81 @@
+"""What the guide says of TorchRL's losses: which of them use priority_weight, and what they write to td_error."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torchrl.data import Bounded
+from torchrl.data import Categorical as CategoricalSpec
+from torchrl.modules import MLP, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
+from torchrl.objectives import CQLLoss, DDPGLoss, DiscreteSACLoss, DQNLoss, IQLLoss, REDQLoss, SACLoss, TD3Loss
+
+ROWS, ACTION = 32, Bounded(-1.0, 1.0, (1,))
+
+
+def mlp(inputs, outputs, *end):
+    return torch.nn.Sequential(MLP(inputs, outputs, num_cells=[8]), *end)
+
+
+def actor():
+    module = TensorDictModule(mlp(3, 2, NormalParamExtractor()), in_keys=["observation"], out_keys=["loc", "scale"])
+    return ProbabilisticActor(module, in_keys=["loc", "scale"], spec=ACTION, distribution_class=TanhNormal)
+
+
+def deterministic():
+    return TensorDictModule(mlp(3, 1, torch.nn.Tanh()), in_keys=["observation"], out_keys=["action"])
+
+
+def discrete_actor():
+    module = TensorDictModule(mlp(3, 2), in_keys=["observation"], out_keys=["logits"])
+    kind = torch.distributions.Categorical
+    return ProbabilisticActor(module, in_keys=["logits"], spec=CategoricalSpec(2), distribution_class=kind)
+
+
+def critic():
+    return ValueOperator(MLP(4, 1, num_cells=[8]), in_keys=["observation", "action"])
+
+
+def values():
+    return TensorDictModule(mlp(3, 2), in_keys=["observation"], out_keys=["action_value"])
+
+
+LOSSES = {
+    "dqn": lambda: DQNLoss(
+        QValueActor(mlp(3, 2), in_keys=["observation"], action_space="categorical"), action_space="categorical"
+    ),
+    "discrete_sac": lambda: DiscreteSACLoss(discrete_actor(), values(), action_space="categorical", num_actions=2),
+    "ddpg": lambda: DDPGLoss(deterministic(), critic()),
+    "td3": lambda: TD3Loss(deterministic(), critic(), action_spec=ACTION),
+    "sac": lambda: SACLoss(actor(), critic()),
+    "redq": lambda: REDQLoss(actor(), critic(), action_spec=ACTION),
+    "iql": lambda: IQLLoss(actor(), critic(), ValueOperator(mlp(3, 1), in_keys=["observation"])),
+    "cql": lambda: CQLLoss(actor(), critic(), action_spec=ACTION),
+}
+WEIGHTED = ("dqn", "discrete_sac", "ddpg", "td3", "sac")
+
+
+def batch(name):
+    discrete = name in ("dqn", "discrete_sac")
+    following = {"observation": torch.randn(ROWS, 3), "reward": torch.randn(ROWS, 1)}
+    following |= {key: torch.zeros(ROWS, 1, dtype=torch.bool) for key in ("done", "terminated")}
+    action = torch.randint(2, (ROWS,)) if discrete else torch.rand(ROWS, 1)
+    return TensorDict({"observation": torch.randn(ROWS, 3), "action": action, "next": following}, [ROWS])
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater")
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_take_the_weighted_mean_or_ignore_the_weights(name):
+    loss, data, weight = LOSSES[name](), batch(name), torch.rand(ROWS) + 0.1
+    loss.make_value_estimator(gamma=0.9)
+
+    def critic_loss(weight):
+        torch.manual_seed(0)
+        result = loss(data.clone().update({"priority_weight": weight}))
+        return next(
+            result[key].item() for key in ("loss", "loss_qvalue", "loss_value") if result.get(key, None) is not None
+        )
+
+    plain, weighted = critic_loss(torch.ones(ROWS)), critic_loss(weight)
+    assert (plain != weighted) == (name in WEIGHTED)
+    # a common factor of all weights has no effect
+    assert critic_loss(3 * weight) == pytest.approx(weighted, rel=1e-5)
