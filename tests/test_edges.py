@@ -1,5 +1,7 @@
 """Rare situations: buffers that were emptied, entries that are not tensors, states of empty buffers."""
 
+import copy
+
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack
@@ -7,7 +9,14 @@ from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import SampleUnit
 
 from tests.data import buffer_with, event_sampler, rows
-from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler, _torchrl
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    _torchrl,
+)
 
 both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 PRIORITIZED = [ProportionalSampler, RankBasedSampler, ReaPERSampler]
@@ -133,3 +142,47 @@ def test_a_state_with_a_smaller_smallest_priority_is_raised():
     rb.update_priority(torch.arange(4), torch.full((4,), 0.5))
     probability = rb.sampler.probabilities(rb.storage)
     torch.testing.assert_close(probability, torch.full_like(probability, 1 / 6))
+
+
+def test_batches_drawn_before_a_load_are_late_after_the_next_write():
+    """The number of a write is not given again: it would take the rows of an old batch for the new ones."""
+    rb = buffer_with(ProportionalSampler(4), 4, compilable=True, batch_size=4)
+    rb.extend(rows(4))
+    saved = copy.deepcopy(rb.state_dict())
+    rb.extend(rows(4))
+    batch = rb.sample()
+    rb.load_state_dict(saved)
+    rb.extend(rows(4))
+    batch["td_error"] = torch.full((4,), 9.0)
+    before = rb.sampler.state_dict()["priority"].clone()
+    rb.update_tensordict_priority(batch)
+    assert rb.sampler.stats()["dropped_updates"] == 4
+    assert torch.equal(rb.sampler.state_dict()["priority"], before)
+
+
+def test_the_state_of_an_empty_buffer_can_be_loaded_into_a_used_one_that_held_numbers():
+    used, empty = (buffer_with(ProportionalSampler(4), 4, compilable=True, batch_size=4) for _ in range(2))
+    used.extend(rows(4))
+    used.extend(rows(4))
+    used.load_state_dict(empty.state_dict())
+    with pytest.raises(RuntimeError, match="empty"):
+        used.sample()
+    used.extend(rows(2))
+    used.sampler.check_valid()
+    assert set(used.sample()["index"].tolist()) <= {0, 1}
+
+
+def test_a_state_saved_twice_before_the_first_write():
+    """An empty storage that has loaded an empty state has no entries, and no shape of rows, to give to another."""
+
+    def make():
+        return CompilableReplayBuffer(storage=CompilableTensorStorage(4), batch_size=2)
+
+    twice = make()
+    twice.load_state_dict(make().state_dict())
+    used = make()
+    used.extend(rows(3))
+    used.load_state_dict(twice.state_dict())
+    assert len(used) == 0
+    used.extend(rows(3))
+    assert len(used) == 3

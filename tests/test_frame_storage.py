@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -466,3 +467,62 @@ class TestLookingChangesNothing:
             assert "max_size=12" in text
             assert f"num_frames={once.storage.num_frames}" in text
         assert "<empty>" in repr(FrameStackStorage(10))
+
+
+def stacks_of(frames):
+    """The transitions of one episode, from its frames [L + 1 + k, ...], with stacks of k = 4."""
+    stacks = frames.unfold(0, 4, 1).movedim(-1, 1)
+    return TensorDict({"observation": stacks[:-1], "next": {"observation": stacks[1:]}}, [len(stacks) - 1]).clone()
+
+
+def frames_of(count, dtype=torch.uint8):
+    return torch.randint(1, 255, (count, 2, 2)).to(dtype)
+
+
+@pytest.mark.parametrize("sampler", [None, ProportionalSampler])
+def test_a_refused_write_of_many_rows_leaves_nothing(sampler):
+    """More rows than are written at a time; the wrong row is in the second part."""
+    rb = CompilableReplayBuffer(storage=FrameStackStorage(4000), sampler=sampler and sampler(4000), batch_size=32)
+    good, wrong = stacks_of(frames_of(54)), stacks_of(frames_of(1504))
+    rb.extend(good[:10].clone())
+    wrong["observation"][1300] = 255 - wrong["observation"][1300]
+    with pytest.raises(ValueError, match="row 1300 of the data"):
+        rb.extend(wrong)
+    assert (len(rb), rb.write_count) == (10, 10)
+    rb.extend(good[10:].clone())
+    assert_same(rb[:].exclude("index"), good)
+    assert int(rb.sample()["index"].max()) < 50
+    rb.storage._pool.check_valid()
+
+
+def test_a_write_that_runs_out_of_frames_in_between_is_cut_off():
+    """The parts that found room are stored, and the next write follows them."""
+    alone = TensorDict.cat([stacks_of(frames_of(5)) for _ in range(4000)])
+    alone["collector", "traj_ids"] = torch.arange(1, 4001)
+    first = stacks_of(frames_of(14))
+    first["collector", "traj_ids"] = torch.zeros(10, dtype=torch.int64)
+    rb = CompilableReplayBuffer(storage=FrameStackStorage(8000), sampler=ProportionalSampler(8000), batch_size=32)
+    rb.extend(first.clone())
+    with pytest.raises(RuntimeError, match="need all"):
+        rb.extend(alone.clone())
+    written = rb.write_count - 10
+    assert len(rb) == rb.write_count and written in (1024, 2048, 3072)
+    rb.extend(first[:5].clone())
+    assert len(rb) == 10 + written + 5
+    assert_same(rb[:10].exclude("index"), first)
+    assert_same(rb[-5:].exclude("index"), first[:5])
+    rb.storage._pool.check_valid()
+    drawn = torch.cat([rb.sample()["index"] for _ in range(50)])
+    assert set(drawn.tolist()) <= {*range(10), *range(10 + written, 15 + written)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_frames_of_floats_are_kept_bit_by_bit(dtype):
+    frames = frames_of(12, dtype)
+    frames[5], frames[6, 0], frames[8] = -0.0, torch.nan, 0.0
+    data = stacks_of(frames)
+    rb = CompilableReplayBuffer(storage=FrameStackStorage(20), batch_size=4)
+    rb.extend(data.clone())
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[frames.itemsize]
+    for key in ("observation", ("next", "observation")):
+        assert torch.equal(rb[:][key].view(bits), data[key].view(bits))

@@ -163,3 +163,9 @@ def test_parameters_without_a_state_get_one_and_gradients_stay():
 def test_gradients_are_not_clipped_to_a_norm_that_is_not_positive(max_norm):
     with pytest.raises(ValueError, match="max_norm must be > 0"):
         clip_gradients([torch.ones(2)], max_norm)
+
+
+def test_complex_parameters_are_refused():
+    parameter = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(ValueError, match="complex"):
+        AdamStep(torch.optim.Adam([parameter]))

@@ -1,8 +1,11 @@
 """Tests of compile_step: the updates it compiles, and its errors."""
 
+import math
+
 import pytest
 import torch
 import torch._inductor.config
+from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
@@ -99,6 +102,66 @@ def test_arguments_that_do_not_fit_the_graph_are_refused():
         with pytest.raises(ValueError, match=message):
             step(rows, scale, **more)
     assert total == 32
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (torch.ones(4), torch.ones(4, dtype=torch.float64), "argument 0 of .* has dtype torch.float64"),
+        (torch.ones(8)[:4], torch.ones(8)[::2], r"argument 0 of .* has strides \(2,\)"),
+        (torch.ones(3, 3).T, torch.ones(3, 3), "has contiguous memory, but the graph was compiled for strides"),
+        (
+            TensorDict({"a": {"b": torch.ones(4, 3)}}, [4]),
+            TensorDict({"a": {"b": torch.ones(4, 2)}}, [4]),
+            r"entry 'b' of entry 'a' of argument 0 of .* has shape \[4, 2\]",
+        ),
+        (TensorDict({"a": torch.ones(4)}, [4]), TensorDict({"b": torch.ones(4)}, [4]), r"has a TensorDict of \['b'\]"),
+        ([torch.ones(3)], [torch.ones(2)], r"entry 0 of argument 0 of .* has shape \[2\]"),
+        ((torch.ones(3), 1), (torch.ones(3), 5), "entry 1 of argument 0 of .* has 5"),
+    ],
+)
+def test_arguments_may_change_in_nothing_but_values(first, second, message):
+    total = torch.zeros(())
+
+    def step(argument):
+        parts = argument.values(True, True) if isinstance(argument, TensorDict) else argument
+        parts = [parts] if isinstance(parts, torch.Tensor) else parts
+        return total.add_(sum(part.sum() if isinstance(part, torch.Tensor) else part for part in parts))
+
+    compiled = compile_step(step)
+    compiled(first)
+    before = compiled(first).item()
+    with pytest.raises(ValueError, match=message):
+        compiled(second)
+    assert total == before
+
+
+def test_not_a_number_stays_the_same_number():
+    step = compile_step(lambda x, number: x + number)
+    assert step(torch.ones(1), math.nan).isnan() and step(torch.ones(1), float("nan")).isnan()
+
+
+def test_a_step_may_add_entries_to_its_arguments():
+    buffer = buffer_of(ProportionalSampler, 64, compilable=True)
+    buffer.extend(learnable(8))
+    step = compile_step(lambda rows: buffer.extend(rows))
+    rows = learnable(8)
+    for _ in range(3):
+        step(rows)  # writes "index"
+    step(learnable(8))
+    assert len(buffer) == 40
+
+
+def test_a_slice_of_a_rollout_is_refused_and_its_copy_is_stored():
+    buffer = buffer_of(ProportionalSampler, 64, compilable=True)
+    buffer.extend(learnable(5))
+    step = compile_step(lambda rows: buffer.extend(rows))
+    step(learnable(5))
+    rollout = learnable(20).reshape(5, 4)
+    with pytest.raises(ValueError, match="strides"):
+        step(rollout[:, 2])
+    step(rollout[:, 2].contiguous())
+    torch.testing.assert_close(buffer[10:15]["observation"], rollout[:, 2]["observation"])
 
 
 def test_a_batch_of_another_size_is_refused():

@@ -27,8 +27,8 @@ class AdamStep:
             compiled graph treats a number as a constant.
 
     Raises:
-        ValueError: if the optimizer is not such an Adam, none of its parameters requires gradients, or it has made
-            different numbers of steps for them.
+        ValueError: if the optimizer is not such an Adam, none of its parameters requires gradients, one of them is
+            complex, or the optimizer has made different numbers of steps for them.
 
     Attributes:
         parameters: the parameters of the optimizer that require gradients now, in the order in which gradients are
@@ -58,6 +58,8 @@ class AdamStep:
         self.parameters: list[Tensor] = [entry for entry in self._group["params"] if entry.requires_grad]
         if not self.parameters:
             raise ValueError("AdamStep: no parameter of the optimizer requires gradients.")
+        if any(parameter.is_complex() for parameter in self.parameters):
+            raise ValueError("AdamStep: complex parameters are not supported; use their torch.view_as_real.")
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
@@ -42,11 +42,14 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     must then copy the tensor: with ``extend`` in the step, tensors as large as the buffer.
 
     At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
-    and are skipped here. So nothing that ``step`` reads may change after the first call, except the values of tensors;
-    the shapes of the arguments must stay the same, too. Create objects that eager code creates lazily before the first
-    call: the storage (write to the buffer once) and the value estimator of a TorchRL loss
-    (``loss.make_value_estimator(...)``). Each call checks that the shapes of tensors and TensorDicts are those of the
-    first call, and also numbers and strings, which the graph treats as constants.
+    and are skipped here. So nothing that ``step`` reads may change after the first call, except the values of tensors.
+    Create objects that eager code creates lazily before the first call: the storage (write to the buffer once) and the
+    value estimator of a TorchRL loss (``loss.make_value_estimator(...)``).
+
+    The arguments alone are checked at each call. Tensors, also in TensorDicts, lists, tuples and dicts, must have the
+    shapes, dtypes, devices and strides of the first call (a slice such as ``rollout[:, 0]`` has other strides than the
+    whole: pass ``rollout[:, 0].contiguous()``). Numbers and strings, which the graph treats as constants, must have
+    the same values.
 
     The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
     :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. The compiler cannot trace
@@ -62,8 +65,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
     Raises:
         TypeError: if ``step`` is not a function.
-        ValueError: at a later call, if an argument has another shape or, if it is a number or a string, another value
-            than at the first call.
+        ValueError: at a later call, if an argument differs from that of the first call in more than the values of
+            tensors.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
             ``torch.optim``. Other errors of torch's compiler are passed on as they are.
 
@@ -81,27 +84,66 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         options["triton.cudagraphs"] = True
     compiled = _compile(step, options)
     first: dict[int | str, Any] | None = None
+    # the same after the first call, in which the step may have added entries to its arguments
+    after: dict[int | str, Any] = {}
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal first
-        given = {name: _constant_part(value) for name, value in (*enumerate(args), *kwargs.items())}
+        nonlocal first, after
+        given = _constant_parts(args, kwargs)
         if first is not None:
-            if given != first:
+            if given not in (first, after):
                 raise _changed(step.__name__, first, given)
             return compiled(*args, **kwargs)
         with _compiling():
             result = compiled(*args, **kwargs)
-        first = given
+        first, after = given, _constant_parts(args, kwargs)
         return result
 
     return call
 
 
+class _TensorForm(NamedTuple):
+    """What a graph assumes of a tensor; ``strides`` is None if the tensor is contiguous."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None
+
+
+class _Group(NamedTuple):
+    """What a graph assumes of a container: its class, its batch size if it is a TensorDict, and its entries."""
+
+    kind: type
+    batch_size: torch.Size | None
+    entries: dict[Any, Any]
+
+
+def _constant_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    """:func:`_constant_part` of each argument, by position or name."""
+    return {name: _constant_part(value) for name, value in (*enumerate(args), *kwargs.items())}
+
+
 def _constant_part(argument: Any) -> Any:
-    """The part of an argument that is constant in a graph: the shape of a tensor, the value of a number or a string."""
-    if isinstance(argument, Tensor | TensorDictBase):
-        return argument.shape
+    """The part of an argument that is constant in a graph: all but the values of tensors."""
+    if isinstance(argument, Tensor):
+        # the stride of a dimension of size 1 has no effect
+        strides = zip(argument.stride(), argument.shape, strict=True)
+        strides = None if argument.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
+        return _TensorForm(argument.shape, argument.dtype, argument.device, strides)
+    if isinstance(argument, LazyStackedTensorDict):
+        parts = enumerate(argument.tensordicts)
+        return _Group(type(argument), argument.batch_size, {key: _constant_part(part) for key, part in parts})
+    if isinstance(argument, TensorDictBase):
+        entries = {key: _constant_part(entry) for key, entry in argument.items()}
+        return _Group(type(argument), argument.batch_size, entries)
+    if isinstance(argument, list | tuple | dict):
+        parts = argument.items() if isinstance(argument, dict) else enumerate(argument)
+        return _Group(type(argument), None, {key: _constant_part(part) for key, part in parts})
+    if isinstance(argument, float) and argument != argument:
+        # NaN is unequal to itself
+        return "nan"
     return argument if isinstance(argument, int | float | str | None) else type(argument)
 
 
@@ -110,14 +152,38 @@ def _changed(step: str, first: dict[int | str, Any], given: dict[int | str, Any]
     if first.keys() != given.keys():
         return ValueError(f"compile_step: {step} was compiled for {len(first)} arguments; call it with the same ones.")
     name = next(name for name in first if first[name] != given[name])
-
-    def text(part: Any) -> str:
-        return f"shape {list(part)}" if isinstance(part, torch.Size) else repr(part)
-
+    before, now, path = first[name], given[name], f"argument {name}"
+    while (
+        isinstance(before, _Group)
+        and isinstance(now, _Group)
+        and before._replace(entries={}) == now._replace(entries={})
+    ):
+        if before.entries.keys() != now.entries.keys():
+            break
+        key = next(key for key in before.entries if before.entries[key] != now.entries[key])
+        before, now, path = before.entries[key], now.entries[key], f"entry {key!r} of {path}"
     return ValueError(
-        f"compile_step: argument {name} of {step} has {text(given[name])}, but the graph was compiled for "
-        f"{text(first[name])}. Make another compiled step for it, pad a batch, or pass a number as a tensor."
+        f"compile_step: {path} of {step} has {_text(now, before)}, but the graph was compiled for "
+        f"{_text(before, now)}. Make another compiled step for it, pad a batch, call contiguous() on a slice, or pass "
+        "a number as a tensor."
     )
+
+
+def _text(part: Any, other: Any) -> str:
+    """How ``part`` differs from ``other``."""
+    if isinstance(part, _TensorForm):
+        if not isinstance(other, _TensorForm) or part.shape != other.shape:
+            return f"shape {list(part.shape)}"
+        if part.dtype != other.dtype:
+            return f"dtype {part.dtype}"
+        if part.device != other.device:
+            return f"device {part.device}"
+        return "contiguous memory" if part.strides is None else f"strides {part.strides}"
+    if isinstance(part, _Group):
+        if part.batch_size is not None and isinstance(other, _Group) and part.batch_size != other.batch_size:
+            return f"shape {list(part.batch_size)}"
+        return f"a {part.kind.__name__} of {list(part.entries)}"
+    return repr(part)
 
 
 def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -171,6 +171,20 @@ def test_one_shard_with_slices_and_ranks():
     assert many.sample().shape == (BATCH,)
 
 
+@pytest.mark.parametrize("errors", [(), (1,), (2,)])
+def test_td_errors_of_batches_with_padding_may_have_several_entries(errors):
+    """NaN in padded rows has no effect; of several entries the largest counts."""
+    many = sharded("slices, priorities", 2)
+    fill(many)
+    batch = many.sample()
+    padded = ~batch["collector", "mask"]
+    assert padded.any()
+    batch["td_error"] = torch.rand(BATCH, *errors) + 1
+    batch["td_error"][padded] = torch.nan
+    many.update_tensordict_priority(batch)
+    assert many.stats()["rejected_updates"] == 0 and many.stats()["max_priority"] > 1
+
+
 def test_bad_td_errors_change_nothing():
     many = sharded("proportional", 2)
     fill(many)

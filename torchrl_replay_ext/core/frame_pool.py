@@ -101,16 +101,7 @@ class FramePool:
         """
         if trajectory is None:
             trajectory = torch.zeros_like(slots)
-        apart = ~_same(before[:, 1:], after[:, :-1])
-        raise_if(
-            apart.any,
-            lambda: ValueError(
-                f"row {int(apart.nonzero()[0])} of the data: the next observation is not the observation shifted by "
-                "one frame. Frames must be stacked along the first dimension of an observation, the newest last, and "
-                "transitions must be single steps."
-            ),
-        )
-        self.mismatched.add_(apart.sum())
+        self.mismatched.add_(require_one_step(before, after).sum())
         links = self._link(before, after, trajectory)
         ids = self._allocate(slots, links)
         self._store(ids, links.new, before, after)
@@ -290,13 +281,37 @@ class FramePool:
             raise RuntimeError("FramePool: the free places are wrong.")
 
 
+def require_one_step(before: Tensor, after: Tensor, *, first_row: int = 0) -> Tensor:
+    """True where the two stacks [n, k, ...] of a transition are not one step apart, bool [n].
+
+    Outside graphs such a row raises ValueError. ``first_row``: number of the first of these rows in the data.
+    """
+    apart = ~_same(before[:, 1:], after[:, :-1])
+    raise_if(
+        apart.any,
+        lambda: ValueError(
+            f"row {first_row + int(apart.nonzero()[0])} of the data: the next observation is not the observation "
+            "shifted by one frame. Frames must be stacked along the first dimension of an observation, the newest "
+            "last, and transitions must be single steps."
+        ),
+    )
+    return apart
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Floating-point ``values`` as integers: NaN equals itself, and -0.0 differs from 0.0."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(integers[values.itemsize]) if values.is_floating_point() else values
+
+
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """True where ``first`` and ``second`` [n, ...] are equal, bool [n]."""
-    return (first == second).flatten(1).all(1)
+    """True where ``first`` and ``second`` [n, ...] are equal byte by byte, bool [n]."""
+    return (_bits(first) == _bits(second)).flatten(1).all(1)
 
 
 def _different(stack: Tensor) -> tuple[Tensor, Tensor]:
     """Masks of the frames of stacks [n, k, ...]: differs from the previous frame and is not zero; is zero."""
+    stack = _bits(stack)
     repeated = (stack[:, 1:] == stack[:, :-1]).flatten(2).all(2)
     blank = (stack == 0).flatten(2).all(2)
     first = torch.ones_like(blank[:, :1])

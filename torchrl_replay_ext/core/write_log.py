@@ -101,7 +101,7 @@ class WriteLog(Recoverable):
     """Records the writes to a buffer: the ring position, the generation of each slot, and the dirty flag.
 
     Writes are numbered from 1. The generation of a slot is the number of the write that filled it, or 0 if the slot is
-    empty. A number is never used again, even after the buffer was emptied.
+    empty. A number is never used again, even after the buffer was emptied or a state was loaded.
 
     The state is kept in tensors that are modified in place, so processes can share it.
 
@@ -328,6 +328,13 @@ class WriteLog(Recoverable):
             "num_writes": self.num_writes,
             "num_writes_at_clear": self._cleared_at,
         }
+
+    def skip_numbers(self, last: int) -> None:
+        """Do not give the numbers up to ``last`` to further writes: batches drawn before a load may carry them."""
+        is_empty = bool(self.num_writes == self._cleared_at)
+        self.num_writes.clamp_min_(last)
+        if is_empty:
+            self._cleared_at.copy_(self.num_writes)
 
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced. The ring position is then unknown."""

@@ -433,7 +433,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         name = f"{self.owner}.load_state_dict"
         saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
         layout = saved_state.layout_of(name, state_dict, self.layout, self._shape, self.capacity)
-        before = vars(self).copy()
+        before, num_writes = vars(self).copy(), int(self.state.log.num_writes)
         if layout is not None:
             self._shape = layout.shape if layout.known else None
             if layout != self.layout:
@@ -454,6 +454,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             tensor.copy_(state_dict[key])
         for key, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(state_dict[key])
+        self.state.log.skip_numbers(num_writes)
         self.state.rebuild()
         mark_static(vars(self), vars(self.distribution))
 

@@ -332,7 +332,8 @@ class ShardedReplayBuffer:
         padding = columns[STAMP_KEY] < 0
         if padding.any():
             # the TD errors of padded rows are not used
-            error = columns[self.priority_key] = np.where(padding, np.float32(0), error.reshape(padding.shape))
+            of_row = padding.reshape(-1, *(1,) * (error.ndim - 1))
+            error = columns[self.priority_key] = np.where(of_row, np.float32(0), error)
         limit = min(_LARGEST, *(report.largest_td_error for report in self._group.reports))
         valid = (error >= 0) & (error <= limit)
         if not valid.all():

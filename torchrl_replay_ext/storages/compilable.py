@@ -168,7 +168,10 @@ class CompilableTensorStorage(LazyTensorStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory."""
         self.num_sets.add_(1)
-        is_allocated = self.initialized
+        is_allocated, saved = self.initialized, state_dict["_storage"]
+        if isinstance(saved, dict) and all(str(key).startswith("__") for key in saved):
+            # an empty TensorDict, whose batch size would replace that of the data
+            state_dict = {**state_dict, "_storage": {}}
         super().load_state_dict(state_dict)
         self.initialized |= is_allocated
         self._settle()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer
 from torchrl_replay_ext.compilation import is_traced, to_device
-from torchrl_replay_ext.core.frame_pool import FramePool
+from torchrl_replay_ext.core.frame_pool import FramePool, require_one_step
 from torchrl_replay_ext.indices import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
@@ -156,8 +156,14 @@ class FrameStackStorage(CompilableTensorStorage):
         else:
             cursor, data = self._rows(cursor, data)
             if len(data) > _ROWS:
-                for first in range(0, len(data), _ROWS):
-                    part = slice(first, first + _ROWS)
+                before, after = self._stacks(data)
+                parts = [slice(first, first + _ROWS) for first in range(0, len(data), _ROWS)]
+                for part in parts:
+                    try:
+                        require_one_step(before[part], after[part], first_row=part.start)
+                    except ValueError as error:
+                        raise ValueError(f"{_OWNER}: {error}") from error
+                for part in parts:
                     self.set(cursor[part], data[part], set_cursor=set_cursor)
                 return
         before, after = self._stacks(data)

@@ -139,7 +139,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             )
 
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
-        """Call ``write(data)``; if the storage rejects the data before it writes anything, restore the cursor."""
+        """Call ``write(data)``; after an error, let the cursor follow the rows that the storage has written, if any.
+
+        A :class:`~torchrl_replay_ext.FrameStackStorage` writes many rows in parts, and may run out of frames between
+        them.
+        """
         storage: Any = self._storage
         # on an accelerator these are tensors, which are read only after an error
         last, cursor, write_count = map(_copy, (last_step_value(storage), self._cursor_value, self._write_count_value))
@@ -147,10 +151,12 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             return write(data)
         except BaseException:
             known, now = shape_and_device(storage), last_step(storage)
-            # a write of the whole ring ends where the one before it has ended
             steps = storage.max_size if known is None else known[0][0]
-            if (-1 if now is None else now) == int(last) and int(self._write_count_value - write_count) < steps:
-                self._cursor, self._write_count = int(cursor), int(write_count)
+            before, first, moved = int(last), int(cursor), int(self._write_count_value - write_count)
+            written = 0 if now is None or now == before else (now + 1 - first) % steps
+            # a write of the whole ring ends where the one before it has ended
+            if written <= moved < steps:
+                self._cursor, self._write_count = (first + written) % steps, int(write_count) + written
             raise
 
     def extend(self, data: TensorDictBase) -> Tensor:
