@@ -329,10 +329,11 @@ def compare(case: Case) -> None:
             both(10, write=True)
         if number == case.capacity // 2:
             # return to a checkpoint
-            saved, ahead = copy.deepcopy(compiled.state_dict()), copy.deepcopy(experience)
-            for _ in range(3):
-                in_graph(ahead.take(4))
-            compiled.load_state_dict(saved)
+            for buffer, run in ((compiled, in_graph), (eager, lambda data: step(eager, data))):
+                saved, ahead = copy.deepcopy(buffer.state_dict()), copy.deepcopy(experience)
+                for _ in range(3):
+                    run(ahead.take(4))
+                buffer.load_state_dict(saved)
     assert counter.frame_count == 1
     assert experience.time * experience.ndim > 3 * case.capacity
     assert len(eager) == len(compiled) == case.capacity

@@ -297,10 +297,10 @@ class EventTableMixture(Distribution):
         return [batch_size if least < 0 else least for least in self._least_counts]
 
     def _warn_of_small_tables(self) -> None:
-        """Warn of event tables that are never drawn from because their capacity is too small."""
+        """Warn of event tables with a share that are never drawn from because their capacity is too small."""
         for number, needed in enumerate(self._needed(self._batch_size)):
             capacity = self._tables.capacity_of(number)
-            if number and capacity < needed:
+            if number and capacity < needed and self._shares.current[number] > 0:
                 warnings.warn(
                     f"EventTableSampler: table {self._tables.names[number]!r} is never drawn from: it holds at most "
                     f"{capacity} transitions and is used from {needed} on (min_size=, by default the batch size). Pass "

@@ -278,7 +278,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         mark = mark.view(-1, *(1,) * (done.ndim - 1))
         cut, truncated = mark & ~done, flag(self._truncated_key)
         if truncated is None and (terminated := flag((*self._done_key[:-1], "terminated"))) is not None:
-            truncated = done & ~terminated
+            truncated = done & ~terminated.reshape(done.shape)
         info = {
             **{key: value.repeat_interleave(self._slice_len, 0) for key, value in (drawn or {}).items()},
             MASK_KEY: mask,
