@@ -81,7 +81,12 @@ def test_runs_of_an_earlier_version_resume_without_cpu_times(tmp_path, monkeypat
     assert float(after[2]["wall_time"]) > float(after[0]["wall_time"])
 
 
-EVENTS = ["env=tworooms", "+env.events.near_initial={history: 5, eta: 0.1}", "+env.options.max_episode_steps=30"]
+EVENTS = [
+    "env=tworooms",
+    "+env.events.near_initial={history: 5, eta: 0.1}",
+    "+env.options.max_episode_steps=30",
+    "sampler.min_size=1",
+]
 
 
 @pytest.mark.parametrize(
