@@ -536,6 +536,7 @@ OTHER_BASELINES = [
     ("sset_obstacles", "per"),
     ("sset_obstacles", "reverse sweep"),
     ("sset_skills", "sset"),
+    ("sset_cagrad", "sset"),
     ("sset_events", "goal, eta0 .999"),
     ("sset_events", "near goal"),
     ("sset_tworooms", "gap shaping"),
