@@ -495,6 +495,19 @@ def test_a_refused_write_of_many_rows_leaves_nothing(sampler):
     rb.storage._pool.check_valid()
 
 
+def test_a_refused_write_of_the_whole_ring_leaves_nothing():
+    rb = CompilableReplayBuffer(storage=FrameStackStorage(100), sampler=ProportionalSampler(100), batch_size=32)
+    good, wrong = stacks_of(frames_of(19)), stacks_of(frames_of(124))
+    rb.extend(good[:10].clone())
+    wrong["observation"][110] = 255 - wrong["observation"][110]
+    with pytest.raises(ValueError, match="of the data"):
+        rb.extend(wrong)
+    assert (len(rb), rb.write_count) == (10, 10)
+    rb.extend(good[10:].clone())
+    assert_same(rb[:].exclude("index"), good)
+    assert int(rb.sample()["index"].max()) < 15
+
+
 def test_a_write_that_runs_out_of_frames_in_between_is_cut_off():
     """The parts that found room are stored, and the next write follows them."""
     alone = TensorDict.cat([stacks_of(frames_of(5)) for _ in range(4000)])

@@ -152,6 +152,31 @@ def test_a_step_may_add_entries_to_its_arguments():
     assert len(buffer) == 40
 
 
+def test_new_arguments_beside_one_that_the_step_adds_entries_to():
+    total = torch.zeros(())
+
+    def step(batch, log):
+        batch["td_error"] = batch["x"] + 1
+        log["mean"] = batch["td_error"].mean()
+        return total.add_(batch["td_error"].sum())
+
+    compiled, log = compile_step(step), TensorDict()
+    for _ in range(3):
+        compiled(TensorDict({"x": torch.ones(4)}, [4]), log)
+    assert total == 24
+
+
+def test_entries_that_the_step_replaces_must_be_as_before():
+    def step(batch):
+        batch["pixels"] = batch["pixels"].float() / 255
+        return batch["pixels"].sum()
+
+    compiled, batch = compile_step(step), TensorDict({"pixels": torch.ones(4, dtype=torch.uint8)}, [4])
+    compiled(batch)
+    with pytest.raises(ValueError, match=r"'pixels' of argument 0 of step has dtype torch\.float32"):
+        compiled(batch)
+
+
 def test_a_slice_of_a_rollout_is_refused_and_its_copy_is_stored():
     buffer = buffer_of(ProportionalSampler, 64, compilable=True)
     buffer.extend(learnable(5))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
@@ -49,7 +49,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     The arguments alone are checked at each call. Tensors, also in TensorDicts, lists, tuples and dicts, must have the
     shapes, dtypes, devices and strides of the first call (a slice such as ``rollout[:, 0]`` has other strides than the
     whole: pass ``rollout[:, 0].contiguous()``). Numbers and strings, which the graph treats as constants, must have
-    the same values.
+    the same values. Two things are not checked: whether a tensor requires gradients, and whether two arguments are the
+    same tensor.
 
     The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
     :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. The compiler cannot trace
@@ -65,8 +66,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
     Raises:
         TypeError: if ``step`` is not a function.
-        ValueError: at a later call, if an argument differs from that of the first call in more than the values of
-            tensors.
+        ValueError: at a later call, if an argument differs from that of the first call, as above. Entries that the step
+            itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
             ``torch.optim``. Other errors of torch's compiler are passed on as they are.
 
@@ -84,7 +85,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         options["triton.cudagraphs"] = True
     compiled = _compile(step, options)
     first: dict[int | str, Any] | None = None
-    # the same after the first call, in which the step may have added entries to its arguments
+    # the same after the first call, in which the step may have added entries to its TensorDicts
     after: dict[int | str, Any] = {}
 
     @wraps(step)
@@ -92,8 +93,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         nonlocal first, after
         given = _constant_parts(args, kwargs)
         if first is not None:
-            if given not in (first, after):
-                raise _changed(step.__name__, first, given)
+            same_names = given.keys() == first.keys()
+            if not (same_names and all(_fits(given[name], first[name], after[name]) for name in first)):
+                raise _changed(step.__name__, first, after, given)
             return compiled(*args, **kwargs)
         with _compiling():
             result = compiled(*args, **kwargs)
@@ -132,6 +134,10 @@ def _constant_part(argument: Any) -> Any:
         strides = zip(argument.stride(), argument.shape, strict=True)
         strides = None if argument.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
         return _TensorForm(argument.shape, argument.dtype, argument.device, strides)
+    if isinstance(argument, NonTensorData):
+        return _constant_part(argument.data)
+    if is_tensorclass(argument):
+        return _constant_part(argument.to_tensordict())
     if isinstance(argument, LazyStackedTensorDict):
         parts = enumerate(argument.tensordicts)
         return _Group(type(argument), argument.batch_size, {key: _constant_part(part) for key, part in parts})
@@ -147,11 +153,28 @@ def _constant_part(argument: Any) -> Any:
     return argument if isinstance(argument, int | float | str | None) else type(argument)
 
 
-def _changed(step: str, first: dict[int | str, Any], given: dict[int | str, Any]) -> ValueError:
+def _fits(given: Any, first: Any, after: Any) -> bool:
+    """Whether an argument is as at the first call, except for TensorDict entries that the step itself has added."""
+    if given == first:
+        return True
+    groups = isinstance(given, _Group) and isinstance(first, _Group) and isinstance(after, _Group)
+    if not groups or given._replace(entries={}) != first._replace(entries={}) or given.batch_size is None:
+        return False
+    if not first.entries.keys() <= given.entries.keys() <= after.entries.keys():
+        return False
+    return all(
+        _fits(entry, first.entries[key], after.entries[key]) if key in first.entries else entry == after.entries[key]
+        for key, entry in given.entries.items()
+    )
+
+
+def _changed(
+    step: str, first: dict[int | str, Any], after: dict[int | str, Any], given: dict[int | str, Any]
+) -> ValueError:
     """The error for a call whose arguments do not fit the graph."""
     if first.keys() != given.keys():
         return ValueError(f"compile_step: {step} was compiled for {len(first)} arguments; call it with the same ones.")
-    name = next(name for name in first if first[name] != given[name])
+    name = next(name for name in first if not _fits(given[name], first[name], after[name]))
     before, now, path = first[name], given[name], f"argument {name}"
     while (
         isinstance(before, _Group)

@@ -97,7 +97,7 @@ def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tenso
     """
     each = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     gradients = torch.autograd.grad(losses, parameters, each, is_grads_batched=True)  # of each parameter, [K, *shape]
-    products = torch.stack([_products(gradient.flatten(1)) for gradient in gradients]).sum(0)
+    products = torch.stack([_products(gradient.reshape(len(losses), -1)) for gradient in gradients]).sum(0)
     coefficients = _coefficients(products, c, weights)
     return [torch.tensordot(coefficients.to(gradient.dtype), gradient, 1) for gradient in gradients]
 

@@ -164,6 +164,12 @@ def test_tables_that_can_never_be_used_cause_a_warning():
     sampler.sample(storage, min(capacity.values()))
 
 
+def test_weights_by_priority_use_small_tables_without_a_warning():
+    rb = make(min_size=None, correction="priority")
+    rb.extend(scripted(40))
+    rb.sampler.sample(rb.storage, 30)
+
+
 def test_only_the_default_table_where_no_other_will_do():
     rb = make(eta={"default": 0.0, "a": 0.5, "b": 0.5}, batch_size=8)
     rb.extend(scripted(10, p_event=0))

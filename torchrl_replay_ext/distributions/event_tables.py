@@ -364,7 +364,8 @@ class EventTableMixture(Distribution):
         in_graph = is_traced()
         if not in_graph and batch_size != self._batch_size:
             self._batch_size = batch_size
-            self._warn_of_small_tables()
+            if self._correction != "priority":
+                self._warn_of_small_tables()
         if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:

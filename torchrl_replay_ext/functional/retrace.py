@@ -11,7 +11,7 @@ from torch import Tensor
 
 def max_log_ratio(dtype: torch.dtype) -> float:
     """The largest log-ratio of probabilities: 40, or 5.5 for float16. ``dtype`` can represent the square of e^40."""
-    return min(40.0, math.log(torch.finfo(dtype).max) / 2)
+    return min(40.0, 0.99 * math.log(torch.finfo(dtype).max) / 2)
 
 
 def log_ratio(log_p: Tensor, log_q: Tensor, power: float = 1.0) -> Tensor:

@@ -16,6 +16,7 @@ from torchrl_replay_ext._torchrl import (
     attached_buffers,
     last_step,
     last_step_value,
+    num_sets,
     rows_of_ring,
     set_rows,
     shape_and_device,
@@ -146,6 +147,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         """
         storage: Any = self._storage
         # on an accelerator these are tensors, which are read only after an error
+        sets = num_sets(storage)
         last, cursor, write_count = map(_copy, (last_step_value(storage), self._cursor_value, self._write_count_value))
         try:
             return write(data)
@@ -155,7 +157,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             before, first, moved = int(last), int(cursor), int(self._write_count_value - write_count)
             written = 0 if now is None or now == before else (now + 1 - first) % steps
             # a write of the whole ring ends where the one before it has ended
-            if written <= moved < steps:
+            if (sets is not None and num_sets(storage) == sets) or written <= moved < steps:
                 self._cursor, self._write_count = (first + written) % steps, int(write_count) + written
             raise
 
