@@ -115,7 +115,11 @@ def test_arguments_that_do_not_fit_the_graph_are_refused():
             TensorDict({"a": {"b": torch.ones(4, 2)}}, [4]),
             r"entry 'b' of entry 'a' of argument 0 of .* has shape \[4, 2\]",
         ),
-        (TensorDict({"a": torch.ones(4)}, [4]), TensorDict({"b": torch.ones(4)}, [4]), r"has a TensorDict of \['b'\]"),
+        (
+            TensorDict({"a": torch.ones(4)}, [4]),
+            TensorDict({"b": torch.ones(4)}, [4]),
+            r"argument 0 of .* has the entries \['b'\]",
+        ),
         ([torch.ones(3)], [torch.ones(2)], r"entry 0 of argument 0 of .* has shape \[2\]"),
         ((torch.ones(3), 1), (torch.ones(3), 5), "entry 1 of argument 0 of .* has 5"),
     ],
@@ -134,6 +138,13 @@ def test_arguments_may_change_in_nothing_but_values(first, second, message):
     with pytest.raises(ValueError, match=message):
         compiled(second)
     assert total == before
+
+
+def test_an_integer_is_not_the_float_of_the_same_value():
+    step = compile_step(lambda x, number: x * number)
+    step(torch.ones(1), 1)
+    with pytest.raises(ValueError, match=r"argument 1 of <lambda> has 1\.0, but the graph was compiled for 1\."):
+        step(torch.ones(1), 1.0)
 
 
 def test_not_a_number_stays_the_same_number():

@@ -1,4 +1,4 @@
-"""What the guide says of TorchRL's losses: which of them use priority_weight, and what they write to td_error."""
+"""The guide says which of TorchRL's losses use the importance-sampling weights, and that they take a weighted mean."""
 
 import pytest
 import torch

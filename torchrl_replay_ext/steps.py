@@ -84,22 +84,22 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     if cudagraphs:
         options["triton.cudagraphs"] = True
     compiled = _compile(step, options)
-    first: dict[int | str, Any] | None = None
+    first: _Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
-    after: dict[int | str, Any] = {}
+    after: _Forms = {}
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         nonlocal first, after
-        given = _constant_parts(args, kwargs)
-        if first is not None:
-            same_names = given.keys() == first.keys()
-            if not (same_names and all(_fits(given[name], first[name], after[name]) for name in first)):
-                raise _changed(step.__name__, first, after, given)
+        given = _forms(args, kwargs)
+        if first:
+            # the step's own entries may be there; all others must be as at the first call
+            if given != first and given != {key: form for key, form in after.items() if key in given} | first:
+                raise _changed(step.__name__, first, given)
             return compiled(*args, **kwargs)
         with _compiling():
             result = compiled(*args, **kwargs)
-        first, after = given, _constant_parts(args, kwargs)
+        first, after = given, _forms(args, kwargs)
         return result
 
     return call
@@ -114,99 +114,83 @@ class _TensorForm(NamedTuple):
     strides: tuple[int, ...] | None
 
 
-class _Group(NamedTuple):
-    """What a graph assumes of a container: its class, its batch size if it is a TensorDict, and its entries."""
-
-    kind: type
-    batch_size: torch.Size | None
-    entries: dict[Any, Any]
+# What a graph assumes of its arguments: all but the values of tensors. The key () has the names of the arguments, the
+# key (name, entry, ...) an argument or an entry of it, containers before their entries.
+_Forms = dict[tuple[Any, ...], Any]
 
 
-def _constant_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    """:func:`_constant_part` of each argument, by position or name."""
-    return {name: _constant_part(value) for name, value in (*enumerate(args), *kwargs.items())}
+def _forms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forms:
+    named = {**dict(enumerate(args)), **kwargs}
+    forms: _Forms = {(): named.keys()}
+    for name, argument in named.items():
+        _add_forms(forms, (name,), argument)
+    return forms
 
 
-def _constant_part(argument: Any) -> Any:
-    """The part of an argument that is constant in a graph: all but the values of tensors."""
+def _add_forms(forms: _Forms, path: tuple[Any, ...], argument: Any) -> None:
+    """Add the form of an argument, and those of its entries, to ``forms``."""
+    entries: Any = ()
+    if isinstance(argument, NonTensorData):
+        argument = argument.data
+    elif is_tensorclass(argument):
+        argument = argument.to_tensordict()
     if isinstance(argument, Tensor):
         # the stride of a dimension of size 1 has no effect
         strides = zip(argument.stride(), argument.shape, strict=True)
         strides = None if argument.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
-        return _TensorForm(argument.shape, argument.dtype, argument.device, strides)
-    if isinstance(argument, NonTensorData):
-        return _constant_part(argument.data)
-    if is_tensorclass(argument):
-        return _constant_part(argument.to_tensordict())
-    if isinstance(argument, LazyStackedTensorDict):
-        parts = enumerate(argument.tensordicts)
-        return _Group(type(argument), argument.batch_size, {key: _constant_part(part) for key, part in parts})
-    if isinstance(argument, TensorDictBase):
-        entries = {key: _constant_part(entry) for key, entry in argument.items()}
-        return _Group(type(argument), argument.batch_size, entries)
-    if isinstance(argument, list | tuple | dict):
-        parts = argument.items() if isinstance(argument, dict) else enumerate(argument)
-        return _Group(type(argument), None, {key: _constant_part(part) for key, part in parts})
-    if isinstance(argument, float) and argument != argument:
-        # NaN is unequal to itself
-        return "nan"
-    return argument if isinstance(argument, int | float | str | None) else type(argument)
+        forms[path] = _TensorForm(argument.shape, argument.dtype, argument.device, strides)
+    elif isinstance(argument, TensorDictBase):
+        forms[path] = argument.batch_size
+        # the entries of a lazy stack would be copies
+        is_lazy = isinstance(argument, LazyStackedTensorDict)
+        entries = enumerate(argument.tensordicts) if is_lazy else argument.items()
+    elif isinstance(argument, list | tuple | dict):
+        forms[path] = type(argument), len(argument)
+        entries = argument.items() if isinstance(argument, dict) else enumerate(argument)
+    else:
+        # as text, because 1 equals 1.0, and NaN does not equal itself
+        forms[path] = repr(argument if isinstance(argument, int | float | str | None) else type(argument))
+    for key, entry in entries:
+        _add_forms(forms, (*path, key), entry)
 
 
-def _fits(given: Any, first: Any, after: Any) -> bool:
-    """Whether an argument is as at the first call, except for TensorDict entries that the step itself has added."""
-    if given == first:
-        return True
-    groups = isinstance(given, _Group) and isinstance(first, _Group) and isinstance(after, _Group)
-    if not groups or given._replace(entries={}) != first._replace(entries={}) or given.batch_size is None:
-        return False
-    if not first.entries.keys() <= given.entries.keys() <= after.entries.keys():
-        return False
-    return all(
-        _fits(entry, first.entries[key], after.entries[key]) if key in first.entries else entry == after.entries[key]
-        for key, entry in given.entries.items()
-    )
-
-
-def _changed(
-    step: str, first: dict[int | str, Any], after: dict[int | str, Any], given: dict[int | str, Any]
-) -> ValueError:
+def _changed(step: str, first: _Forms, given: _Forms) -> ValueError:
     """The error for a call whose arguments do not fit the graph."""
-    if first.keys() != given.keys():
-        return ValueError(f"compile_step: {step} was compiled for {len(first)} arguments; call it with the same ones.")
-    name = next(name for name in first if not _fits(given[name], first[name], after[name]))
-    before, now, path = first[name], given[name], f"argument {name}"
-    while (
-        isinstance(before, _Group)
-        and isinstance(now, _Group)
-        and before._replace(entries={}) == now._replace(entries={})
-    ):
-        if before.entries.keys() != now.entries.keys():
-            break
-        key = next(key for key in before.entries if before.entries[key] != now.entries[key])
-        before, now, path = before.entries[key], now.entries[key], f"entry {key!r} of {path}"
+    if first[()] != given[()]:
+        return ValueError(
+            f"compile_step: {step} was compiled for {len(first[()])} arguments; call it with the same ones."
+        )
+    # an entry that differs, or else one that is new
+    path = next((path for path in first if path not in given or given[path] != first[path]), None)
+    path = next(path for path in given if path not in first) if path is None else path
+    if path in first and path in given:
+        before, now = _text(first[path], given[path]), _text(given[path], first[path])
+    else:
+        path = path[:-1]
+        before, now = (
+            f"the entries {[key[-1] for key in forms if key and key[:-1] == path]}" for forms in (first, given)
+        )
+    name, *inner = path
+    place = "".join(f"entry {key!r} of " for key in reversed(inner)) + f"argument {name}"
     return ValueError(
-        f"compile_step: {path} of {step} has {_text(now, before)}, but the graph was compiled for "
-        f"{_text(before, now)}. Make another compiled step for it, pad a batch, call contiguous() on a slice, or pass "
-        "a number as a tensor."
+        f"compile_step: {place} of {step} has {now}, but the graph was compiled for {before}. Make another compiled "
+        "step for it, pad a batch, call contiguous() on a slice, or pass a number as a tensor."
     )
 
 
-def _text(part: Any, other: Any) -> str:
-    """How ``part`` differs from ``other``."""
-    if isinstance(part, _TensorForm):
-        if not isinstance(other, _TensorForm) or part.shape != other.shape:
-            return f"shape {list(part.shape)}"
-        if part.dtype != other.dtype:
-            return f"dtype {part.dtype}"
-        if part.device != other.device:
-            return f"device {part.device}"
-        return "contiguous memory" if part.strides is None else f"strides {part.strides}"
-    if isinstance(part, _Group):
-        if part.batch_size is not None and isinstance(other, _Group) and part.batch_size != other.batch_size:
-            return f"shape {list(part.batch_size)}"
-        return f"a {part.kind.__name__} of {list(part.entries)}"
-    return repr(part)
+def _text(form: Any, other: Any) -> str:
+    """How ``form`` differs from ``other``."""
+    if isinstance(form, torch.Size):
+        return f"shape {list(form)}"
+    if not isinstance(form, _TensorForm):
+        return str(form)
+    if not isinstance(other, _TensorForm) or form.shape != other.shape:
+        return f"shape {list(form.shape)}"
+    if form.dtype != other.dtype:
+        return f"dtype {form.dtype}"
+    if form.device != other.device:
+        return f"device {form.device}"
+    return "contiguous memory" if form.strides is None else f"strides {form.strides}"
 
 
 def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -85,7 +85,15 @@ class FramePool:
         self.mismatched = zeros(1)
         self.clear_()
 
-    def write(self, slots: Tensor, before: Tensor, after: Tensor, trajectory: Tensor | None = None) -> None:
+    def write(
+        self,
+        slots: Tensor,
+        before: Tensor,
+        after: Tensor,
+        trajectory: Tensor | None = None,
+        *,
+        is_checked: bool = False,
+    ) -> None:
         """Write the stacks of new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
@@ -93,6 +101,7 @@ class FramePool:
             before: frames of the observation, [n, k, ...], the newest last.
             after: frames of the next observation, [n, k, ...], the newest last.
             trajectory: int64 [n], trajectory ids. None (default): all rows belong to one trajectory.
+            is_checked: the caller has called :func:`require_one_step`. Default: False.
 
         Raises:
             ValueError: if the two stacks of a transition are not one step apart.
@@ -101,7 +110,8 @@ class FramePool:
         """
         if trajectory is None:
             trajectory = torch.zeros_like(slots)
-        self.mismatched.add_(require_one_step(before, after).sum())
+        if not is_checked:
+            self.mismatched.add_(require_one_step(before, after).sum())
         links = self._link(before, after, trajectory)
         ids = self._allocate(slots, links)
         self._store(ids, links.new, before, after)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def max_log_ratio(dtype: torch.dtype) -> float:
-    """The largest log-ratio of probabilities: 40, or 5.5 for float16. ``dtype`` can represent the square of e^40."""
+    """The largest log-ratio of probabilities, 40 (float16: 5.5); ``dtype`` has the square of its exponential."""
     return min(40.0, 0.99 * math.log(torch.finfo(dtype).max) / 2)
 
 

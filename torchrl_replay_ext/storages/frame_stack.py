@@ -153,19 +153,22 @@ class FrameStackStorage(CompilableTensorStorage):
             raise TypeError(f"{_OWNER}: the data must be a TensorDict, not {type(data).__name__}.")
         if is_traced():
             self._require_columns()
-        else:
-            cursor, data = self._rows(cursor, data)
-            if len(data) > _ROWS:
-                before, after = self._stacks(data)
-                parts = [slice(first, first + _ROWS) for first in range(0, len(data), _ROWS)]
-                for part in parts:
-                    try:
-                        require_one_step(before[part], after[part], first_row=part.start)
-                    except ValueError as error:
-                        raise ValueError(f"{_OWNER}: {error}") from error
-                for part in parts:
-                    self.set(cursor[part], data[part], set_cursor=set_cursor)
-                return
+            self._write(cursor, data, set_cursor=set_cursor)
+            return
+        cursor, data = self._rows(cursor, data)
+        before, after = self._stacks(data)
+        parts = [slice(first, first + _ROWS) for first in range(0, len(data), _ROWS)]
+        # all rows before the first is written
+        for part in parts:
+            try:
+                require_one_step(before[part], after[part], first_row=part.start)
+            except ValueError as error:
+                raise ValueError(f"{_OWNER}: {error}") from error
+        for part in parts:
+            self._write(cursor[part], data[part], set_cursor=set_cursor, is_checked=True)
+
+    def _write(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool, is_checked: bool = False) -> None:
+        """Write at most 1,024 rows; in a graph, any number."""
         before, after = self._stacks(data)
         rest = data.exclude(*self._frame_keys)
         if self._pool is None or not self.initialized:
@@ -180,7 +183,7 @@ class FrameStackStorage(CompilableTensorStorage):
         if trajectory is not None:
             trajectory = trajectory.reshape(-1).to(device, torch.int64)
         try:
-            pool.write(slots, before, after, trajectory)
+            pool.write(slots, before, after, trajectory, is_checked=is_checked)
         except (RuntimeError, ValueError) as error:
             raise type(error)(f"{_OWNER}: {error}") from error
         super().set(cursor, rest, set_cursor=set_cursor)
