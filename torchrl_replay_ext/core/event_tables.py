@@ -141,24 +141,29 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         """The number of the table that ``spec`` fills."""
         return self.names.index(spec.table or spec.name)
 
+    @property
+    def is_allocated(self) -> bool:
+        """True once the storage, and with it the number of slots, is known; before, all tables are empty."""
+        return self.num_slots > 0
+
     def sizes(self) -> dict[str, int]:
         """The number of transitions in each table."""
         return {name: len(self[name]) for name in self.names}
 
     def size(self, number: int) -> int:
         """The number of transitions in a table."""
-        return int(self._state.ends.numpy()[2, number]) if self.num_slots else 0
+        return int(self._state.ends.numpy()[2, number]) if self.is_allocated else 0
 
     def capacity_of(self, number: int) -> int:
         """κ of a table."""
         if number < self._first:
             return self.num_slots
-        return int(self._state.capacity.numpy()[number]) if self.num_slots else self._max_capacity[number]
+        return int(self._state.capacity.numpy()[number]) if self.is_allocated else self._max_capacity[number]
 
     def set_capacity(self, number: int, value: float) -> None:
         """Change κ of a table. If it is lowered, the oldest entries are removed."""
         name, most = self.names[number], self._max_capacity[number]
-        if number < self._first or not self.num_slots:
+        if number < self._first or not self.is_allocated:
             raise ValueError(
                 f"EventTables[{name!r}].capacity={value}: the capacity can only be changed after the first write; with "
                 "retention='ring' the capacity of the default table is that of the storage and cannot be changed."
@@ -174,7 +179,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def index(self, number: int) -> Tensor:
         """The slots of a table, oldest entry first, int64, on the device of the storage."""
-        if not self.num_slots:
+        if not self.is_allocated:
             return torch.zeros(0, dtype=torch.int64)
         if number < self._first:
             size, count = self.num_slots, self.size(0)
@@ -268,7 +273,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def clear(self) -> None:
         """Empty all tables."""
-        if not self.num_slots:
+        if not self.is_allocated:
             return
         self._state.clear()
         self._written.zero_()
@@ -280,7 +285,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     @property
     def num_resets(self) -> int:
         """Number of times that :meth:`clear`, :meth:`load` or :meth:`recover` replaced all content."""
-        return int(self._resets) if self.num_slots else 0
+        return int(self._resets) if self.is_allocated else 0
 
     def recover(self, next_slot: int | None = None) -> None:
         """Rebuild the lists if a transaction was interrupted. Must not be called within a transaction.
@@ -292,7 +297,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         """
         if not self.needs_recovery:
             return
-        if self.num_slots:
+        if self.is_allocated:
             ordered = self._state.ordered.numpy()
             for entries in self._lists:
                 slots = entries.rebuild()
@@ -356,7 +361,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     @property
     def num_written(self) -> int:
         """Number of transitions written so far."""
-        return int(self._written.item()) if self.num_slots else 0
+        return int(self._written.item()) if self.is_allocated else 0
 
     @property
     def oldest(self) -> int:
@@ -467,7 +472,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def check_valid(self) -> None:
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
-        if not self.num_slots:
+        if not self.is_allocated:
             return
         self._state.check_valid()
         for name, entries in zip(self.names[self._first :], self._lists, strict=True):

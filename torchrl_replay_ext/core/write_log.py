@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,69 +11,13 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, increase, read, scalar
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.recoverable import Recoverable
 from torchrl_replay_ext.indices import as_index
 
 # Special values of last_seen_step.
 UNKNOWN = -1
 OUT_OF_ORDER = -2
-
-
-class Layout(NamedTuple):
-    """The slots of a buffer, numbered in row-major order.
-
-    Args:
-        shape: shape of the storage. The first dimension is the ring; the product of the others is the number of lanes.
-        size: number of slots for which state is kept, at least the product of ``shape``.
-        device: device of the state.
-        for_graphs: True if compiled graphs use the state; all state must then be in tensors. Default: False.
-        known: True if ``shape`` was read from a storage, False if it is a guess before the first write. Default:
-            False.
-        validate: True if invalid input raises errors on accelerators too, although the host must wait for the device
-            to see it. Default: False.
-    """
-
-    shape: tuple[int, ...]
-    size: int
-    device: torch.device
-    for_graphs: bool = False
-    known: bool = False
-    validate: bool = False
-
-    @property
-    def skip_checks_on(self) -> torch.device | None:
-        """The device on which checks of values are skipped, because the host would wait; None with ``validate``."""
-        return None if self.validate else self.device
-
-    @property
-    def counters(self) -> torch.device:
-        """The device of numbers that the host needs: the CPU, unless graphs change them."""
-        return self.device if self.for_graphs else torch.device("cpu")
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the ring."""
-        return self.shape[0]
-
-    @property
-    def slots_per_step(self) -> int:
-        """Number of lanes."""
-        return math.prod(self.shape[1:])
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots of the storage."""
-        return math.prod(self.shape)
-
-    def streams(self, num_streams: int) -> tuple[int, int, bool]:
-        """Number of steps, number of lanes, and whether streams are assigned to lanes (``num_streams`` > 1, flat)."""
-        if len(self.shape) > 1:
-            return self.steps, self.slots_per_step, False
-        return self.steps, num_streams, num_streams > 1
-
-    def slots_at(self, steps: Tensor) -> Tensor:
-        """Slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
-        return steps.unsqueeze(1) * self.slots_per_step + torch.arange(self.slots_per_step, device=self.device)
 
 
 class RingWrite(NamedTuple):

@@ -7,30 +7,26 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, rows_where, uniform
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.rank_order import RankOrder, masses
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
-from torchrl_replay_ext.distributions.rejection import Rejection, TableRows, propose
-from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.distributions.rejection import TableRows
 from torchrl_replay_ext.distributions.table_joint import JointTables, whole_only
 from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
+from torchrl_replay_ext.distributions.within_table import Uniform
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
 from torchrl_replay_ext.indices import FEW
-
-Kind = Literal["proportional", "rank", "reaper"]
 
 
 class EventTableMixture(Distribution):
@@ -47,10 +43,8 @@ class EventTableMixture(Distribution):
         allocation: how rows are divided among tables.
         correction: type of the importance-sampling weights.
         make_weights: creates the weights from a layout and the tables.
-        kind: distribution within a table; None: uniform.
-        alpha, beta: exponents of priorities and of weights.
-        stale_fraction: share of the entries that may change before the next sort of ranks.
-        make_reliability: creates the model of R, for ``kind="reaper"``; otherwise None.
+        make_within: creates the distribution within a table, see :class:`Uniform` for the arguments.
+        beta: exponent of weights.
     """
 
     requires_sequential_writer = True
@@ -68,15 +62,10 @@ class EventTableMixture(Distribution):
         allocation: Allocation,
         correction: Correction | None,
         make_weights: partial[TableWeights],
-        kind: Kind | None,
-        alpha: Hyperparameter,
+        make_within: Callable[..., Uniform],
         beta: Hyperparameter,
-        stale_fraction: float,
-        make_reliability: Callable[[WriteLog], Reliability] | None,
     ):
-        self._log, self._priorities, self._tables = log, priorities, tables
-        self._allocation, self._correction, self._kind = allocation, correction, kind
-        self._alpha, self._beta = alpha, beta
+        self._log, self._tables, self._allocation, self._beta = log, tables, allocation, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
         # values are read on the CPU only, and not in graphs
@@ -85,9 +74,6 @@ class EventTableMixture(Distribution):
         shares.to(device)
         self._least_counts, self._min_sizes = min_sizes.tolist(), min_sizes.to(device)
         self._weights = make_weights(layout, tables)
-        # True if all entries of a table have the same probability
-        self._plain = kind is None and correction in (None, "mixture")
-        self.takes_priorities = kind is not None
         # pinned tables choose the slots of new transitions
         self.slots_in_ring_order = tables.retention == "ring"
         begins = tables.regions(size)
@@ -96,18 +82,16 @@ class EventTableMixture(Distribution):
         self._tree = SumTree(self._nowhere + 1, device=device)
         if layout.for_graphs:
             self._tree.prepare()
-        self._reliability = None if make_reliability is None else make_reliability(log)
-        self._rejection = None
-        if self._reliability is not None:
-            self._rejection = Rejection(self._tree, self._reliability, for_graphs=layout.for_graphs, tables=tables)
-        entries = self._nowhere if kind == "rank" else 0
-        self._order = RankOrder(entries, tables=len(tables), stale_fraction=stale_fraction, device=device)
-        self.whole_only = whole_only(kind, correction, tables.retention)
-        settings = self._min_sizes, allocation, correction or ("priority" if kind else None)
+        self._within = within = make_within(log, priorities, self._tree, tables, begins)
+        self.takes_priorities = within.takes_priorities
+        # True if all entries of a table have the same probability, and p(i) depends on nothing else
+        self._plain = not within.takes_priorities and correction in (None, "mixture")
+        self.whole_only = within.whole_only or whole_only(correction, tables.retention)
+        settings = self._min_sizes, allocation, correction or ("priority" if within.takes_priorities else None)
         self._joint = JointTables(self._tree, tables, self._begins, shares, *settings)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
-        self._entries = TableMasses(self._tree, may_be_equal=kind is None)
+        self._entries = TableMasses(self._tree, may_be_equal=not within.takes_priorities)
         # True if stored transitions may lack their masses: then insert() sets masses in all tables
         self._is_incomplete = True
         # size of the last batch outside graphs: the default minimum size of a table for density()
@@ -118,25 +102,13 @@ class EventTableMixture(Distribution):
 
     @property
     def max_priority(self) -> float:
-        if self._reliability is not None:
-            return min(largest_priority(self._tree, self._alpha), self._reliability.max_priority)
-        return MAX_PRIORITY if self._kind != "proportional" else largest_priority(self._tree, self._alpha)
+        return self._within.max_priority
 
     # --- masses
 
     def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
-        """Masses at ``positions`` [n], or one number for all; ``priority`` [n]: d of ``slots``, None: their last d."""
-        if self._correction == "priority":
-            eta = 1 - self._shares.current[0]
-            inside = self._tables.holds(slots).any(0)
-            return SumTree.to_mass(1 + eta * (2.0 * inside - 1))
-        if self._kind is None:
-            return SumTree.UNIT
-        if priority is None:
-            priority = gather_in_bounds(self._priorities.of_slot, slots)
-        if self._kind == "rank":
-            return masses(self._order.rank(priority, self._table_of(positions)), self._alpha.value)
-        return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
+        """See :meth:`Uniform.masses`."""
+        return self._within.masses(positions, slots, priority)
 
     def _set(
         self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
@@ -148,27 +120,19 @@ class EventTableMixture(Distribution):
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """All positions of ``slots`` [n], and the slot of each position."""
         positions = self._tables.positions(slots)
-        if self._correction == "priority":
-            positions = positions[:1]
         return positions.reshape(-1), slots.expand(positions.shape).reshape(-1)
 
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
-        self._count_changes(len(slots))
-        if self._correction == "priority":
-            self._entries.add(slots, slots)
-        else:
-            self._entries.add(positions, slots, constant=self._plain and not self._is_incomplete)
-            self._weights.move(slots)
+        self._within.count_changes(len(slots))
+        self._entries.add(positions, slots, constant=self._plain and not self._is_incomplete)
+        self._weights.move(slots)
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
-        self._count_changes(len(slots))
-        if self._correction == "priority":
-            self._entries.add(distinct, distinct)
-        else:
-            self._entries.add(positions, None)
-            self._weights.move(distinct)
+        self._within.count_changes(len(slots))
+        self._entries.add(positions, None)
+        self._weights.move(distinct)
 
     def on_settled(self) -> None:
         """Called by the tables: their change is complete."""
@@ -190,11 +154,10 @@ class EventTableMixture(Distribution):
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         if is_traced():
             raise RuntimeError("EventTableSampler: events cannot be detected in a graph; call extend outside.")
-        self._sort_if_due()
-        if self._reliability is not None:
-            self._reliability.insert(slots, priority, rows)
+        self._within.sort_if_due()
+        self._within.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
-        self._count_changes(len(slots))
+        self._within.count_changes(len(slots))
         # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
         everywhere = self._is_incomplete or not self._tables.is_changing
         if not everywhere and (self._plain or not self.slots_in_ring_order):
@@ -202,36 +165,33 @@ class EventTableMixture(Distribution):
                 self._entries.write(rows.places, SumTree.UNIT)
             return
         positions, repeated = self._everywhere(slots) if everywhere else (slots, slots)
-        self._set(positions, repeated, priority=None if self._kind is None else -priority.float().expand(len(repeated)))
+        self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots.cpu().numpy())
         # before the masses of the slots themselves
         self.on_settled()
         self._holes.fill_(True)
-        if self._reliability is not None:
-            self._reliability.remove(slots)
+        self._within.remove(slots)
         if self.slots_in_ring_order:
             self._tree.write(slots, torch.zeros_like(slots))
-        self._count_changes(len(slots))
+        self._within.count_changes(len(slots))
         self._weights.remove(slots)
 
     def before_full_overwrite(self) -> None:
-        if self._reliability is not None:
-            self._reliability.before_full_overwrite()
+        self._within.before_full_overwrite()
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        if self._reliability is not None:
-            self._reliability.update(slots, priority, mask)
+        self._within.update(slots, priority, mask)
         positions, repeated = self._everywhere(slots)
         if mask is not None:
             count = positions.shape[0] // slots.shape[0]
             mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
         self._set(positions, repeated, mask)
-        self._count_changes(slots.shape[0])
+        self._within.count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
-        if self._kind == "rank" and slots is None:
+        if self._within.sorts and slots is None:
             self.sort()
         elif slots is not None:
             in_use = gather_in_bounds(self._log.generation, slots) > 0
@@ -239,48 +199,12 @@ class EventTableMixture(Distribution):
             positions, repeated = self._everywhere(slots)
             count = positions.shape[0] // slots.shape[0]
             self._set(positions, repeated, UpdateMask(in_use.repeat(count), is_last.repeat(count)))
-        elif self._tables.num_slots:
+        elif self._tables.is_allocated:
             self._set(*self._everywhere(self.stored_slots()))
 
-    # --- ranks
-
-    def _count_changes(self, count: int) -> None:
-        """Count entries that were written or updated since the last sort."""
-        if self._kind == "rank":
-            self._order.changes.add_(count)
-
-    def _table_of(self, positions: Tensor) -> Tensor:
-        return (positions.unsqueeze(1) >= self._begins[1:-1]).sum(1)
-
-    def _sort_if_due(self) -> None:
-        if self._kind == "rank" and self._order.is_due(self._tables.counts.sum()):
-            self.sort()
-
-    @torch.no_grad()
     def sort(self) -> None:
-        """Sort the ranks, with ``kind="rank"``; otherwise do nothing."""
-        if self._kind == "rank" and self._tables.num_slots:
-            with self._log.transaction():
-                self._sort()
-
-    def _sort(self) -> None:
-        count = len(self._tables)
-        positions = torch.arange(self._nowhere, device=self._device)
-        slots, table = self._tables.slot_at[:-1].to(torch.int64), self._table_of(positions)
-        held = self._tables.positions(slots).gather(0, table.unsqueeze(0)).squeeze(0) == positions
-        held &= self._log.generation[slots] > 0
-        # on an accelerator, which cannot leave out positions, those without an entry come last
-        table = torch.where(held, table, count)
-        kept = rows_where(held)
-        positions, slots, table = positions[kept], slots[kept], table[kept]
-        order = self._order.sort(self._priorities.of_slot[slots], table)
-        positions, table = positions[order], table[order]
-        begins = torch.searchsorted(table, torch.arange(count + 1, device=self._device))
-        rank = torch.arange(len(order), device=self._device) - begins[table]
-        leaves = self._tree.leaves
-        leaves.zero_()
-        leaves[positions] = masses(rank, self._alpha.value) * (table < count)
-        self._tree.rebuild_()
+        """Sort the ranks, with priorities by rank; otherwise do nothing."""
+        self._within.sort()
 
     # --- draws
 
@@ -289,8 +213,7 @@ class EventTableMixture(Distribution):
         ends = self._tree.prefix(self._begins)
         low, total = ends[:-1], ends[1:] - ends[:-1]
         needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-        usable = (self._tables.counts >= needed) & (total > 0) & (self._correction != "priority")
-        return self._shares.among(usable), low, total
+        return self._shares.among((self._tables.counts >= needed) & (total > 0)), low, total
 
     def _needed(self, batch_size: int) -> list[int]:
         """The number of transitions from which on each table is used."""
@@ -364,8 +287,7 @@ class EventTableMixture(Distribution):
         in_graph = is_traced()
         if not in_graph and batch_size != self._batch_size:
             self._batch_size = batch_size
-            if self._correction != "priority":
-                self._warn_of_small_tables()
+            self._warn_of_small_tables()
         if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:
@@ -374,23 +296,17 @@ class EventTableMixture(Distribution):
                 self.count_batch()
                 extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
                 return Draw(slots, extras=extras)
-        self._sort_if_due()
+        self._within.sort_if_due()
         eta, low, total = self._proportions(batch_size)
         message = "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
         raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
         u = uniform(batch_size + 1, device=self._device, generator=generator)
         ends, table = self._tables_of_rows(eta, batch_size, u, generator)
-        if self._rejection is not None:
-            position, mass = self._rejection.draw(batch_size, generator, TableRows(ends, table, low, total))
-            total = total * self._rejection.acceptance()
-            total_of_row = gather_in_bounds(total, table)
-        else:
-            total_of_row = gather_in_bounds(total, table)
-            position, mass = propose(self._tree, u[1:], gather_in_bounds(low, table), total_of_row)
+        position, mass, total = self._within.draw(u[1:], TableRows(ends, table, low, total), generator)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
-        weight = self._weights.of(slots, probability, eta, mass, total_of_row, count)
+        weight = self._weights.of(slots, probability, eta, mass, gather_in_bounds(total, table), count)
         # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
         weight = torch.where(mass > 0, weight, 0.0)
         self.count_batch()
@@ -411,18 +327,16 @@ class EventTableMixture(Distribution):
         return self._joint.draw_share(share)
 
     def count_batch(self) -> None:
-        if self._kind is None:
+        if not self.takes_priorities:
             self._beta.step()
         self._shares.step()
 
     def _mixture(self, slots: Tensor, eta: Tensor, total: Tensor) -> Tensor:
         """p(i) of ``slots`` [n], float64 [n]."""
         positions, _ = self._everywhere(slots)
-        mass = self._tree.get(positions).view(-1, slots.shape[0])
-        if self._reliability is not None:
-            mass = mass * self._reliability.factor(slots)
+        density = self._within.density(self._tree.get(positions).view(-1, slots.shape[0]), slots)
         share = eta / torch.where(total > 0, total, 1.0)
-        return (mass * share[: mass.shape[0]].unsqueeze(1)).sum(0)
+        return (density * share[: density.shape[0]].unsqueeze(1)).sum(0)
 
     def _has_holes(self) -> bool:
         """True if the default table may have slots whose content is unknown."""
@@ -434,18 +348,13 @@ class EventTableMixture(Distribution):
     def density(self, slots: Tensor) -> Tensor:
         if not slots.numel():
             return torch.zeros(0, dtype=torch.float64, device=self._device)
-        self._sort_if_due()
+        self._within.sort_if_due()
         eta, _, total = self._proportions(self._batch_size)
-        if self._reliability is not None:
-            stored = self.stored_slots()
-            positions = self._tables.positions(stored)
-            mass = self._tree.get(positions.reshape(-1)).view(positions.shape)
-            total = (mass * self._reliability.factor(stored)).sum(1)
-        return self._mixture(slots, eta, total)
+        return self._mixture(slots, eta, self._within.exact_totals(total))
 
     def stored_slots(self) -> Tensor:
         everything = torch.arange(self._size, device=self._device)
-        if not self._tables.num_slots:
+        if not self._tables.is_allocated:
             return everything[:0]
         held = (self._tables.positions(everything) != self._nowhere).any(0)
         return everything[held & (self._log.generation > 0)]
@@ -457,33 +366,25 @@ class EventTableMixture(Distribution):
         self._is_incomplete = True
         self._holes.fill_(True)
         self._tree.clear_()
-        self._order.clear()
+        self._within.clear()
         self._weights.clear()
-        if self._reliability is not None and self._rejection is not None:
-            self._reliability.clear()
-            self._rejection.clear()
 
     def tensors(self) -> dict[str, Tensor]:
         state = {"masses": self._tree.rows, "eta": self._shares.state}
-        state |= self._order.tensors() | self._weights.tensors()
-        if self._reliability is not None and self._rejection is not None:
-            state |= self._rejection.tensors() | self._reliability.tensors()
-        return state
+        return state | self._within.tensors() | self._weights.tensors()
 
     def rebuild(self) -> None:
         self._holes.fill_(True)
         self._tree.rebuild_()
         self._shares.rebuild()
-        if self._reliability is not None:
-            self._reliability.rebuild()
+        self._within.rebuild()
 
     def check_valid(self) -> None:
         self._tables.check_valid()
         self._tree.check_valid()
         self._weights.check_valid()
-        if self._reliability is not None:
-            self._reliability.check_valid()
-        if self._correction != "priority" and self._tables.num_slots:
+        self._within.check_valid()
+        if self._tables.is_allocated:
             positions = self._tables.positions(self._log.stored_slots())
             held, drawn = positions[positions != self._nowhere].unique(), (self._tree.leaves > 0).nonzero().squeeze(1)
             is_complete = self._plain and not self._is_incomplete
@@ -492,8 +393,34 @@ class EventTableMixture(Distribution):
 
     def stats(self) -> dict[str, Tensor]:
         names, eta = self._tables.names, self._shares.current
-        sizes = self._tables.counts if self._tables.num_slots else torch.zeros(len(names), dtype=torch.int64)
+        sizes = self._tables.counts if self._tables.is_allocated else torch.zeros(len(names), dtype=torch.int64)
         stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
-        if (rejection := self._rejection) is not None:
-            stats |= {"acceptance_rate": (rejection.acceptance() * eta).sum(), "repeated_draws": rejection.repeated}
-        return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}
+        return stats | self._within.stats(eta) | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}
+
+
+class EventPriorities(EventTableMixture):
+    """Draws from the whole storage, where transitions of event tables have a higher priority (SSET, Sec. 4).
+
+    The masses of transitions inside and outside of the union of the event tables have the ratio (1 + η) / (1 − η), for
+    η = Σ_{k>0} η_k.
+    """
+
+    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
+        eta = 1 - self._shares.current[0]
+        return SumTree.to_mass(1 + eta * (2.0 * self._tables.holds(slots).any(0) - 1))
+
+    def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self._tables.positions(slots)[0], slots
+
+    def on_insert(self, positions: Tensor, slots: Tensor) -> None:
+        self._entries.add(slots, slots)
+
+    def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
+        self._entries.add(distinct, distinct)
+
+    def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        _, low, total = super()._proportions(batch_size)
+        return self._shares.among(torch.zeros_like(total, dtype=torch.bool)), low, total
+
+    def _warn_of_small_tables(self) -> None:
+        """Event tables of any size have an effect."""

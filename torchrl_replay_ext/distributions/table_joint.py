@@ -19,16 +19,10 @@ _CLASSES = (
     "correction='mixture' with retention='pinned' counts combinations of tables, which needs all of them; use "
     "retention='ring'."
 )
-_KINDS = {
-    "rank": "ranks need the priorities of all shards; use priority=dict(kind='proportional').",
-    "reaper": "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional').",
-}
 
 
-def whole_only(kind: str | None, correction: str | None, retention: str) -> str | None:
+def whole_only(correction: str | None, retention: str) -> str | None:
     """Why joint draws are not possible with these settings of EventTableSampler; None: they are."""
-    if kind in _KINDS:
-        return _KINDS[kind]
     if correction not in (None, "mixture"):
         return _PAIRS
     return _CLASSES if correction == "mixture" and retention == "pinned" else None

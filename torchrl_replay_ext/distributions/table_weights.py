@@ -11,8 +11,8 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.core.class_counts import ClassCounts
 from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.pair_counts import PairCounts
-from torchrl_replay_ext.core.write_log import Layout
 from torchrl_replay_ext.distributions.protocol import RowView
 from torchrl_replay_ext.distributions.table_shares import TableShares
 
@@ -89,7 +89,7 @@ class TableWeights:
         """Count the content of the tables again, or reset all counts if the tables were never written to."""
         if self._pairs is not None:
             self._pairs.clear_()
-        if self._classes is not None and self._tables.num_slots:
+        if self._classes is not None and self._tables.is_allocated:
             if self._tables.num_written:
                 self._recount()
             else:
@@ -102,7 +102,7 @@ class TableWeights:
 
     def check_valid(self) -> None:
         """Raise AssertionError if the counts do not match the tables. O(N)."""
-        if self._classes is not None and self._tables.num_slots:
+        if self._classes is not None and self._tables.is_allocated:
             everything = torch.arange(self._layout.size, device=self._layout.device)
             self._classes.check_valid(self._tables.holds(everything))
 

@@ -18,7 +18,7 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar, to_device, values_can_be_read
-from torchrl_replay_ext.core.write_log import Layout
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments

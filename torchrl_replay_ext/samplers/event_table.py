@@ -17,16 +17,26 @@ from torchrl_replay_ext.arguments import TDError, is_key, is_number
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.distributions.event_tables import EventTableMixture, Kind
+from torchrl_replay_ext.distributions.event_tables import EventPriorities, EventTableMixture
 from torchrl_replay_ext.distributions.reliability import Truncated
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
+from torchrl_replay_ext.distributions.within_table import ByPriority, ByRank, ByReliability, Uniform
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
 from torchrl_replay_ext.samplers.reaper import make_reliability
 
+Kind = Literal["proportional", "rank", "reaper"]
+
 _CORRECTIONS = (None, *get_args(Correction))
+# The distribution inside a table for each kind; None: no priorities.
+_WITHIN: dict[Kind | None, type[Uniform]] = {
+    None: Uniform,
+    "proportional": ByPriority,
+    "rank": ByRank,
+    "reaper": ByReliability,
+}
 # Entries of priority=dict(kind=...) and their defaults.
 _KINDS: dict[str, dict[str, Any]] = {
     "proportional": {
@@ -60,7 +70,7 @@ _REAPER: dict[str, Any] = {
 class TablePriority(TypedDict, total=False):
     """The argument ``priority`` of :class:`EventTableSampler`, which lists the entries for each ``kind``."""
 
-    kind: Required[Literal["proportional", "rank", "reaper"]]
+    kind: Required[Kind]
     alpha: float | Anneal
     beta: float | Anneal
     omega: float | Anneal
@@ -219,10 +229,14 @@ class EventTableSampler(PrioritySampler):
         if kind == "reaper":
             exponents["omega"] = settings.pop("omega")
         hyperparameters = make_exponents("EventTableSampler", **exponents)
-        reliability = None
+        within: dict[str, Any] = {}
+        if kind is not None:
+            within["alpha"] = hyperparameters["alpha"]
+        if kind == "rank":
+            within["stale_fraction"] = settings.pop("stale_fraction")
         if kind == "reaper":
             given: dict[str, Any] = {key: settings.pop(key, default) for key, default in _REAPER.items()}
-            reliability = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
+            within["make_reliability"] = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
         self._tables, self._correction = tables, correction
         self._arguments: dict[str, Any] = dict(
@@ -238,11 +252,8 @@ class EventTableSampler(PrioritySampler):
                 prioritized=kind is not None,
                 pair_keys=tuple(pair_keys),
             ),
-            kind=kind,
-            alpha=hyperparameters["alpha"],
+            make_within=partial(_WITHIN[kind], **within),
             beta=hyperparameters["beta"],
-            stale_fraction=settings.pop("stale_fraction", 0.0),
-            make_reliability=reliability,
         )
         make = self._make_for(tables)
         super().__init__(
@@ -250,7 +261,8 @@ class EventTableSampler(PrioritySampler):
         )
 
     def _make_for(self, tables: EventTables) -> partial[EventTableMixture]:
-        return partial(EventTableMixture, tables=tables, **self._arguments)
+        distribution = EventPriorities if self._correction == "priority" else EventTableMixture
+        return partial(distribution, tables=tables, **self._arguments)
 
     def _find_tables(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""

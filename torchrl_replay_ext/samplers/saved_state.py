@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_replay_ext.core.write_log import Layout
+from torchrl_replay_ext.core.layout import Layout
 
 
 def require_keys(call: str, state: dict[str, Any], expected: set[str]) -> None:

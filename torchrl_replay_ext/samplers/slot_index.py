@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import raise_if
-from torchrl_replay_ext.core.write_log import Layout
+from torchrl_replay_ext.core.layout import Layout
 
 
 def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -13,8 +13,9 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import gather_in_bounds, to_device
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, Layout, RingWrite, WriteLog
+from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.rows import StoredRows

@@ -194,7 +194,7 @@ class EventTableWriter(CompilableWriter):
                 "EventTableWriter.write_at: with retention='pinned' the tables choose the slots; use extend or add."
             )
         result = super().write_at(index, data)
-        if self._tables.num_slots:
+        if self._tables.is_allocated:
             slots = torch.as_tensor(result)
             known = shape_and_device(self._storage) if slots.ndim > 1 else None
             slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
@@ -276,7 +276,7 @@ class EventTableWriter(CompilableWriter):
         tables = self._tables
         with tables.transaction():
             if self._pinned:
-                if not tables.num_slots:
+                if not tables.is_allocated:
                     tables.allocate(self._storage.max_size, self._device(data))
                 timeline, entering = self._plan(rows, occurred)
                 slots, index = self._write_pinned(data, timeline, entering)
@@ -393,7 +393,7 @@ class EventTableWriter(CompilableWriter):
 
     def _allocate(self) -> None:
         data = stored_data(self._storage)
-        if data is self._sized_by and self._tables.num_slots:
+        if data is self._sized_by and self._tables.is_allocated:
             return
         known = shape_and_device(self._storage)
         assert known is not None
@@ -412,7 +412,7 @@ class EventTableWriter(CompilableWriter):
     # --- saving
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None and self._storage is not None and not self._tables.num_slots:
+        if get_spawning_popen() is not None and self._storage is not None and not self._tables.is_allocated:
             raise RuntimeError(
                 "EventTableWriter: the buffer is sent to another process before its first write, so the processes "
                 "would not share the tables. Call rb.extend(data), then rb.empty(), before. (TorchRL's collectors do "
@@ -427,7 +427,7 @@ class EventTableWriter(CompilableWriter):
         """A copy of the cursor, the tables and the newest transitions of each unfinished episode."""
         tables: dict[str, Tensor] = {}
         num_slots = self._tables.num_slots
-        if num_slots:
+        if self._tables.is_allocated:
             tables = {key: tensor.clone() for key, tensor in self._tables.tensors().items()}
             tables["begins"] = torch.tensor(self._tables.regions(num_slots))
         return {
@@ -465,7 +465,7 @@ class EventTableWriter(CompilableWriter):
                     f"size ({num_slots} slots); create the buffer with the same capacities and size."
                 )
             known = None if self._storage is None else shape_and_device(self._storage)
-            current = tables.device if tables.num_slots else saved["slot_at"].device
+            current = tables.device if tables.is_allocated else saved["slot_at"].device
             tables.allocate(num_slots, current if known is None else known[1])
             tables.load(saved)
         else:
