@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import Sequence
 
 from tests.data import linear_policy
 from tests.emulated_device import DeviceMismatchError, EmulatedDevice
@@ -321,6 +322,38 @@ def test_the_actors_batch_is_chosen_on_an_accelerator(granularity, device):
     drawn = torch.cat([buffer.sample()["number"] for _ in range(20)]).cpu()
     assert (numbers < 10).float().mean() > (drawn < 10).float().mean()
     assert actor.sample()["observation"].device.type == "emulated"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampler": ProportionalSampler},
+        {"sampler": ReaPERSampler},
+        {"sampler": ProportionalSampler, "sample_unit": Sequence(length=4)},
+        {
+            "sampler": lambda capacity: TrajectoryRetraceSampler(
+                capacity, slice_len=4, behaviour_keys=(), anchors=ProportionalSampler(capacity)
+            )
+        },
+    ],
+    ids=["per", "reaper", "sequences", "slices"],
+)
+@pytest.mark.parametrize(("stored_on", "moved_to"), [("cpu", "emulated"), ("emulated", "cpu")])
+def test_a_batch_may_be_moved_before_its_update(arguments, stored_on, moved_to, device):
+    arguments = {**arguments, "sampler": arguments["sampler"](100)}
+    storage = CompilableTensorStorage(100, device=stored_on)
+    buffer = CompilableReplayBuffer(storage=storage, batch_size=8, priority_key="td_error", **arguments)
+    done = (torch.arange(50) % 10 == 9).unsqueeze(1)
+    data = TensorDict({"x": torch.randn(50, 3), "next": {"done": done, "terminated": done}}, [50])
+    buffer.extend(data.to(stored_on))
+    # newer than the batch, which is not overwritten
+    batch = buffer.sample().to(moved_to)
+    buffer.extend(data.to(stored_on))
+    batch["td_error"] = torch.full(batch.shape, 9.0, device=moved_to)
+    buffer.update_tensordict_priority(batch)
+    stats = buffer.sampler.stats().cpu()
+    assert stats["dropped_updates"] == stats["rejected_updates"] == 0
+    assert stats["never_updated"] < 1
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

@@ -22,9 +22,9 @@ def test_anneal_is_a_value():
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
-@pytest.mark.parametrize("num_updates", [0, -1])
+@pytest.mark.parametrize("num_updates", [0, -1, 2.5, math.inf, math.nan])
 def test_anneal_refuses(num_updates):
-    with pytest.raises(ValueError, match=rf"Anneal\(num_updates={num_updates}\): num_updates must be >= 1"):
+    with pytest.raises(ValueError, match=rf"Anneal\(num_updates={num_updates}\): num_updates must be an integer >= 1"):
         Anneal(0.4, 1.0, num_updates)
 
 

@@ -162,6 +162,21 @@ def test_knows_what_the_loss_writes(base, tmp_path, monkeypatch):
     torch.testing.assert_close((p[index] / p[other]).float().reshape(()), squared.detach().sqrt(), rtol=1e-4, atol=1e-5)
 
 
+def test_sac_with_a_value_network_writes_squared_td_errors():
+    value = [
+        "+model@models.value=value",
+        "+network@networks.value=mlp",
+        "networks.value.in_features=3",
+        "networks.value.out_features=1",
+        "models.value.in_keys=[observation]",
+        "models.value.out_keys=[state_value]",
+        "models.value.network=${networks.value}",
+        "loss.value_network=${models.value}",
+    ]
+    assert chosen(SAC, "proportional").replay_buffer.sampler.td_error == "absolute"
+    assert chosen(SAC, "proportional", value).replay_buffer.sampler.td_error == "squared"
+
+
 def test_values_become_arguments():
     overrides = event_tables(
         late="{condition: {key: step_count, op: '>=', value: 8}, history: 3, table: end}",

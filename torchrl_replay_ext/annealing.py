@@ -26,7 +26,7 @@ class Anneal:
 
     Raises:
         TypeError: if an argument is not a number.
-        ValueError: if ``num_updates`` < 1.
+        ValueError: if ``num_updates`` is not an integer >= 1.
 
     Examples:
         >>> from torchrl_replay_ext import ProportionalSampler
@@ -41,8 +41,8 @@ class Anneal:
     def __post_init__(self):
         for name in ("start", "end", "num_updates"):
             as_number("Anneal", name, getattr(self, name))
-        if not self.num_updates >= 1:
-            raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be >= 1.")
+        if not (self.num_updates >= 1 and float(self.num_updates).is_integer()):
+            raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be an integer >= 1.")
 
 
 class Hyperparameter:

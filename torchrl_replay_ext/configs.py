@@ -67,6 +67,8 @@ _TD_ERRORS = {
     "SACLoss": "absolute",
     "DiscreteSACLoss": "absolute",
 }
+# These write squared TD errors if they have a value network.
+_SAC = ("_make_sac_loss", "SACLoss")
 
 
 # --- resolvers: values from the configurations of the buffer and of the loss
@@ -85,7 +87,10 @@ def _of_loss(_root_: Any) -> str | None:
     for path in ("trainer.loss_module._target_", "loss._target_"):
         target = OmegaConf.select(_root_, path)
         if target is not None:
-            return _TD_ERRORS.get(str(target).rsplit(".", 1)[-1])
+            name = str(target).rsplit(".", 1)[-1]
+            if name in _SAC and OmegaConf.select(_root_, path.replace("_target_", "value_network")) is not None:
+                return "squared"
+            return _TD_ERRORS.get(name)
     return None
 
 

@@ -81,12 +81,13 @@ class AdamStep:
         beta1, beta2 = self._group["betas"]
         for count in self._counts:
             count.add_(1)
-        # βᵗ as an exponential of tensors: the compiler computes it once, before the loops over the parameters
+        # 1 − βᵗ from tensors: the compiler computes it once, before the loops over the parameters. expm1, because the
+        # difference to 1 is small in the first steps
         count = self._counts[0]
-        power1, power2 = (
-            (count * math.log(beta)).exp() if beta else torch.zeros_like(count) for beta in (beta1, beta2)
+        correction1, correction2 = (
+            -(count * math.log(beta)).expm1() if beta else torch.ones_like(count) for beta in (beta1, beta2)
         )
-        rate, root = self._group["lr"] / (1 - power1), (1 - power2).sqrt()
+        rate, root = self._group["lr"] / correction1, correction2.sqrt()
         for parameter, gradient, mean, square in zip(
             self.parameters, gradients, self._means, self._squares, strict=True
         ):

@@ -11,9 +11,10 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler
+from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 from torchrl.envs import ObservationNorm
 from torchrl.modules import (
+    IndependentNormal,
     NormalParamExtractor,
     OneHotCategorical,
     ProbabilisticActor,
@@ -118,11 +119,29 @@ def test_ornstein_uhlenbeck_noise():
         ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
         ({"noise_scale": torch.tensor([[1.0, 0.5], [0.0, 1.0]])}, "a covariance matrix must be symmetric"),
         ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
+        # not in float32, in which the differences are
+        ({"noise_scale": torch.tensor([[1.0, 1 - 1e-9], [1 - 1e-9, 1.0]], dtype=torch.float64)}, "positive definite"),
     ],
 )
 def test_bad_arguments_of_the_divergence(arguments, message):
     with pytest.raises(ValueError, match=message):
         gaussian_policy_kl(torch.randn(5, 2), **arguments)
+
+
+def test_a_noise_that_is_singular_in_float32_is_refused():
+    noise_scale = torch.tensor([[1.0, 1 - 1e-9], [1 - 1e-9, 1.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"a covariance matrix must be positive definite"):
+        DecoupledSampler(RandomSampler(), make_policy(), noise_scale=noise_scale)
+
+
+@pytest.mark.parametrize("covariance", ["diag", "full"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_scored_in_float32(dtype, covariance):
+    difference = torch.randn(20, 2, dtype=dtype) * 1e-3
+    found = gaussian_policy_kl(difference, 1e-4, covariance=covariance, eps=1e-12)
+    torch.testing.assert_close(found, gaussian_policy_kl(difference.float(), 1e-4, covariance=covariance, eps=1e-12))
+    with pytest.raises(TypeError, match=r"must be floating point, not torch.int64"):
+        gaussian_policy_kl(torch.ones(5, 2, dtype=torch.int64), 0.1)
 
 
 # --- the sampler
@@ -256,6 +275,29 @@ def test_mean_squared_errors_and_log_probabilities():
     torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant)
 
 
+def test_one_scale_for_all_actions_counts_for_each_of_them():
+    class Spread(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(3, 3)
+
+        def forward(self, observation):
+            parameters = self.net(observation)
+            return parameters[..., :2], parameters[..., 2:].exp()
+
+    torch.manual_seed(0)
+    module = TensorDictModule(Spread(), in_keys=["observation"], out_keys=["loc", "scale"])
+    policy = ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=IndependentNormal)
+    sampler = DecoupledSampler(RandomSampler(), policy, score="logprob")
+    rb = buffer_with(sampler, 500, batch_size=32)
+    actor_rb = sampler.actor_buffer(rb)
+    rb.extend(experience(500))
+    batch = actor_rb.sample()
+    with torch.no_grad():
+        log_prob = policy.get_dist(batch.select("observation")).log_prob(batch["action"])
+    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - math.log(2 * math.pi))
+
+
 def stochastic_policy(distribution, **keywords):
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
     module = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
@@ -381,6 +423,30 @@ def test_a_sampler_for_the_candidates():
     rb.empty()
     rb.extend(experience(3))
     assert actor_rb.sample()["index"].max() < 3
+
+
+def test_a_sampler_that_runs_out_of_candidates_is_refused():
+    _, actor_rb = make(RandomSampler(), candidate_sampler=SamplerWithoutReplacement())
+    with pytest.raises(ValueError, match=r"SamplerWithoutReplacement drew .* rows, not num_candidates . batch_size ="):
+        for _ in range(10):
+            actor_rb.sample()
+
+
+def test_candidates_do_not_wait_for_updates():
+    """A sampler that draws both batches takes the TD errors of shuffled critic batches all the same."""
+    torch.manual_seed(0)
+    critic = ProportionalSampler(200)
+    sampler = DecoupledSampler(critic, make_policy(), candidate_sampler=critic)
+    rb = buffer_with(sampler, 200, batch_size=32, priority_key="td_error")
+    actor_rb = sampler.actor_buffer(rb)
+    rb.extend(experience(200))
+    for step in range(20):
+        rb.extend(experience(4, seed=step))
+        batch = rb.sample()[torch.randperm(32)]
+        batch["td_error"] = torch.rand(32)
+        rb.update_tensordict_priority(batch)
+        actor_rb.sample()
+    assert critic.stats()["dropped_updates"] == 0
 
 
 def test_what_the_critics_sampler_answers():
@@ -542,7 +608,11 @@ def test_what_a_distribution_does_anyway_may_be_said():
 def test_pinned_tables_need_candidates_of_their_own():
     sampler = DecoupledSampler(event_sampler(30, ("next", "a"), 5, default=50), make_policy())
     rb = buffer_with(sampler, 80, batch_size=16)
-    with pytest.raises(ValueError, match="pass a candidate_sampler"):
+    with pytest.raises(ValueError, match="pass an EventTableSampler as candidate_sampler"):
+        sampler.actor_buffer(rb)
+    # it draws from all slots too
+    sampler.candidate_sampler = ProportionalSampler(80)
+    with pytest.raises(ValueError, match="pass an EventTableSampler as candidate_sampler"):
         sampler.actor_buffer(rb)
 
 

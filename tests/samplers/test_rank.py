@@ -193,6 +193,25 @@ def test_large_buffers_are_sorted_by_leading_bits():
     assert torch.equal(probabilities(filled(td_error)), exact)  # stale_fraction=0
 
 
+def test_a_rounded_value_is_split_exactly_at_the_first_ranks():
+    torch.manual_seed(0)
+    num = 60_000
+    td_error = torch.rand(num)
+    # half of all values differ by less than 0.8 %
+    td_error[: num // 2] = 1 + 0.003 * torch.rand(num // 2)
+    found = probabilities(filled(td_error, stale_fraction=0.05))
+    exact = torch.empty(num, dtype=torch.float64)
+    exact[td_error.argsort(descending=True)] = rank_probabilities(num, 0.7)
+    assert total_variation(found, exact) < 0.005
+
+
+def test_a_segment_of_equal_ranks_has_whole_ranks():
+    """With α = 0 and as many segments as ranks, each segment is one rank, whatever the rounding."""
+    rb = filled(torch.arange(100, 0.0, -1), alpha=0.0, segments="piecewise")
+    assert torch.equal(rb.sample(100)["priority_weight"], torch.ones(100))
+    torch.testing.assert_close(probabilities(rb), torch.full((100,), 0.01, dtype=torch.float64))
+
+
 def test_an_annealed_alpha_is_followed_from_sort_to_sort():
     rb = filled(torch.rand(20), alpha=Anneal(0.0, 1.0, 4))
     for number in range(5):

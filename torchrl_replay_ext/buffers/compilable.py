@@ -297,6 +297,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         if anchored:
             valid = data.get("validity_mask", None)
             rows = (*rows, torch.ones_like(stamp, dtype=torch.bool) if valid is None else valid)
+        if isinstance(device := getattr(self._storage, "device", None), torch.device):
+            # the batch may have been moved, for example to the device of the networks
+            rows = tuple(row.to(device) for row in rows)
         if self.compiles and not is_traced():
             self._in_graph(("update", len(stamp), anchored), update, *rows)
             return

@@ -90,8 +90,10 @@ class RankOrder:
         if self._rounds and count > _EXACT_SORT:
             coarse = (priority.view(torch.int32) >> _DROPPED_BITS).to(torch.int16)
             order = coarse.sort(stable=True, descending=True).indices
-            # sort the first ranks exactly: their probabilities differ most
-            head = order[: count // 8]
+            # sort the first ranks exactly, because their probabilities differ most; up to the end of a rounded value
+            last = order[count // 8 - 1]
+            end = torch.where(priority[last].isinf(), count // 8, (coarse >= coarse[last]).sum())
+            head = order[: int(end)]
             order[: len(head)] = head[priority[head].sort(stable=True, descending=True).indices]
             self._exact_above.copy_(priority[order[len(head) - 1]])
         else:

@@ -274,7 +274,8 @@ class RankBased(Distribution):
     def _bounds(self, num: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
         parts = torch.arange(1, count + 1, dtype=torch.float64, device=self._device) / count
-        ends = torch.searchsorted(self._cumulative, parts * self._mass_of(num)) + 1
+        # a boundary that lies on the end of a rank must not include the next rank because of rounding
+        ends = torch.searchsorted(self._cumulative, parts * self._mass_of(num) * (1 - 1e-12)) + 1
         # the last segment ends with the last rank, however small its probability
         ends = torch.maximum(torch.minimum(ends, num), num * (parts == 1))
         begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])

@@ -84,14 +84,14 @@ def gaussian_policy_kl(
         eps: added to the variances of the differences, >= 0. Default: 1e-6.
 
     Returns:
-        The divergence in nats, [...]. It is +inf, never NaN, where the covariance of the differences is singular. This
-        happens with ``eps`` = 0 if a difference does not vary, and with ``"full"`` for B <= A rows and any ``eps``.
-        Gradients flow.
+        The divergence in nats, [...], float64 for ``difference`` in float64, else float32. It is +inf, never NaN, where
+        the covariance of the differences is singular. This happens with ``eps`` = 0 if a difference does not vary, and
+        with ``"full"`` for B <= A rows and any ``eps``. Gradients flow.
 
     Raises:
         ValueError: if an argument has a wrong value or shape. The values of ``noise_scale`` are not checked in a
             compiled graph.
-        TypeError: if ``noise_scale`` does not hold real numbers.
+        TypeError: if ``difference`` is not floating point, or ``noise_scale`` does not hold real numbers.
 
     Examples:
         >>> noise = 0.1 * torch.tensor([[1.0], [-1.0]])
@@ -106,7 +106,13 @@ def gaussian_policy_kl(
         raise ValueError(f"gaussian_policy_kl(eps={eps}): eps must be >= 0 and finite.")
     if difference.ndim < 2 or not difference.shape[-2]:
         raise ValueError(f"gaussian_policy_kl: difference has shape {tuple(difference.shape)}, expected [..., B, A].")
+    if not difference.is_floating_point():
+        raise TypeError(f"gaussian_policy_kl: difference must be floating point, not {difference.dtype}.")
     require_noise_scale("gaussian_policy_kl", noise_scale)
+    # squares and determinants need at least float32
+    difference = difference if difference.dtype == torch.float64 else difference.float()
+    # a covariance matrix may be positive definite in float64 only
+    require_noise_scale("gaussian_policy_kl", as_noise_scale(noise_scale, difference))
     return divergence(difference, noise_scale, covariance, eps)
 
 

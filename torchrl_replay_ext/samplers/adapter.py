@@ -362,6 +362,8 @@ class PrioritySampler(ShowsArguments, Sampler):
         """
         if not self.distribution.takes_priorities:
             return
+        if stamp is not None:
+            stamp = stamp.to(self.layout.device)
         if is_traced():
             self.require_bound(storage)
             error = torch.as_tensor(priority, device=self.layout.device)

@@ -86,6 +86,8 @@ class CandidateScorer:
         self._covariance: Covariance = covariance
         self._eps = require_finite(_OWNER, "eps", eps)
         self._scale = scale = torch.as_tensor(noise_scale, dtype=torch.float32)
+        # a covariance matrix may be positive definite in float64 only
+        require_noise_scale(_OWNER, scale)
         self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
 
     @property
@@ -154,7 +156,7 @@ class CandidateScorer:
                 f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A]."
             )
         if scale is not None:
-            correction = scale.log().sum(-1)
+            correction = scale.expand_as(expected).log().sum(-1)
             if is_squashed:
                 action = inside_bounds(action, _OWNER)
                 correction = correction + (1 - action.square()).log().sum(-1)

@@ -36,7 +36,10 @@ from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
+from torchrl_replay_ext.samplers.adapter import PrioritySampler
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, PolicyOutput, Score
+from torchrl_replay_ext.samplers.event_table import EventTableSampler
+from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
@@ -95,15 +98,16 @@ class DecoupledSampler(SamplerWrapper):
         granularity: ``"batch"`` (default), ``"group"`` or ``"transition"``.
         action_key: entry with the actions. Default: ``"action"``.
         group_size: rows per group; must divide the batch size. Default: 16.
-        candidate_sampler: draws the candidates. None (default): uniformly. Required with event tables of
-            ``retention="pinned"``.
+        candidate_sampler: draws the candidates. None (default): uniformly. With event tables of
+            ``retention="pinned"``, it must be an :class:`~torchrl_replay_ext.EventTableSampler`.
 
     Raises:
         ValueError: if an argument is out of range, or the policy does not write the required entries. At a draw, if
             the stored actions or the policy's actions are not continuous with shape [A], if ``noise_scale`` has another
-            number of dimensions, or if there are too few rows for ``covariance="full"``. A policy with one-hot actions
-            is rejected if its actions are integers, or if its ``spec`` or ``distribution_class`` is discrete. Other
-            one-hot floats cannot be distinguished from continuous actions.
+            number of dimensions, if there are too few rows for ``covariance="full"``, or if ``candidate_sampler`` draws
+            fewer rows than asked for. A policy with one-hot actions is rejected if its actions are integers, or if its
+            ``spec`` or ``distribution_class`` is discrete. Other one-hot floats cannot be distinguished from continuous
+            actions.
         TypeError: if an argument has the wrong type.
         RuntimeError: at a draw, if the buffer is empty, or the sampler was unpickled and has no policy yet.
 
@@ -230,10 +234,11 @@ class DecoupledSampler(SamplerWrapper):
         require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
         self._scorer.require_whole_groups(batch_size)
         tables = getattr(rb.storage, STORAGE_ATTRIBUTE, None)
-        if tables is not None and tables.retention == "pinned" and isinstance(self.candidate_sampler, RandomSampler):
+        is_pinned = tables is not None and tables.retention == "pinned"
+        if is_pinned and not isinstance(self.candidate_sampler, EventTableSampler):
             raise ValueError(
                 "DecoupledSampler: event tables of retention='pinned' leave some slots in no table; use "
-                "retention='ring', or pass a candidate_sampler that draws from the tables."
+                "retention='ring', or pass an EventTableSampler as candidate_sampler."
             )
         device = getattr(rb.storage, "device", None)
         if isinstance(device, torch.device):
@@ -264,7 +269,7 @@ class DecoupledSampler(SamplerWrapper):
         if not length(storage):
             raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
         self._scorer.require_whole_groups(batch_size)
-        index, _ = self.candidate_sampler.sample(storage, self.num_candidates * batch_size)
+        index = self._draw_candidates(storage, self.num_candidates * batch_size)
         rows, score, candidate_scores = self._scorer.choose(*self._actions(storage, index, transform))
         if self._chosen.device != score.device:
             self._to(score.device)
@@ -275,6 +280,21 @@ class DecoupledSampler(SamplerWrapper):
         if not is_traced():
             self._drawn.append(index)
         return index, score, candidate_scores
+
+    def _draw_candidates(self, storage: Storage, num_rows: int) -> Any:
+        """The index of ``num_rows`` rows, [n] or a tuple of [n]."""
+        sampler = self.candidate_sampler
+        if isinstance(sampler, PrioritySampler):
+            # no update of these rows is expected, so the draw need not be remembered
+            return unravel(sampler.draw(storage, num_rows)[0], sampler.layout.shape)
+        index, _ = sampler.sample(storage, num_rows)
+        drawn = len(index[0] if isinstance(index, tuple) else index)
+        if drawn != num_rows:
+            raise ValueError(
+                f"DecoupledSampler: {type(sampler).__name__} drew {drawn} rows, not num_candidates * batch_size = "
+                f"{num_rows}; use a candidate_sampler that always draws as many rows as asked for."
+            )
+        return index
 
     @torch.no_grad()
     def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, PolicyOutput]:

@@ -362,6 +362,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             # TD errors that were written with the data; the rows may equal those of an earlier draw
             sampler.update_priority(index, priority, storage=storage)
             return
+        if stamp is not None:
+            stamp = stamp.to(slots.device)
         mask = sampler.state.updates.pending.real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
@@ -371,8 +373,11 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             stamp = where_int64(mask, generation, torch.full_like(generation, -1))
             sampler.update_priority(index, error, storage=storage, stamp=stamp)
             return
-        chosen = tuple(i[mask] for i in index) if isinstance(index, tuple) else index[mask]
+        real = mask.nonzero().squeeze(1)
+        columns = index if isinstance(index, tuple) else (index,)
+        chosen = [column[real.to(column.device)] for column in columns]
         error = error.reshape(-1)[mask] if error.numel() == mask.numel() else error
+        chosen = tuple(chosen) if isinstance(index, tuple) else chosen[0]
         sampler.update_priority(chosen, error, storage=storage, stamp=generation[mask])
 
     # --- inspection and state
