@@ -186,3 +186,20 @@ def test_a_state_saved_twice_before_the_first_write():
     assert len(used) == 0
     used.extend(rows(3))
     assert len(used) == 3
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_one_step_per_environment_can_be_written_to_columns(compile):
+    rb = buffer_with(ProportionalSampler(12, td_error="absolute", alpha=1.0, eps=0.0), 12, compilable=True, ndim=2)
+
+    def step(number):
+        return rows(3, first=3 * number, td_error=torch.arange(3.0) + 3 * number + 1).reshape(3, 1)
+
+    rb.extend(step(0))
+    extend = torch.compile(rb.extend, fullgraph=True) if compile else rb.extend
+    for number in range(1, 6):
+        assert extend(step(number)).tolist() == [[number % 4, env] for env in range(3)]
+    written = rb.storage[:]["number"]
+    assert written.tolist() == [[12, 13, 14], [15, 16, 17], [6, 7, 8], [9, 10, 11]]
+    priority = written.flatten() + 1.0
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), (priority / priority.sum()).double())

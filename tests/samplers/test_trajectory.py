@@ -427,6 +427,22 @@ def test_padded_rows_change_nothing(make):
     assert buffer.sampler.stats()["dropped_updates"] == buffer.sampler.stats()["rejected_updates"] == 0
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("step", [slice(None), 3], ids=["all steps", "one step"])
+def test_td_errors_may_have_the_shape_of_the_slices(compile, step):
+    torch.manual_seed(0)
+    sampler = TrajectoryRetraceSampler(20, slice_len=4, anchors=proportional())
+    buffer = data.buffer_with(sampler, 20, compilable=True, compile=compile, batch_size=16)
+    buffer.extend(rows(20, done=[9]))
+    priority = torch.ones(20)
+    batch = buffer.sample().reshape(-1, 4)[:, step]
+    batch["td_error"] = 2.0 + batch["index"]
+    buffer.update_tensordict_priority(batch)
+    learned = batch[batch["collector", "mask"]]
+    priority[learned["index"]] = learned["td_error"]
+    assert_priorities(buffer, priority)
+
+
 @pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
 def test_updates_of_overwritten_slots_are_dropped(make):
     buffer = make(anchors=proportional(), slices=20)

@@ -236,6 +236,13 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         with self._locks():
             self._sampler.update_priority(index, priority, storage=self._storage)
 
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
+        # a write of one step per environment, [envs, 1], for which TorchRL raises
+        if self._storage.ndim > 1 and isinstance(index, Tensor) and index.shape[:1] == tensordict.shape[:1]:
+            tensordict.set("index", index.unflatten(0, tensordict.shape[: self._storage.ndim]))
+        else:
+            super()._set_index_in_td(tensordict, index)
+
     @contextmanager
     def _locks(self) -> Iterator[None]:
         """Lock out other threads. A graph takes no locks."""
@@ -260,8 +267,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         anchors of the windows are updated, each with the largest TD error of the valid rows of its windows.
 
         Args:
-            data: a sample, whole or in part, with TD errors [B] or [B, ...], squared or absolute as the sampler
-                requires.
+            data: a sample, whole or in part, with TD errors of its batch shape or with further dimensions, squared or
+                absolute as the sampler requires. Its batch shape may be [B], or [slices, steps].
 
         Raises:
             KeyError: if the entry ``priority_key`` is missing. Nothing is changed.
@@ -278,13 +285,15 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
         anchored = expands_draws(self) and data.get("anchor_index", None) is not None
-        if anchored:
-            needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
-            data = data.select(*needed, strict=False).reshape(-1)
-        stamp = data.get(STAMP_KEY, None) if data.ndim == 1 else None
-        if stamp is None or not _takes_stamps(sampler):
+        needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
+        data = data.select(*needed, strict=False)
+        stamped = data.get(STAMP_KEY, None) is not None and _takes_stamps(sampler)
+        if anchored or stamped:
+            data = data.reshape(-1)  # TorchRL would take the largest TD error of each row of a batch [slices, steps]
+        if not stamped:
             super().update_tensordict_priority(data)
             return
+        stamp = data[STAMP_KEY]
         index, priority = data["anchor_index" if anchored else "index"], self._get_priority_vector(data).detach()
 
         def update(index: Tensor, priority: Tensor, stamp: Tensor, *valid: Tensor) -> None:
