@@ -413,7 +413,8 @@ class Lanes:
             "num_streams=<number of environments that write to the buffer> to the sampler (EventTableSampler: in "
             "priority=). If trajectories are cut off, mark the last transition as truncated and done (a collector does "
             "with set_truncated=True), or mark the first transition of the next trajectory (torchrl's InitTracker "
-            "does); with several streams, this trajectory must begin in a later write."
+            "does); with several streams, this trajectory must begin in a later write. Leave out the padding of "
+            "split_trajs=True: data[data['collector', 'mask']]."
         )
 
     def _by_time(self, marks: EpisodeMarks, open_lane: Tensor) -> Tensor:
