@@ -420,6 +420,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         behaviour,
         frames_per_batch=acer.train_interval,
         seed=cfg.seed,
+        flags=cfg.env.flags,
     )
 
     def columns(_steps: int) -> dict[str, float]:

@@ -49,7 +49,7 @@ from recipes.common.figures import (
     threshold_line,
 )
 from recipes.common.intervals import median_with_bound
-from recipes.common.progress import PROGRESS, read_progress, steps_to_reach
+from recipes.common.progress import PROGRESS, read_progress, steps_to_reach, was_stopped
 
 IN_A_ROW = 3
 SAMPLER = ("sampler.name",)
@@ -88,6 +88,7 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
         threshold=config.env.reward_threshold,
         steps=np.array([int(row["env_steps"]) for row in rows]),
         values={column: np.array([float(row[column]) for row in rows]) for column in {RETURN, *columns}},
+        stopped=was_stopped(config, rows),
     )
 
 
@@ -196,12 +197,13 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
 def format_solved(runs: Sequence[Run], least: float, column: str = RETURN, heading: str = "sampler") -> str:
     """A table with one line per environment and group: median steps to solved, and the steps of each seed.
 
-    A run is solved at the first of IN_A_ROW consecutive evaluations with values >= `least`. Of a run that did not get
-    there, the table has the length, marked "≥".
+    A run is solved at the first of IN_A_ROW consecutive evaluations with values >= `least`, or where it was stopped at
+    its threshold with such a value. Of a run that did not get there, the table has the length, marked "≥".
     """
     found: dict[tuple[str, str], dict[int, tuple[int, bool]]] = defaultdict(dict)
     for run in runs:
-        solved = steps_to_reach(run.steps.tolist(), run.values[column].tolist(), least, IN_A_ROW)
+        values = run.values[column].tolist()
+        solved = steps_to_reach(run.steps.tolist(), values, least, IN_A_ROW, stopped=run.stopped)
         found[run.env, run.group][run.seed] = (int(run.steps[-1]), True) if solved is None else (solved, False)
     width = 2 + max(len(heading), *(len(group) for _, group in found))
 

@@ -184,6 +184,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
         behaviour,
         frames_per_batch=r2d2.train_interval,
         seed=cfg.seed,
+        flags=cfg.env.flags,
         on_begin=behaviour.begin,
     )
 

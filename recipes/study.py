@@ -58,7 +58,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config, reason
-from recipes.common.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach
+from recipes.common.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach, was_stopped
 from recipes.common.schemas.study import Config, StudyConfig
 
 RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
@@ -149,10 +149,10 @@ class Pool:
         evaluations = self._evaluations(job)
         steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
-        threshold = study.least
-        if threshold is None:
-            threshold = OmegaConf.load(run_dir / CONFIG).env.reward_threshold
-        at = None if threshold is None else steps_to_reach(steps, values, threshold, study.in_a_row)
+        config = OmegaConf.load(run_dir / CONFIG)
+        threshold = config.env.reward_threshold if study.least is None else study.least
+        stopped = was_stopped(config, evaluations)
+        at = None if threshold is None else steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
         return dict(zip(KEYS, job.key, strict=True)) | {
             "env_steps": steps[-1],
             "updates": evaluations[-1]["updates"],

@@ -16,7 +16,7 @@ from recipes.common.cli import ConfigError
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_continuous_env, make_discrete_env, make_env
 from recipes.common.hints import did_you_mean, unsupported_sampler, with_suggestion
-from recipes.common.signatures import LIBRARY, SAMPLERS, Argument, arguments, sampler_arguments
+from recipes.common.signatures import LIBRARY, SAMPLER_CLASSES, SET_BY_RECIPES, Argument, arguments, sampler_arguments
 
 MAKERS = {
     "dqn": make_discrete_env,
@@ -28,7 +28,7 @@ MAKERS = {
 }
 # Class of each optimizer, and the arguments that the recipes set; see recipes.common.optimizers.
 OPTIMIZERS = {"adam": ("torch.optim.adam", "Adam"), "rmsprop": ("recipes.common.optimizers", "RMSProp")}
-SET_BY_RECIPES = ("params", "parameters", "lr", "fused")
+SET_FOR_OPTIMIZERS = ("params", "parameters", "lr", "fused")
 # Arguments of Adam that AdamStep does not support.
 UNSUPPORTED = (
     "amsgrad",
@@ -70,7 +70,7 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
     checked = [(config.sampler, "sampler")]
     if name in DECOUPLED:
         critic = config.sampler.get("critic")
-        names = [choice for choice in SAMPLERS if choice not in DECOUPLED]
+        names = [choice for choice in SAMPLER_CLASSES if choice not in DECOUPLED]
         if not isinstance(critic, dict):
             raise ConfigError(f"sampler.critic={_shown(critic)}: must be a group, as in sampler.critic={{name: per}}")
         if critic.get("name") not in names:
@@ -83,7 +83,16 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
                 f"sampler={name}: env={config.env.name} has no events; define some, as in "
                 "recipes/conf/env/threerooms.yaml"
             )
+        if recipe == "acer" and settings["name"] in EVENT_TABLES and settings.get("retention", "pinned") == "pinned":
+            raise ConfigError(
+                f"sampler={name}: recipes.acer draws slices, so transitions must stay in their order; add "
+                "sampler.retention=ring"
+            )
         given = {key: value for key, value in settings.items() if key != "name"}
+        for group, prefix in ((given, where), (given.get("priority"), f"{where}.priority")):
+            for key in SET_BY_RECIPES:
+                if isinstance(group, dict) and key in group:
+                    raise ConfigError(f"{prefix}.{key}: the recipe sets it; leave it out")
         check_arguments(given, sampler_arguments(settings["name"]), where)
 
 
@@ -92,7 +101,7 @@ def _check_optimizer(settings: Mapping[str, Any], where: str) -> None:
     if name not in OPTIMIZERS:
         raise ConfigError(with_suggestion(f"{where}.name={_shown(name)}: choose {', '.join(OPTIMIZERS)}"))
     known = {
-        key: value for key, value in arguments(*OPTIMIZERS[name]).items() if key not in SET_BY_RECIPES + UNSUPPORTED
+        key: value for key, value in arguments(*OPTIMIZERS[name]).items() if key not in SET_FOR_OPTIMIZERS + UNSUPPORTED
     }
     check_arguments({key: value for key, value in settings.items() if key != "name"}, known, where)
 

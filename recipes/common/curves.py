@@ -27,6 +27,7 @@ class Run:
     steps: np.ndarray
     values: dict[str, np.ndarray]
     column: str = RETURN
+    stopped: bool = False  # it ended early because it had reached the threshold
 
     @property
     def solved(self) -> bool:

@@ -31,12 +31,10 @@ from recipes.common.hints import (
     options,
     type_of,
 )
-from recipes.common.signatures import argument_texts, sampler_arguments
+from recipes.common.signatures import SET_BY_RECIPES, argument_texts, sampler_arguments
 
 # A key, its value, and the comment at the end of the line.
 LINE = re.compile(r"( *)([\w ]+): *((?:[^#\s]|(?<=\S)#| (?!\s*#))*)\s*(?:# *(.*))?$")
-# Arguments of samplers that the recipes set.
-SET_BY_RECIPES = ("capacity", "td_error", "num_streams")
 LEAST_WIDTH, MOST_WIDTH, KEY_WIDTH = 80, 120, 38
 
 

@@ -167,9 +167,23 @@ def read_progress(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(whole, newline="")))
 
 
-def steps_to_reach(steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int) -> int | None:
-    """Env steps at the first of `in_a_row` consecutive evaluations with values >= `least`; None if there are none."""
+def was_stopped(config: Any, rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a run ended early because it had reached the threshold; `config`: its settings, `rows`: its progress."""
+    threshold = config.env.reward_threshold
+    return (
+        bool(config.get("stop_at_threshold")) and threshold is not None and float(rows[-1]["return_mean"]) >= threshold
+    )
+
+
+def steps_to_reach(
+    steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int, *, stopped: bool = False
+) -> int | None:
+    """Env steps at the first of `in_a_row` consecutive evaluations with values >= `least`; None if there are none.
+
+    A run that was `stopped` at its threshold counts as if its last value had stayed.
+    """
     reached = [value >= least - 1e-6 for value in values]
+    reached += reached[-1:] * (in_a_row - 1) * stopped
     for first in range(len(reached) - in_a_row + 1):
         if all(reached[first : first + in_a_row]):
             return steps[first]

@@ -19,7 +19,7 @@ KINDS = {
 
 
 # Class of each sampler of the recipes, sampler.name; None: TorchRL's RandomSampler, which has no keyword arguments.
-SAMPLERS = {
+SAMPLER_CLASSES = {
     "uniform": None,
     "per": "ProportionalSampler",
     "rank": "RankBasedSampler",
@@ -32,6 +32,17 @@ SAMPLERS = {
     "dper_uniform": "DecoupledSampler",
 }
 LIBRARY = "torchrl_replay_ext"
+# Arguments of samplers that the recipes set.
+SET_BY_RECIPES = (
+    "capacity",
+    "td_error",
+    "num_streams",
+    "tables",
+    "eta",
+    "critic_sampler",
+    "policy",
+    "noise_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -88,8 +99,8 @@ def arguments(module: str, name: str) -> dict[str, Argument]:
 
 
 def sampler_arguments(name: str) -> dict[str, Argument]:
-    """The keyword arguments of a sampler of the recipes by name; `name`: a key of SAMPLERS."""
-    owner = SAMPLERS[name]
+    """The keyword arguments of a sampler of the recipes by name; `name`: a key of SAMPLER_CLASSES."""
+    owner = SAMPLER_CLASSES[name]
     found = {} if owner is None else dict(arguments(LIBRARY, owner))
     if owner == "EventTableSampler":
         found["retention"] = arguments(LIBRARY, "EventTables")["retention"]

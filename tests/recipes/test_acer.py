@@ -43,6 +43,11 @@ def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, env, sample
     assert capsys.readouterr().out.splitlines()[-1].startswith("96 steps | best return ")
 
 
+def test_environments_with_event_flags_train_without_event_tables(tmp_path):
+    configuration = recipe.configuration("env=tworooms", "acer=cartpole", "sampler=uniform")
+    assert acer.train(configuration, tmp_path) == DONE
+
+
 BOX2D, MUJOCO = ["lunarlander"], ["invertedpendulum", "halfcheetah", "walker2d", "humanoid"]
 
 

@@ -80,7 +80,15 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn env.nmae=x", "did you mean name?"),
         ("dqn sampler.beta.strat=.4", "sampler.beta has no key strat; did you mean start?"),
         ("dqn seed.x=3", "seed is a value and has no keys"),
-        ("dqn sampler.num_streams=4", "add a keyword that the file does not list with +sampler.num_streams=4"),
+        ("dqn sampler.eps=.1", "add a keyword that the file does not list with +sampler.eps=.1"),
+        ("dqn +sampler.num_streams=4", "sampler.num_streams: the recipe sets it"),
+        ("dqn sampler=per +sampler.td_error=absolute", "sampler.td_error: the recipe sets it"),
+        ("td3 sampler=dper +sampler.critic.capacity=5", "sampler.critic.capacity: the recipe sets it"),
+        (
+            "dqn env=threerooms sampler=sset_per +sampler.priority.num_streams=2",
+            "sampler.priority.num_streams: the recipe",
+        ),
+        ("acer env=halfcheetah sampler=sset", "add sampler.retention=ring"),
         ("dqn env.truncation=terminal", "write +env.truncation=terminal"),
         ("dqn +env.trunctation=terminal", "env has no key trunctation; did you mean truncation?"),
         (
@@ -242,14 +250,16 @@ def test_the_samplers_and_environments_of_a_recipe_pass_the_checks(recipe):
     commands = [f"env={own[0]}"] + [f"env={with_events} sampler={name}" for name in options("sampler", recipe)]
     huber = "td3.loss_function=smooth_l1" if recipe == "td3" else "dqn.loss_function=smooth_l1"
     commands = [f"{words} {huber}" if words.endswith("lap") else words for words in commands]
+    if recipe == "acer":
+        commands = [f"{words} sampler.retention=ring" if "sset" in words else words for words in commands]
     for words in commands:
         assert check_command_line(recipe, schema, words.split())
 
 
 def test_the_names_of_samplers_and_their_classes_agree_with_those_that_are_built():
     built = {name: None if kind is RandomSampler else kind.__name__ for name, kind in replay.SAMPLERS.items()}
-    assert {name: signatures.SAMPLERS[name] for name in built} == built
-    assert set(signatures.SAMPLERS) == set(options("sampler"))
+    assert {name: signatures.SAMPLER_CLASSES[name] for name in built} == built
+    assert set(signatures.SAMPLER_CLASSES) == set(options("sampler"))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from recipes.common.curves import smooth
 from tests.recipes.runs import ROOT
 
 
-def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold=None, every=10):
+def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold=None, every=10, **settings):
     run_dir.mkdir()
     config = {"env": {"name": env, "reward_threshold": threshold}, "sampler": {"name": sampler}, "seed": seed}
+    config |= settings
     OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
     with (run_dir / "progress.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -161,6 +162,12 @@ def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp
     lines = plot.format_solved([plot.read_run(run) for run in runs], 5.0).splitlines()
     assert lines[1].split() == ["cartpole", "per", "≥35", "40", "≥30"]
     assert lines[2].split() == ["cartpole", "sset", "10", "10"]
+
+
+@pytest.mark.parametrize(("last", "steps"), [(5, "20"), (4, "≥20")])
+def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
+    run = write_run(tmp_path / "a", [0, last], threshold=5, stop_at_threshold=True)
+    assert plot.format_solved([plot.read_run(run)], 3.0).split()[-1] == steps
 
 
 @pytest.mark.parametrize(

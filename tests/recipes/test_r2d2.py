@@ -39,6 +39,11 @@ def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
     assert_trained(tmp_path, "uniform" if sampler == "recency" else sampler, capsys.readouterr().out)
 
 
+def test_environments_with_event_flags_train(tmp_path):
+    configuration = composer.configuration("env=deepsea", "r2d2=cartpole_positions", "sampler=per")
+    assert r2d2.train(configuration, tmp_path) == DONE
+
+
 # --- what the behaviour policy stores
 
 

@@ -271,6 +271,9 @@ def test_the_threshold_must_be_kept_up():
     assert study.steps_to_reach(steps, values, 5, 1) == 20
     assert study.steps_to_reach(steps, values, 5, 2) == 40
     assert study.steps_to_reach(steps, values, 5, 3) is None
+    # the run ended at its threshold
+    assert study.steps_to_reach(steps, values, 5, 3, stopped=True) == 40
+    assert study.steps_to_reach(steps, [0, 5, 5, 5, 0], 5, 4, stopped=True) is None
 
 
 # --- reports
