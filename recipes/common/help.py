@@ -31,7 +31,7 @@ from recipes.common.hints import (
     options,
     type_of,
 )
-from recipes.common.signatures import SET_BY_RECIPES, argument_texts, sampler_arguments
+from recipes.common.signatures import argument_texts, sampler_arguments
 
 # A key, its value, and the comment at the end of the line.
 LINE = re.compile(r"( *)([\w ]+): *((?:[^#\s]|(?<=\S)#| (?!\s*#))*)\s*(?:# *(.*))?$")
@@ -245,7 +245,7 @@ def _texts(schema: Any) -> dict[str, str]:
 def _sampler_rows(node: DictConfig) -> Iterator[Row]:
     """The keyword arguments of the sampler that its file does not list."""
     for name, argument in sampler_arguments(node.name).items():
-        if name not in node and name not in SET_BY_RECIPES and (argument.kinds or argument.choices):
+        if name not in node and (argument.kinds or argument.choices):
             shown = _flow(ast.literal_eval(argument.default or "None"))
             yield Row(f"+sampler.{name}={shown}", _first_sentence(_without_default(argument.text)))
 

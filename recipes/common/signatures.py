@@ -99,14 +99,14 @@ def arguments(module: str, name: str) -> dict[str, Argument]:
 
 
 def sampler_arguments(name: str) -> dict[str, Argument]:
-    """The keyword arguments of a sampler of the recipes by name; `name`: a key of SAMPLER_CLASSES."""
+    """The keyword arguments of a sampler that a user may set, by name; `name`: a key of SAMPLER_CLASSES."""
     owner = SAMPLER_CLASSES[name]
     found = {} if owner is None else dict(arguments(LIBRARY, owner))
     if owner == "EventTableSampler":
         found["retention"] = arguments(LIBRARY, "EventTables")["retention"]
     if owner == "DecoupledSampler":
         found["critic"] = Argument(default=None)
-    return found
+    return {key: argument for key, argument in found.items() if key not in SET_BY_RECIPES}
 
 
 def argument_texts(docstring: str) -> dict[str, str]:

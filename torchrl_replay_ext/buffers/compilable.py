@@ -285,11 +285,11 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
         anchored = expands_draws(self) and data.get("anchor_index", None) is not None
-        needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
-        data = data.select(*needed, strict=False)
         stamped = data.get(STAMP_KEY, None) is not None and _takes_stamps(sampler)
-        if anchored or stamped:
-            data = data.reshape(-1)  # TorchRL would take the largest TD error of each row of a batch [slices, steps]
+        if anchored or (stamped and data.ndim != 1):
+            # TorchRL would take the largest TD error of each row of a batch [slices, steps]
+            needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)
+            data = data.select(*needed, strict=False).reshape(-1)
         if not stamped:
             super().update_tensordict_priority(data)
             return
