@@ -95,6 +95,7 @@ INHERITED = {
         "_sample",
         "_sample_unit",
         "_sampler",
+        "_set_index_in_td",
         "_storage",
         "_transform",
         "_transpose",
