@@ -17,6 +17,11 @@ from recipes.common.replayable_env import ReplayableEnv
 _RECENT = 100
 
 
+def environment_seed(seed: int, number: int) -> int:
+    """The seed of environment ``number`` of a run with ``seed``. Neighbouring runs share no seeds (but for chance)."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
 class EpsilonRandom:
     """A behaviour policy: a uniformly random action with probability ``epsilon``, else the action of ``policy``.
 
@@ -92,7 +97,7 @@ class VectorCollector:
         behaviour: maps observations [envs, ...] to actions [envs, ...], or to a dict of "action" and further entries to
             store, each [envs, ...]. ``state_dict`` holds its random state.
         frames_per_batch: transitions per batch, a multiple of the number of environments.
-        seed: seed of the first environment; the next environments use the next integers.
+        seed: seed of the environments, see :func:`environment_seed`.
         flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
             Default: ().
         n_step: n of n-step transitions, see :class:`~recipes.common.n_step.NStep`. The first batch then takes n more
@@ -119,7 +124,7 @@ class VectorCollector:
     ):
         if frames_per_batch % len(envs):
             raise ValueError(f"frames_per_batch={frames_per_batch}: must be a multiple of the {len(envs)} environments")
-        self._envs = [ReplayableEnv(make(), seed + number) for number, make in enumerate(envs)]
+        self._envs = [ReplayableEnv(make(), environment_seed(seed, number)) for number, make in enumerate(envs)]
         self._behaviour = behaviour
         self._on_begin = on_begin
         self._flags = flags

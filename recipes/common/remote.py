@@ -25,6 +25,7 @@ from torchrl.envs.gym_like import BaseInfoDictReader
 
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import CHECKPOINT, ConfigError, LostProcess, reason
+from recipes.common.collector import environment_seed
 from recipes.common.config import EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.progress import warn
@@ -322,7 +323,7 @@ class RemoteCollector:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches without entries; the collectors write the data to the buffer."""
-        self._collector.set_seed(self._seed + self._starts)
+        self._collector.set_seed(environment_seed(self._seed, self._starts))
         with noticing_lost_actors():
             self._collector.update_policy_weights_(self._policy)
             for _ in self._collector:

@@ -105,3 +105,15 @@ def test_a_restored_collector_goes_on_in_its_episodes():
 def test_batches_must_be_whole_steps():
     with pytest.raises(ValueError, match="multiple of the 3"):
         collector(frames=7)
+
+
+def test_environments_of_neighbouring_seeds_begin_differently():
+    def starts(seed):
+        envs = [lambda: gymnasium.make("CartPole-v1")] * 4
+        behaviour = EpsilonRandom(always_2, gymnasium.spaces.Discrete(2), seed=0)
+        source = VectorCollector(envs, behaviour, frames_per_batch=4, seed=seed)
+        return {tuple(row) for row in source.collect()["observation"].tolist()}
+
+    first = starts(0)
+    assert first == starts(0) and len(first) == 4
+    assert not first & starts(1)
