@@ -457,8 +457,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         while run.continues():
             data = run.collect()
             replay.extend(data)
+            normalizer.update(data["observation"])
             if run.env_steps > acer.learning_starts:
-                normalizer.update(data["observation"])
                 num_replayed = int(torch.poisson(torch.tensor(acer.replay_ratio)))
                 if acer.on_policy:
                     run.log_losses(on_policy_update())

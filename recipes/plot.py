@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from recipes.common.cli import BAD_CONFIG, CONFIG, ConfigError
 from recipes.common.curves import RETURN, Run, curve_entries, curve_note, draw_curves
@@ -78,8 +78,8 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     for column in columns:
         if column not in rows[0]:
             raise ConfigError(f"{run_dir}: {PROGRESS} has no column {column}, only {', '.join(rows[0])}")
-    values = {key: OmegaConf.select(config, key) for key in by}
-    if missing := [key for key, value in values.items() if value is None]:
+    values = {key: OmegaConf.select(config, key, default=MISSING) for key in by}
+    if missing := [key for key, value in values.items() if value == MISSING]:
         raise ConfigError(f"{run_dir}: {CONFIG} has no {', '.join(missing)}")
     return Run(
         env=config.env.name,
@@ -128,7 +128,8 @@ def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str]
 
 def group_name(values: Mapping[str, object]) -> str:
     """The name of the runs with these values of the keys in `--by`."""
-    names = [str(value) if key in _NAMED else f"{key.split('.')[-1]} {value}" for key, value in values.items()]
+    texts = {key: "null" if value is None else str(value) for key, value in values.items()}
+    names = [text if key in _NAMED else f"{key.split('.')[-1]} {text}" for key, text in texts.items()]
     return ", ".join(names)
 
 
@@ -195,25 +196,25 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
 
 
 def format_solved(runs: Sequence[Run], least: float, column: str = RETURN, heading: str = "sampler") -> str:
-    """A table with one line per environment and group: median steps to solved, and the steps of each seed.
+    """A table with one line per environment and group: median steps to solved, and the steps of each run, by seed.
 
     A run is solved at the first of IN_A_ROW consecutive evaluations with values >= `least`, or where it was stopped at
     its threshold with such a value. Of a run that did not get there, the table has the length, marked "≥".
     """
-    found: dict[tuple[str, str], dict[int, tuple[int, bool]]] = defaultdict(dict)
-    for run in runs:
+    found: dict[tuple[str, str], list[tuple[int, bool]]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run.seed):
         values = run.values[column].tolist()
         solved = steps_to_reach(run.steps.tolist(), values, least, IN_A_ROW, stopped=run.stopped)
-        found[run.env, run.group][run.seed] = (int(run.steps[-1]), True) if solved is None else (solved, False)
+        found[run.env, run.group].append((int(run.steps[-1]), True) if solved is None else (solved, False))
     width = 2 + max(len(heading), *(len(group) for _, group in found))
 
     def text(steps: float, censored: bool) -> str:
         return f"{'≥' * censored}{steps:.0f}"
 
     lines = [f"{'environment':<16}{heading:<{width}}{'median steps':>12}  by seed"]
-    for (env, group), seeds in sorted(found.items()):
-        steps, censored = np.array([seeds[seed] for seed in sorted(seeds)]).T
-        each = " ".join(text(*seeds[seed]) for seed in sorted(seeds))
+    for (env, group), each_run in sorted(found.items()):
+        steps, censored = np.array(each_run).T
+        each = " ".join(text(*run) for run in each_run)
         median = text(*median_with_bound(steps, censored == 1))
         lines.append(f"{env:<16}{group:<{width}}{median:>12}  {each}")
     return "\n".join(lines)

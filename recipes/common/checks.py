@@ -6,16 +6,18 @@ which checks them when it builds the sampler.
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import load_env_creator
+from gymnasium.spaces import Discrete
 
 from recipes.common.cli import ConfigError
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_continuous_env, make_discrete_env, make_env
 from recipes.common.hints import did_you_mean, unsupported_sampler, with_suggestion
+from recipes.common.schemas.acer import ACERConfig
 from recipes.common.signatures import LIBRARY, SAMPLER_CLASSES, SET_BY_RECIPES, Argument, arguments, sampler_arguments
 
 MAKERS = {
@@ -41,16 +43,18 @@ UNSUPPORTED = (
 )
 
 
-def check(config: RunConfig, recipe: str) -> None:
+def check(config: RunConfig, recipe: str, given: Collection[str]) -> None:
     """Check what can be checked before torch is imported.
 
     Args:
         config: the configuration of a training recipe.
         recipe: name of the recipe.
+        given: names of the hyperparameters that a file or the command line sets.
 
     Raises:
         ConfigError: if a package is missing, the recipe does not support the sampler, an argument of the sampler or the
-            optimizer does not exist or has a wrong kind of value, or the environment cannot be made.
+            optimizer does not exist or has a wrong kind of value, the environment cannot be made, or a hyperparameter
+            does not apply to its actions.
     """
     try:
         config.logger.require_package()
@@ -60,7 +64,12 @@ def check(config: RunConfig, recipe: str) -> None:
     optimizer = getattr(config.learning, "optimizer", None)
     if optimizer is not None:
         _check_optimizer(optimizer, f"{config.learning.group}.optimizer")
-    _check_environment(config.env, recipe)
+    space = _check_environment(config.env, recipe)
+    if isinstance(config.learning, ACERConfig):
+        try:
+            config.learning.check_actions(given, discrete=isinstance(space, Discrete))
+        except ValueError as error:
+            raise ConfigError(with_suggestion(str(error))) from error
 
 
 def _check_sampler(config: RunConfig, recipe: str) -> None:
@@ -93,7 +102,15 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
             for key in SET_BY_RECIPES:
                 if isinstance(group, dict) and key in group:
                     raise ConfigError(f"{prefix}.{key}: the recipe sets it; leave it out")
-        check_arguments(given, sampler_arguments(settings["name"]), where)
+        known = sampler_arguments(settings["name"])
+        try:
+            check_arguments(given, known, where)
+        except ConfigError as error:
+            of_others = {key for other in SAMPLER_CLASSES for key in sampler_arguments(other)} - set(known)
+            # as after sampler.name=per, which leaves the options of the sampler that was chosen before
+            if of_others & set(given):
+                raise ConfigError(f"{error}; sampler=<name> chooses a sampler together with its options") from error
+            raise
 
 
 def _check_optimizer(settings: Mapping[str, Any], where: str) -> None:
@@ -144,8 +161,13 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _check_environment(config: EnvConfig, recipe: str) -> None:
-    """Make the environments of the evaluations and, if they have other options, those of the training."""
+def _check_environment(config: EnvConfig, recipe: str) -> gymnasium.Space:
+    """Make the environments of the evaluations and, if they have other options, those of the training.
+
+    Returns:
+        The action space.
+    """
+    spaces = []
     cases = {"env.options": {}} | ({"env.training": config.training} if config.training else {})
     cases |= {f"env.evaluations.{name}": options for name, options in config.evaluations.items()}
     for where, options in cases.items():
@@ -153,7 +175,9 @@ def _check_environment(config: EnvConfig, recipe: str) -> None:
         if where != "env.options":
             changed["events"] = {}
         try:
-            MAKERS[recipe](EnvConfig(**changed)).close()
+            env = MAKERS[recipe](EnvConfig(**changed))
+            spaces.append(env.action_space)
+            env.close()
         except ConfigError as error:
             if found := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
                 raise ConfigError(
@@ -164,6 +188,7 @@ def _check_environment(config: EnvConfig, recipe: str) -> None:
                 is_unknown = isinstance(error.__cause__, gymnasium.error.Error)
                 text = text if is_unknown else text.replace(f"env.id={config.id}", where, 1)
             raise ConfigError(with_suggestion(text)) from error
+    return spaces[0]
 
 
 def _similar(option: str, env_id: str) -> str:

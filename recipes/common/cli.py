@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -167,7 +167,7 @@ def check_config(name: str, schema: type, config: DictConfig) -> None:
     """Raise ConfigError if a configuration cannot be run, as far as this can be found out without importing torch."""
     parsed = parse_config(config, schema)
     if hasattr(parsed, "learning"):
-        import_module("recipes.common.checks").check(parsed, name)
+        import_module("recipes.common.checks").check(parsed, name, list(config[parsed.learning.group]))
     if hasattr(parsed, "study"):
         check_study(parsed.study)
 
@@ -296,7 +296,7 @@ def wrong_type(error: ValidationError, config: DictConfig | ListConfig) -> str:
     given = "null" if value is None else value
     for pattern, requirement in (
         ("not a valid bool", f"must be true or false{did_you_mean(str(given), ('true', 'false'))}"),
-        ("converted to Integer", "must be a whole number"),
+        ("converted to Integer", f"must be a whole number{_as_integer(value)}"),
         ("converted to Float", "must be a number"),
         ("not a ListConfig", f"must be a list, as in {key}=[{given}]"),
         ("Incompatible value 'None'", "must have a value"),
@@ -304,6 +304,11 @@ def wrong_type(error: ValidationError, config: DictConfig | ListConfig) -> str:
         if pattern in text and key:
             return f"{key}={given}: {requirement}"
     return one_line(error)
+
+
+def _as_integer(value: Any) -> str:
+    """The end of a message that suggests 10000 for 1e4; empty if the value is not a whole number."""
+    return f", as in {value:.0f}" if isinstance(value, float) and value.is_integer() else ""
 
 
 @contextmanager

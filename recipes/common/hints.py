@@ -33,16 +33,17 @@ OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
 
 
 def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
-    """Return at most `count` names similar to `word`, the most similar first.
+    """Return at most `count` names similar to `word`, the most similar first, and names that it abbreviates.
 
     `least`: smallest similarity in [0, 1]; 1 is equality.
     """
     by_lower = {name.lower(): name for name in names}
     word = word.lower()
     found = difflib.get_close_matches(word, by_lower, n=count, cutoff=least)
-    # abbreviations, such as lr for learning_rate
-    short = [name for name in by_lower if len(word) > 1 and "".join(part[:1] for part in name.split("_")) == word]
-    return [by_lower[name] for name in [*dict.fromkeys((*found, *short))][:count]]
+    # abbreviations, such as lr for learning_rate or critic_learning_rate
+    initials = {name: "".join(part[:1] for part in name.split("_")) for name in by_lower}
+    short = [name for name, letters in initials.items() if len(word) > 1 and letters.endswith(word)]
+    return [by_lower[name] for name in dict.fromkeys((*found, *short))]
 
 
 def with_suggestion(text: str) -> str:
@@ -107,6 +108,9 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
             key = str(error.override).rstrip(":")
             return f"{error.override}: write {key}=<value>, without spaces around the equals sign"
         lines = [line for line in text.splitlines()[1:] if line.strip() and not line.startswith("See ")]
+        word = str(error.override)
+        if any(word.count(opening) != word.count(closing) for opening, closing in ("[]", "{}")):
+            return f"{word}: a bracket is not closed; quote the whole word: 'key={{name: [value]}}'"
         problem = lines[0] if lines else "cannot be read"
         return f"{error.override}: {problem}; write key=value, and quote values with special characters: 'key=\"a b\"'"
     if found := re.search(r"Ambiguous value for argument '(\S+?)=(.*?)'", text):

@@ -171,8 +171,15 @@ def was_stopped(config: Any, rows: Sequence[Mapping[str, str]]) -> bool:
     """Whether a run ended early because it had reached the threshold; `config`: its settings, `rows`: its progress."""
     threshold = config.env.reward_threshold
     return (
-        bool(config.get("stop_at_threshold")) and threshold is not None and float(rows[-1]["return_mean"]) >= threshold
+        bool(config.get("stop_at_threshold"))
+        and threshold is not None
+        and reaches(float(rows[-1]["return_mean"]), threshold)
     )
+
+
+def reaches(value: float, least: float) -> bool:
+    """Whether a mean return is at least `least`, up to the rounding of its sum."""
+    return value >= least - 1e-6
 
 
 def steps_to_reach(
@@ -182,7 +189,7 @@ def steps_to_reach(
 
     A run that was `stopped` at its threshold counts as if its last value had stayed.
     """
-    reached = [value >= least - 1e-6 for value in values]
+    reached = [reaches(value, least) for value in values]
     reached += reached[-1:] * (in_a_row - 1) * stopped
     for first in range(len(reached) - in_a_row + 1):
         if all(reached[first : first + in_a_row]):

@@ -33,6 +33,7 @@ from recipes.common.figures import (
     styled,
     threshold_line,
 )
+from recipes.common.hints import CONF, did_you_mean
 from recipes.common.intervals import FEW, Statistic, bootstrap_interval, interquartile_mean, median_with_bound
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
@@ -126,9 +127,23 @@ def read_study(out: Path) -> Study:
 
 
 def study_directory(name: str) -> Path:
-    """The directory of a study, given by name or directory; runs/study has priority over recipes/results."""
-    places = [Path(name), Path("runs/study") / name, Path(__file__).parents[1] / "results" / name]
-    return next((place for place in places if (place / RUNS).is_file()), places[1])
+    """The directory of a study, given by name or directory; runs/study has priority over recipes/results.
+
+    Raises:
+        ConfigError: if there is no such directory.
+    """
+    own, published = Path("runs/study"), Path(__file__).parents[1] / "results"
+    for place in (Path(name), own / name, published / name):
+        if (place / RUNS).is_file():
+            return place
+    if Path(name).is_dir():
+        # read_study says which file is missing
+        return Path(name)
+    names = sorted({path.parent.name for place in (own, published) for path in place.glob(f"*/{RUNS}")})
+    raise ConfigError(
+        f"study={name}: no finished runs there, in {own} or in the published results"
+        f"{did_you_mean(name, names) or '; these hold ' + ', '.join(names)}"
+    )
 
 
 def with_interval(values: np.ndarray, statistic: Statistic, form: str) -> str:
@@ -287,13 +302,16 @@ def conclusions(study: Study) -> list[str]:
 
 def provenance(study: Study) -> str:
     """Command, seeds, commits and versions of torch that produced the study."""
+    config = study.config
+    file = CONF / "study" / f"{config.name}.yaml"
+    command = f"python -m recipes.study study={config.name}"
+    # the number of seeds is in the text
+    if not file.is_file() or replace(parse_config(OmegaConf.load(file), StudyConfig), seeds=config.seeds) != config:
+        command += " with the settings in study.yaml"
     rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
     seeds = sorted({int(row["seed"]) for row in rows})
     commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
-    return (
-        f"python -m recipes.study study={study.config.name}; seeds {seeds[0]} to {seeds[-1]}; commit "
-        f"{', '.join(commits)}; torch {', '.join(versions)}"
-    )
+    return f"{command}; seeds {seeds[0]} to {seeds[-1]}; commit {', '.join(commits)}; torch {', '.join(versions)}"
 
 
 def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:

@@ -38,7 +38,7 @@ from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.evaluation import Evaluation, Policy
 from recipes.common.files import atomic_write
-from recipes.common.progress import Means, Progress, warn
+from recipes.common.progress import Means, Progress, reaches, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
 from recipes.common.video import Camera
 from recipes.plot import plot_runs
@@ -277,7 +277,7 @@ class Run:
         score, best, threshold = row["return_mean"], counters["best_return"], cfg.env.reward_threshold
         counters["last_return"] = score
         counters["best_return"] = score if best is None else max(best, score)
-        if counters["reached_at"] is None and threshold is not None and score >= threshold:
+        if counters["reached_at"] is None and threshold is not None and reaches(score, threshold):
             counters["reached_at"] = self.env_steps
 
     def _record_video(self, seed: list[int]) -> None:

@@ -164,6 +164,12 @@ def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp
     assert lines[2].split() == ["cartpole", "sset", "10", "10"]
 
 
+def test_runs_with_the_same_seed_all_count(tmp_path):
+    runs = [write_run(tmp_path / str(wait), [0] * wait + [5, 5, 5], seed=1) for wait in (1, 3)]
+    text = plot.format_solved([plot.read_run(run) for run in runs], 5.0)
+    assert text.splitlines()[1].split() == ["cartpole", "per", "30", "20", "40"]
+
+
 @pytest.mark.parametrize(("last", "steps"), [(5, "20"), (4, "≥20")])
 def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
     run = write_run(tmp_path / "a", [0, last], threshold=5, stop_at_threshold=True)
@@ -228,6 +234,8 @@ def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
     ]
     with pytest.raises(ConfigError, match=r"has no env\.color"):
         plot.read_run(runs[0], by=["env.color"])
+    # a value of null is a group, too
+    assert plot.read_run(runs[0], by=["env.reward_threshold"]).group == "reward_threshold null"
 
 
 def test_bca_percentiles_are_the_published_ones():

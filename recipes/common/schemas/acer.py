@@ -1,6 +1,7 @@
 """The configuration of recipes.acer."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +9,14 @@ from omegaconf import MISSING
 
 from recipes.common.config import LearningConfig, RunConfig
 
-RETURNS = ("retrace", "importance_sampling", "truncated_importance_sampling")
+# Estimates of the return: those with a critic Q, and the one without, for continuous actions only.
+WITH_Q = ("retrace", "importance_sampling")
+RETURNS = (*WITH_Q, "truncated_importance_sampling")
 # Statistics of a discrete policy that the trust region can use.
 STATISTICS = ("probs", "logits", "log_probs")
+# Fields that apply to one kind of actions only.
+FOR_DISCRETE = ("statistics",)
+FOR_CONTINUOUS = ("sigma", "num_samples", "value_coeff", "use_q_opc", "dueling")
 
 
 @dataclass
@@ -44,7 +50,8 @@ class ACERConfig(LearningConfig):
         num_samples: n, actions sampled per state for the dueling network. Default: 5.
         value_coeff: weight of the squared error of V in the loss. Default: 0.5.
         use_q_opc: whether the actor learns from Q(λ) with off-policy corrections instead of Retrace. Default: True.
-        dueling: whether Q and V come from a stochastic dueling network instead of two networks. Default: True.
+        dueling: whether Q and V come from a stochastic dueling network instead of two networks. Truncated importance
+            sampling has no Q, so it ignores this. Default: True.
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
@@ -91,6 +98,24 @@ class ACERConfig(LearningConfig):
         self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
         if not self.on_policy and not self.replay_ratio:
             raise ValueError("acer.replay_ratio=0: makes no updates with acer.on_policy=false; set one of them")
+
+    def check_actions(self, given: Collection[str], *, discrete: bool) -> None:
+        """Raise ValueError if settings do not apply to the actions of the environment.
+
+        Args:
+            given: names of the fields that a file or the command line sets.
+            discrete: whether the actions are discrete.
+        """
+        kind, others, example = ("discrete", FOR_CONTINUOUS, "cartpole")
+        if not discrete:
+            kind, others, example = ("continuous", FOR_DISCRETE, "pendulum")
+        if wrong := [name for name in others if name in given]:
+            raise ValueError(
+                f"acer.{wrong[0]}={getattr(self, wrong[0])}: has no effect on {kind} actions; leave it out, or choose "
+                f"settings for {kind} actions, as in acer={example}"
+            )
+        if discrete:
+            self.check("returns", lambda value: value in WITH_Q, f"actions are discrete; choose {', '.join(WITH_Q)}")
 
     def num_updates(self) -> int:
         """Expected number of gradient updates in a whole run."""

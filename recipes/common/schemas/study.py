@@ -45,6 +45,8 @@ class StudyConfig:
         for key in ("seeds", "in_a_row"):
             if getattr(self, key) < 1:
                 raise ValueError(f"study.{key}={getattr(self, key)}: must be >= 1")
+        if not self.envs:
+            raise ValueError("study.envs=[]: must have at least one environment")
         if self.recipe not in RECIPES:
             raise ValueError(f"study.recipe={self.recipe}: choose {', '.join(RECIPES)}")
         if self.baseline not in self.variants:
