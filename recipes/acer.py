@@ -362,23 +362,23 @@ def make_updates(
     return on_policy_update, replayed_update
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(raw_config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        config: the configuration as read.
+        raw_config: the configuration as read.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
-    acer = cfg.acer
-    device = prepare(cfg, run_dir)
+    config = parse_config(raw_config, Config)
+    acer = config.acer
+    device = prepare(config, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_env, cfg.env, acer.evaluation_episodes)
-    require_memory(cfg, evaluation.envs[0], device)
+    evaluation = Evaluation(make_env, config.env, acer.evaluation_episodes)
+    require_memory(config, evaluation.envs[0], device)
     observed, num_actions = evaluation.observation_space.shape, flatdim(evaluation.action_space)
     assert observed is not None
     if acer.normalize_observations and len(observed) != 1:
@@ -402,13 +402,13 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return TrajectoryRetraceSampler(
             acer.buffer_size,
             slice_len=acer.slice_len,
-            num_streams=cfg.num_envs,
+            num_streams=config.num_envs,
             behaviour_keys=statistics,
             anchors=first,  # pyright: ignore[reportArgumentType]: the sampler's error names the valid anchors
         )
 
     # The losses give SQUARED TD errors.
-    replay = make_replay(cfg, device, td_error="squared", wrap=slices)
+    replay = make_replay(config, device, td_error="squared", wrap=slices)
 
     # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
@@ -416,11 +416,11 @@ def train(config: DictConfig, run_dir: Path) -> int:
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     collector = VectorCollector(
-        [partial(make_env, cfg.env, training=True)] * cfg.num_envs,
+        [partial(make_env, config.env, training=True)] * config.num_envs,
         behaviour,
         frames_per_batch=acer.train_interval,
-        seed=cfg.seed,
-        flags=cfg.env.flags,
+        seed=config.seed,
+        flags=config.env.flags,
     )
 
     def columns(_steps: int) -> dict[str, float]:
@@ -428,8 +428,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return {"training_return": sum(returns) / len(returns) if returns else math.nan}
 
     run = Run(
-        cfg,
         config,
+        raw_config,
         run_dir,
         device,
         collector=collector,
@@ -445,13 +445,13 @@ def train(config: DictConfig, run_dir: Path) -> int:
         stores=statistics,
     )
     # In eager code, the values of continuous actions take less time than the operations that select the next states.
-    shifted = discrete or cfg.compile
+    shifted = discrete or config.compile
     on_policy_update, replayed_update = make_updates(
         acer, replay, loss_module, normalizer, average_policy, optimizer, shifted=shifted
     )
-    if cfg.compile:
-        on_policy_update = compiled(on_policy_update, cudagraphs=cfg.cudagraphs)
-        replayed_update = compiled(replayed_update, cudagraphs=cfg.cudagraphs)
+    if config.compile:
+        on_policy_update = compiled(on_policy_update, cudagraphs=config.cudagraphs)
+        replayed_update = compiled(replayed_update, cudagraphs=config.cudagraphs)
 
     with run:
         while run.continues():

@@ -45,29 +45,31 @@ from recipes.common.schemas.distributed import Config
 from recipes.dqn import make_loss, make_update
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(raw_config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
-    with runtime(cfg.address, cfg.num_collectors, cfg.num_shards):
-        return train_with_ray(cfg, config, run_dir)
+    config = parse_config(raw_config, Config)
+    with runtime(config.address, config.num_collectors, config.num_shards):
+        return train_with_ray(config, raw_config, run_dir)
 
 
-def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
+def train_with_ray(config: Config, raw_config: DictConfig, run_dir: Path) -> int:
     """:func:`train` for a host on which Ray is running."""
-    dqn = cfg.dqn
-    device = prepare(cfg, run_dir)
+    dqn = config.dqn
+    device = prepare(config, run_dir)
 
     # One environment per evaluation episode. The collectors make the training environments.
-    evaluation = Evaluation(make_discrete_env, cfg.env, dqn.evaluation_episodes)
-    if cfg.address is None:
-        require_memory(cfg, evaluation.envs[0], torch.device("cpu"))
+    evaluation = Evaluation(make_discrete_env, config.env, dqn.evaluation_episodes)
+    if config.address is None:
+        require_memory(config, evaluation.envs[0], torch.device("cpu"))
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
     if len(observed) != 1:
-        raise ConfigError(f"env.id={cfg.env.id}: observations have shape {observed}, must be vectors; use recipes.dqn")
+        raise ConfigError(
+            f"env.id={config.env.id}: observations have shape {observed}, must be vectors; use recipes.dqn"
+        )
 
     # Networks and loss.
     network = MLP(
@@ -86,11 +88,11 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
 
     # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
     replay = RemoteReplay(
-        cfg,
-        num_shards=cfg.num_shards,
-        num_streams=cfg.num_collectors * cfg.num_envs,
+        config,
+        num_shards=config.num_shards,
+        num_streams=config.num_collectors * config.num_envs,
         device=device,
-        prefetch=cfg.prefetch,
+        prefetch=config.prefetch,
         td_error="squared",
         run_dir=run_dir,
     )
@@ -100,17 +102,17 @@ def train_with_ray(cfg: Config, config: DictConfig, run_dir: Path) -> int:
         return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
 
     collector = RemoteCollector(
-        cfg,
+        config,
         TensorDictSequential([acting, exploration]),
         replay,
-        num_collectors=cfg.num_collectors,
+        num_collectors=config.num_collectors,
         frames_per_batch=dqn.train_interval,
-        keys=stored_keys(cfg.env),
+        keys=stored_keys(config.env),
     )
 
     run = Run(
-        cfg,
         config,
+        raw_config,
         run_dir,
         device,
         collector=collector,

@@ -129,23 +129,23 @@ def make_update(
     return update
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(raw_config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        config: the configuration as read.
+        raw_config: the configuration as read.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
-    dqn = cfg.dqn
-    device = prepare(cfg, run_dir)
+    config = parse_config(raw_config, Config)
+    dqn = config.dqn
+    device = prepare(config, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_discrete_env, cfg.env, dqn.evaluation_episodes)
-    require_memory(cfg, evaluation.envs[0], device)
+    evaluation = Evaluation(make_discrete_env, config.env, dqn.evaluation_episodes)
+    require_memory(config, evaluation.envs[0], device)
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizer and buffer. DQNLoss gives SQUARED TD errors.
@@ -153,26 +153,26 @@ def train(config: DictConfig, run_dir: Path) -> int:
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     loss_module, target = make_loss(dqn, actor)
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
-    replay = make_replay(cfg, device, td_error="squared")
+    replay = make_replay(config, device, td_error="squared")
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
         return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=cfg.seed)
+    behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=config.seed)
     collector = VectorCollector(
-        [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,
+        [partial(make_discrete_env, config.env, training=True)] * config.num_envs,
         behaviour,
         frames_per_batch=dqn.train_interval,
-        seed=cfg.seed,
-        flags=cfg.env.flags,
+        seed=config.seed,
+        flags=config.env.flags,
         n_step=dqn.n_step,
         gamma=dqn.gamma,
     )
 
     values = TargetValues(loss_module, device)
-    of_rooms = room_columns(cfg.env, values, dqn.gamma)
+    of_rooms = room_columns(config.env, values, dqn.gamma)
     log = Log(
         evaluation=evaluation,
         policy=greedy,
@@ -183,8 +183,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         shown=("return_mean", "epsilon", "loss"),
     )
     run = Run(
-        cfg,
         config,
+        raw_config,
         run_dir,
         device,
         collector=collector,
@@ -198,10 +198,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
         loss_module,
         target,
         optimizer,
-        num_updates=cfg.updates_per_graph,
-        num_tables=len(cfg.env.events) + 1,
+        num_updates=config.updates_per_graph,
+        num_tables=len(config.env.events) + 1,
     )
-    write_and_update = make_round(update, replay, cfg, device)
+    write_and_update = make_round(update, replay, config, device)
 
     with run:
         while run.continues():

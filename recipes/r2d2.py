@@ -151,23 +151,23 @@ def make_update(
     return update
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(raw_config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        config: the configuration as read.
+        raw_config: the configuration as read.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
-    r2d2 = cfg.r2d2
-    device = prepare(cfg, run_dir)
+    config = parse_config(raw_config, Config)
+    r2d2 = config.r2d2
+    device = prepare(config, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_discrete_env, cfg.env, r2d2.evaluation_episodes)
-    require_memory(cfg, evaluation.envs[0], device)
+    evaluation = Evaluation(make_discrete_env, config.env, r2d2.evaluation_episodes)
+    require_memory(config, evaluation.envs[0], device)
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, optimizer and buffer. The update writes ABSOLUTE TD errors.
@@ -175,16 +175,16 @@ def train(config: DictConfig, run_dir: Path) -> int:
     target = deepcopy(network).requires_grad_(False)
     optimizer = make_optimizer(r2d2.optimizer, network.parameters(), r2d2.learning_rate)
     windows = Sequence(length=r2d2.sequence_length, burn_in=r2d2.burn_in)
-    replay = make_replay(cfg, device, td_error="absolute", windows=windows)
+    replay = make_replay(config, device, td_error="absolute", windows=windows)
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    behaviour = RecurrentBehaviour(network, evaluation.action_space, cfg.num_envs, seed=cfg.seed)
+    behaviour = RecurrentBehaviour(network, evaluation.action_space, config.num_envs, seed=config.seed)
     collector = VectorCollector(
-        [partial(make_discrete_env, cfg.env, training=True)] * cfg.num_envs,
+        [partial(make_discrete_env, config.env, training=True)] * config.num_envs,
         behaviour,
         frames_per_batch=r2d2.train_interval,
-        seed=cfg.seed,
-        flags=cfg.env.flags,
+        seed=config.seed,
+        flags=config.env.flags,
         on_begin=behaviour.begin,
     )
 
@@ -197,8 +197,8 @@ def train(config: DictConfig, run_dir: Path) -> int:
         shown=("return_mean", "epsilon", "loss"),
     )
     run = Run(
-        cfg,
         config,
+        raw_config,
         run_dir,
         device,
         collector=collector,
@@ -207,14 +207,14 @@ def train(config: DictConfig, run_dir: Path) -> int:
         state={"network": network, "target": target, "optimizer": optimizer},
         stores=("recurrent_state",),
     )
-    update = make_update(r2d2, replay, network, target, optimizer, num_updates=cfg.updates_per_graph)
-    write_and_update = make_round(update, replay, cfg, device)
+    update = make_update(r2d2, replay, network, target, optimizer, num_updates=config.updates_per_graph)
+    write_and_update = make_round(update, replay, config, device)
 
     with run:
         while run.continues():
             behaviour.epsilon = r2d2.epsilon(run.env_steps)
             # One column per environment, so the buffer needs no trajectory ids.
-            data = run.collect().exclude("collector").reshape(-1, cfg.num_envs)
+            data = run.collect().exclude("collector").reshape(-1, config.num_envs)
             if run.env_steps > r2d2.learning_starts:
                 for losses in write_and_update(data):
                     run.log_losses(losses)

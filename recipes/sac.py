@@ -163,30 +163,30 @@ def make_update(
     return update
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(raw_config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        config: the configuration as read.
+        raw_config: the configuration as read.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
-    sac = cfg.sac
-    device = prepare(cfg, run_dir)
+    config = parse_config(raw_config, Config)
+    sac = config.sac
+    device = prepare(config, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_continuous_env, cfg.env, sac.evaluation_episodes)
-    require_memory(cfg, evaluation.envs[0], device)
+    evaluation = Evaluation(make_continuous_env, config.env, sac.evaluation_episodes)
+    require_memory(config, evaluation.envs[0], device)
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizers and buffer. SACLoss gives ABSOLUTE TD errors.
     policy, loss_module = make_loss(sac, num_observed, num_actions, device)
     target = SoftUpdate(loss_module, tau=sac.tau)
     optimizers = make_optimizers(sac, loss_module)
-    replay = make_replay(cfg, device, td_error="absolute", policy=make_actor(policy))
+    replay = make_replay(config, device, td_error="absolute", policy=make_actor(policy))
 
     # The policy as functions of arrays: samples for training, the mode for evaluations.
     def location_and_scale(observations: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -201,20 +201,20 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return torch.tanh(location_and_scale(observations)[0]).cpu().numpy()
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=cfg.seed)
+    behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
     collector = VectorCollector(
-        [partial(make_continuous_env, cfg.env, training=True)] * cfg.num_envs,
+        [partial(make_continuous_env, config.env, training=True)] * config.num_envs,
         behaviour,
         frames_per_batch=sac.train_interval,
-        seed=cfg.seed,
-        flags=cfg.env.flags,
+        seed=config.seed,
+        flags=config.env.flags,
         n_step=sac.n_step,
         gamma=sac.gamma,
     )
 
     run = Run(
-        cfg,
         config,
+        raw_config,
         run_dir,
         device,
         collector=collector,
@@ -232,10 +232,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
         loss_module,
         target,
         optimizers,
-        num_updates=cfg.updates_per_graph,
+        num_updates=config.updates_per_graph,
         actor_batch=actor_batches(replay),
     )
-    write_and_update = make_round(update, replay, cfg, device)
+    write_and_update = make_round(update, replay, config, device)
 
     with run:
         while run.continues():

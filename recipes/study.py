@@ -265,23 +265,23 @@ def continues(before: Any, now: StudyConfig, has_rows: bool) -> bool:
     return has_runs and not (has_rows and any(before[key] != getattr(now, key) for key in JUDGED_BY))
 
 
-def run_study(config: DictConfig, out: Path) -> int:
+def run_study(raw_config: DictConfig, out: Path) -> int:
     """Run all runs of a study that have not finished.
 
     Returns:
         The exit code: 0; 1 if runs failed; 130 if the study was interrupted.
     """
-    cfg = parse_config(config, Config)
-    study = cfg.study
+    config = parse_config(raw_config, Config)
+    study = config.study
     done = load_completed_runs(out)
     if (out / STUDY).is_file() and not continues(OmegaConf.load(out / STUDY), study, bool(done)):
         raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(OmegaConf.structured(study), out / STUDY)
-    jobs = jobs_of(study, cfg.seeds)
+    jobs = jobs_of(study, config.seeds)
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())
     failed = 0
-    workers = cfg.workers or len(os.sched_getaffinity(0))
+    workers = config.workers or len(os.sched_getaffinity(0))
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
     with stopping(pool), bar, ThreadPoolExecutor(workers) as threads:
         futures = {threads.submit(pool.run, job): job for job in missing}

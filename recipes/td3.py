@@ -178,23 +178,23 @@ def make_update(
     return update
 
 
-def train(config: DictConfig, run_dir: Path) -> int:
+def train(raw_config: DictConfig, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        config: the configuration as read.
+        raw_config: the configuration as read.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
-    td3 = cfg.td3
-    device = prepare(cfg, run_dir)
+    config = parse_config(raw_config, Config)
+    td3 = config.td3
+    device = prepare(config, run_dir)
 
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_continuous_env, cfg.env, td3.evaluation_episodes)
-    require_memory(cfg, evaluation.envs[0], device)
+    evaluation = Evaluation(make_continuous_env, config.env, td3.evaluation_episodes)
+    require_memory(config, evaluation.envs[0], device)
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizers and buffer. TD3Loss gives SQUARED TD errors.
@@ -202,7 +202,7 @@ def train(config: DictConfig, run_dir: Path) -> int:
     target = SoftUpdate(loss_module, tau=td3.tau)
     actor_optimizer, critic_optimizer = make_optimizers(td3, loss_module)
     replay = make_replay(
-        cfg,
+        config,
         device,
         td_error="squared",
         policy=TensorDictModule(policy, in_keys=["observation"], out_keys=["action"]),
@@ -221,20 +221,20 @@ def train(config: DictConfig, run_dir: Path) -> int:
         return (action + noise(action.shape)).clip(-1, 1)
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=cfg.seed)
+    behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=config.seed)
     collector = VectorCollector(
-        [partial(make_continuous_env, cfg.env, training=True)] * cfg.num_envs,
+        [partial(make_continuous_env, config.env, training=True)] * config.num_envs,
         behaviour,
         frames_per_batch=td3.train_interval,
-        seed=cfg.seed,
-        flags=cfg.env.flags,
+        seed=config.seed,
+        flags=config.env.flags,
         n_step=td3.n_step,
         gamma=td3.gamma,
     )
 
     run = Run(
-        cfg,
         config,
+        raw_config,
         run_dir,
         device,
         collector=collector,
@@ -259,10 +259,10 @@ def train(config: DictConfig, run_dir: Path) -> int:
         target,
         actor_optimizer,
         critic_optimizer,
-        num_updates=cfg.updates_per_graph,
+        num_updates=config.updates_per_graph,
         actor_batch=actor_batches(replay),
     )
-    write_and_update = make_round(update, replay, cfg, device)
+    write_and_update = make_round(update, replay, config, device)
 
     with run:
         while run.continues():

@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 CURVE = "learning_curve.png"
 
 
-def prepare(cfg: RunConfig, run_dir: Path) -> torch.device:
+def prepare(config: RunConfig, run_dir: Path) -> torch.device:
     """Check the run directory and the device, set threads and seeds, and return the device."""
-    if cfg.resume is None and (run_dir / CONFIG).exists():
+    if config.resume is None and (run_dir / CONFIG).exists():
         raise ConfigError(f"{run_dir} holds a run already: resume it (resume={run_dir}) or choose another directory")
-    device = find_device(cfg.device)
-    if cfg.cudagraphs and device.type != "cuda":
+    device = find_device(config.device)
+    if config.cudagraphs and device.type != "cuda":
         raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {device}")
-    torch.set_num_threads(cfg.num_threads)
-    seed_everything(cfg.seed)
+    torch.set_num_threads(config.num_threads)
+    seed_everything(config.seed)
     return device
 
 
@@ -79,6 +79,31 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@dataclass
+class Counters:
+    """What a run has done so far; the times are in seconds.
+
+    Args:
+        env_steps: environment steps.
+        updates: gradient updates.
+        evaluations: evaluations.
+        last_return: mean return of the last evaluation; None before the first.
+        best_return: the best mean return so far; None before the first evaluation.
+        reached_at: environment steps at which an evaluation reached the threshold; None: none has.
+        wall_time: time, including that before a resume.
+        cpu_time: CPU time of this process, including that before a resume.
+    """
+
+    env_steps: int = 0
+    updates: int = 0
+    evaluations: int = 0
+    last_return: float | None = None
+    best_return: float | None = None
+    reached_at: int | None = None
+    wall_time: float = 0.0
+    cpu_time: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -107,7 +132,7 @@ class Log:
 class Run:
     """A training run: everything around the loop that the recipe writes.
 
-        run = Run(cfg, config, run_dir, device, collector=collector, replay=replay, log=Log(...), state={...})
+        run = Run(config, raw_config, run_dir, device, collector=collector, replay=replay, log=Log(...), state={...})
         with run:
             while run.continues():
                 data = run.collect()
@@ -124,7 +149,7 @@ class Run:
     ends it, too; other errors are passed on.
 
     Args:
-        cfg: the checked configuration.
+        config: the checked configuration.
         config: the configuration as read, to be saved in config.yaml.
         run_dir: directory of the run.
         device: device of the networks.
@@ -138,8 +163,8 @@ class Run:
 
     def __init__(
         self,
-        cfg: RunConfig,
-        config: DictConfig,
+        config: RunConfig,
+        raw_config: DictConfig,
         run_dir: Path,
         device: torch.device,
         *,
@@ -149,69 +174,61 @@ class Run:
         state: Mapping[str, Any],
         stores: tuple[str, ...] | None = (),
     ):
-        self._cfg, self._config, self._run_dir, self._log = cfg, config, run_dir, log
+        self._config, self._raw_config, self._run_dir, self._log = config, raw_config, run_dir, log
         self._collector, self._replay = collector, replay
         self._batches = iter(collector)
-        n_step = getattr(cfg.learning, "n_step", 1)
-        self._stored = None if stores is None else (*stored_keys(cfg.env, n_step), *stores)
-        self._counters: dict[str, Any] = {
-            "env_steps": 0,
-            "updates": 0,
-            "evaluations": 0,
-            "last_return": None,
-            "best_return": None,
-            "reached_at": None,
-            "wall_time": 0.0,
-            "cpu_time": 0.0,
-        }
+        n_step = getattr(config.learning, "n_step", 1)
+        self._stored = None if stores is None else (*stored_keys(config.env, n_step), *stores)
+        self._counters = Counters()
         self._losses = Means()
         self._state = {
             **state,
             "replay": replay,
             "collector": collector,
             "losses": self._losses,
-            "counters": self._counters,
+            # the attributes themselves: loading a checkpoint sets them
+            "counters": vars(self._counters),
             "global_rng": GlobalRNGState(),
         }
         self.exit_code = FAILED
-        if cfg.resume is not None:
+        if config.resume is not None:
             self._resume(device)
-        self._previous_steps = self._counters["env_steps"]
-        self._camera = Camera(cfg.env, run_dir) if cfg.video else None
+        self._previous_steps = self._counters.env_steps
+        self._camera = Camera(config.env, run_dir) if config.video else None
 
     @property
     def env_steps(self) -> int:
         """Number of environment steps so far."""
-        return self._counters["env_steps"]
+        return self._counters.env_steps
 
     def _resume(self, device: torch.device) -> None:
         load_checkpoint(self._run_dir, device, **self._state)
         # checkpoints of earlier versions have no CPU time
-        self._counters.setdefault("cpu_time", math.nan)
+        vars(self._counters).setdefault("cpu_time", math.nan)
         lost = self._collector.resume()
         if lost and isinstance(self._replay, TensorDictReplayBuffer) and not self._finished():
-            num_envs = self._cfg.num_envs
+            num_envs = self._config.num_envs
             if not self._collector.holds_newest:
                 end_last_episodes(self._replay, num_envs, lost)
             warn(f"the state of {len(lost)} of {num_envs} environments cannot be restored; they start new episodes")
 
     def __enter__(self) -> "Run":
-        cfg, run_dir = self._cfg, self._run_dir
+        config, run_dir = self._config, self._run_dir
         try:
-            self._progress = Progress(run_dir, cfg.logger.csv, cfg.logger.backend, until=self.env_steps)
+            self._progress = Progress(run_dir, config.logger.csv, config.logger.backend, until=self.env_steps)
             with atomic_write(run_dir / CONFIG) as path:
-                OmegaConf.save(OmegaConf.merge(self._config, {"resume": None}), path)
+                OmegaConf.save(OmegaConf.merge(self._raw_config, {"resume": None}), path)
         except OSError as error:
             raise ConfigError(f"{run_dir}: {reason(error)}") from error
-        self._started = time.time() - self._counters["wall_time"]
-        self._cpu_started = time.process_time() - self._counters["cpu_time"]
+        self._started = time.time() - self._counters.wall_time
+        self._cpu_started = time.process_time() - self._counters.cpu_time
         self._open = ExitStack()
         self._interrupted = self._open.enter_context(interruption())
         self._bar = self._open.enter_context(
             tqdm(
-                total=cfg.learning.total_steps,
-                initial=min(self.env_steps, cfg.learning.total_steps),
-                desc=f"{cfg.env.name} {cfg.sampler['name']} seed {cfg.seed}",
+                total=config.learning.total_steps,
+                initial=min(self.env_steps, config.learning.total_steps),
+                desc=f"{config.env.name} {config.sampler['name']} seed {config.seed}",
                 unit="step",
                 mininterval=0.5,
             )
@@ -219,10 +236,10 @@ class Run:
         return self
 
     def _solved(self) -> bool:
-        return self._counters["reached_at"] is not None and self._cfg.stop_at_threshold
+        return self._counters.reached_at is not None and self._config.stop_at_threshold
 
     def _finished(self) -> bool:
-        return self._solved() or self.env_steps >= self._cfg.learning.total_steps
+        return self._solved() or self.env_steps >= self._config.learning.total_steps
 
     def continues(self) -> bool:
         """Whether another round follows: the run is neither finished nor interrupted."""
@@ -232,30 +249,30 @@ class Run:
         """Collect a batch of ``train_interval`` transitions, count its steps and return the entries to store."""
         batch = next(self._batches)
         self._previous_steps = self.env_steps
-        self._counters["env_steps"] += self._collector.steps_of_batch
+        self._counters.env_steps += self._collector.steps_of_batch
         return batch if self._stored is None else batch.select(*self._stored)
 
     def log_losses(self, losses: Mapping[str, Tensor]) -> None:
         """Count and log updates; `losses` are tensors [updates] by name, as an update returns them."""
         self._losses.add(losses)
-        self._counters["updates"] += max(map(len, losses.values()))
+        self._counters.updates += max(map(len, losses.values()))
 
     def end_round(self) -> None:
         """Evaluate and save a checkpoint, if they are due, and move the progress bar."""
-        learning, interval, steps = self._cfg.learning, self._cfg.checkpoint_interval, self.env_steps
-        if learning.evaluations_due(steps) > self._counters["evaluations"]:
+        learning, interval, steps = self._config.learning, self._config.checkpoint_interval, self.env_steps
+        if learning.evaluations_due(steps) > self._counters.evaluations:
             self._evaluate()
         self._bar.update(min(steps, learning.total_steps) - self._bar.n)
         if interval is not None and steps // interval > self._previous_steps // interval:
             self._save()
 
     def _evaluate(self) -> None:
-        cfg, log, counters = self._cfg, self._log, self._counters
-        counters["evaluations"] = cfg.learning.evaluations_due(self.env_steps)
-        seed = [cfg.seed, counters["evaluations"]]
+        config, log, counters = self._config, self._log, self._counters
+        counters.evaluations = config.learning.evaluations_due(self.env_steps)
+        seed = [config.seed, counters.evaluations]
         row = {
             "env_steps": self.env_steps,
-            "updates": counters["updates"],
+            "updates": counters.updates,
             **log.evaluation.columns(log.policy, epsilon=log.epsilon, seed=seed, value=log.value),
             **log.columns(self.env_steps),
             **self._losses.take(log.losses),
@@ -267,18 +284,18 @@ class Run:
             require_frames(self._replay)
             if isinstance(self._replay.sampler, PRIORITIZED):
                 row |= {f"sampler/{key}": value.item() for key, value in self._replay.sampler.stats().items()}
-                if cfg.logger.backend is not None:
+                if config.logger.backend is not None:
                     share = self._replay.sampler.probabilities(self._replay.storage)
                     # relative to uniform sampling
                     histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         self._progress.write(row, histograms)
         self._record_video(seed)
         self._bar.set_postfix({key: f"{row[key]:.3g}" for key in log.shown}, refresh=False)
-        score, best, threshold = row["return_mean"], counters["best_return"], cfg.env.reward_threshold
-        counters["last_return"] = score
-        counters["best_return"] = score if best is None else max(best, score)
-        if counters["reached_at"] is None and threshold is not None and reaches(score, threshold):
-            counters["reached_at"] = self.env_steps
+        score, best, threshold = row["return_mean"], counters.best_return, config.env.reward_threshold
+        counters.last_return = score
+        counters.best_return = score if best is None else max(best, score)
+        if counters.reached_at is None and threshold is not None and reaches(score, threshold):
+            counters.reached_at = self.env_steps
 
     def _record_video(self, seed: list[int]) -> None:
         if self._camera is None:
@@ -291,8 +308,8 @@ class Run:
         self._progress.show(frames, self.env_steps)
 
     def _save(self) -> bool:
-        self._counters["wall_time"] = time.time() - self._started
-        self._counters["cpu_time"] = time.process_time() - self._cpu_started
+        self._counters.wall_time = time.time() - self._started
+        self._counters.cpu_time = time.process_time() - self._cpu_started
         try:
             self._progress.flush()
             save_checkpoint(self._run_dir, **self._state)
@@ -349,12 +366,12 @@ class Run:
             return INTERRUPTED
         if not drawn:
             return FAILED
-        print(summary(self._counters, self._cfg.env.reward_threshold, run_dir))
+        print(summary(self._counters, self._config.env.reward_threshold, run_dir))
         return DONE
 
     def _draw_curve(self) -> bool:
         """Draw the learning curve from progress.csv, if there is one; return whether that did not fail."""
-        if not self._cfg.logger.csv or self._counters["last_return"] is None:
+        if not self._config.logger.csv or self._counters.last_return is None:
             return True
         try:
             plot_runs([self._run_dir], self._run_dir / CURVE)
@@ -367,12 +384,12 @@ class Run:
         return True
 
 
-def summary(counters: dict[str, Any], threshold: float | None, run_dir: Path) -> str:
+def summary(counters: Counters, threshold: float | None, run_dir: Path) -> str:
     """The last line that a finished run prints."""
-    if counters["reached_at"] is not None:
-        outcome = f"reached {threshold:g} at step {counters['reached_at']}"
+    if counters.reached_at is not None:
+        outcome = f"reached {threshold:g} at step {counters.reached_at}"
     elif threshold is not None:
-        outcome = f"did not reach {threshold:g} in {counters['env_steps']} steps"
+        outcome = f"did not reach {threshold:g} in {counters.env_steps} steps"
     else:
-        outcome = f"{counters['env_steps']} steps"
-    return f"{outcome} | best return {counters['best_return']:g}, last {counters['last_return']:g} | files in {run_dir}"
+        outcome = f"{counters.env_steps} steps"
+    return f"{outcome} | best return {counters.best_return:g}, last {counters.last_return:g} | files in {run_dir}"

@@ -74,18 +74,18 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     Raises:
         ConfigError: if the run is not one of recipes.td3, or its checkpoint cannot be loaded.
     """
-    config = OmegaConf.load(run_dir / CONFIG)
-    if "td3" not in config:
+    raw_config = OmegaConf.load(run_dir / CONFIG)
+    if "td3" not in raw_config:
         raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
-    cfg = parse_config(config, td3.Config)
-    env = make_continuous_env(cfg.env)
+    config = parse_config(raw_config, td3.Config)
+    env = make_continuous_env(config.env)
     sizes = flatdim(env.observation_space), flatdim(env.action_space)
     env.close()
     device = torch.device("cpu")
-    network, loss_module = td3.make_loss(cfg.td3, *sizes, device)
+    network, loss_module = td3.make_loss(config.td3, *sizes, device)
     policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
-    noise_scale = cfg.td3.exploration_noise
-    replay = make_replay(cfg, device, td_error="squared", policy=policy, noise_scale=noise_scale)
+    noise_scale = config.td3.exploration_noise
+    replay = make_replay(config, device, td_error="squared", policy=policy, noise_scale=noise_scale)
     load_checkpoint(run_dir, device, loss=loss_module, replay=replay)
     if not len(replay):
         raise ConfigError(f"run={run_dir}: the buffer is empty")
@@ -204,23 +204,23 @@ def read_results(path: Path) -> tuple[list[dict], dict[str, float]]:
     return rows, newest
 
 
-def analyse(config: DictConfig, run_dir: Path) -> int:
+def analyse(raw_config: DictConfig, run_dir: Path) -> int:
     """Measure, print the table, and write dper_analysis.csv and the figure to `run_dir`; with `read`, only draw.
 
     Returns:
         The exit code.
     """
-    cfg = parse_config(config, Config)
+    config = parse_config(raw_config, Config)
     figures = files_of(run_dir / "dper_analysis")
-    if cfg.read is not None:
-        rows, newest = read_results(Path(cfg.read))
+    if config.read is not None:
+        rows, newest = read_results(Path(config.read))
         save(plot(rows, newest), *figures)
         print(format_table(rows, newest))
         return DONE
-    assert cfg.run is not None
-    torch.set_num_threads(cfg.num_threads)
-    seed_everything(cfg.seed)
-    replay, policy, noise_scale = load_run(Path(cfg.run))
+    assert config.run is not None
+    torch.set_num_threads(config.num_threads)
+    seed_everything(config.seed)
+    replay, policy, noise_scale = load_run(Path(config.run))
 
     def actor_buffer(granularity: str, num_candidates: int) -> TensorDictReplayBuffer:
         keywords = {"num_candidates": num_candidates, "granularity": granularity, "noise_scale": noise_scale}
@@ -228,13 +228,13 @@ def analyse(config: DictConfig, run_dir: Path) -> int:
         replay.set_sampler(sampler)
         return sampler.actor_buffer(replay)
 
-    settings = [(granularity, count) for granularity in cfg.granularity for count in cfg.num_candidates]
+    settings = [(granularity, count) for granularity in config.granularity for count in config.num_candidates]
     try:
         buffers = [actor_buffer(*setting) for setting in (("batch", 1), *settings)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     bar = tqdm(buffers, desc="dper_analysis", leave=False)
-    uniform, *results = [measure(buffer, policy, noise_scale, cfg.draws) for buffer in bar]
+    uniform, *results = [measure(buffer, policy, noise_scale, config.draws) for buffer in bar]
 
     rows: list[dict] = []
     for (granularity, count), result in zip(settings, results, strict=True):
