@@ -180,6 +180,9 @@ class LearningConfig(ABC):
     """
 
     group: ClassVar[str]  # configuration group of the hyperparameters, such as "dqn"
+    # Not fields here: of recipes that do not let the user choose them.
+    gradient_steps = 1
+    n_step = 1
 
     total_steps: int = MISSING
     buffer_size: int = MISSING
@@ -275,10 +278,10 @@ class RunConfig(ABC):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
         for key, multiple in (("num_envs", "train_interval"), ("updates_per_graph", "gradient_steps")):
-            divisor, value = getattr(self, key), getattr(learning, multiple, 1)
+            divisor, value = getattr(self, key), getattr(learning, multiple)
             if value % divisor:
                 raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
-        n_step = getattr(learning, "n_step", 1)
+        n_step = learning.n_step
         if n_step > 1 and n_step * self.num_envs >= learning.total_steps:
             raise ValueError(
                 f"{learning.group}.n_step={n_step}: num_envs · n_step must be < {learning.group}.total_steps="

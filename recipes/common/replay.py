@@ -74,7 +74,7 @@ def loss_keys(n_step: int) -> dict[str, str]:
 
 def shares_frames(config: RunConfig) -> bool:
     """Whether the buffer stores each frame once. The frames of n-step transitions are not those of the next step."""
-    return config.env.atari is not None and getattr(config.learning, "n_step", 1) == 1
+    return config.env.atari is not None and config.learning.n_step == 1
 
 
 def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:

@@ -177,8 +177,7 @@ class Run:
         self._config, self._raw_config, self._run_dir, self._log = config, raw_config, run_dir, log
         self._collector, self._replay = collector, replay
         self._batches = iter(collector)
-        n_step = getattr(config.learning, "n_step", 1)
-        self._stored = None if stores is None else (*stored_keys(config.env, n_step), *stores)
+        self._stored = None if stores is None else (*stored_keys(config.env, config.learning.n_step), *stores)
         self._counters = Counters()
         self._losses = Means()
         self._state = {

@@ -49,7 +49,7 @@ def make_round(
     Returns:
         A function of new transitions, [train_interval], that returns the results of `update`.
     """
-    num_calls = getattr(config.learning, "gradient_steps", 1) // config.updates_per_graph
+    num_calls = config.learning.gradient_steps // config.updates_per_graph
     step: Callable[..., dict[str, Tensor]] = (
         compiled(update, cudagraphs=config.cudagraphs) if config.compile else update
     )
