@@ -7,8 +7,11 @@ from scipy.stats import norm
 
 RESAMPLES = 1000
 FEW = 5
+# Resamples that are in memory at the same time.
+AT_ONCE = 100
 
-# Maps values [n, ...] to a statistic [...] over axis 0.
+# Maps values [n, ...] to a statistic over axis 0. It may also reduce the last axis, but no other: resamples are side by
+# side, [n, resamples, ...].
 Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
 
 
@@ -24,7 +27,8 @@ def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_
     Percentiles of the resamples; with few values, FEW or less, those of BCa, since plain percentiles are too narrow.
     """
     rng = np.random.default_rng(0)
-    found = np.array([statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)])
+    rows = rng.integers(len(values), size=(RESAMPLES, len(values)))
+    found = np.concatenate([statistic(values[some.T]) for some in np.split(rows, RESAMPLES // AT_ONCE)])
     levels = [0.025, 0.975]
     if 1 < len(values) <= FEW:
         low, high = bca_percentiles(found, values, statistic, levels)
@@ -69,6 +73,11 @@ def bca_percentiles(
         ends = [np.take_along_axis(ordered, at[None], axis=0)[0] for at in (below, above)]
         percentiles.append(ends[0] + (place - below) * (ends[1] - ends[0]))
     return percentiles
+
+
+def median_of(values: np.ndarray) -> np.ndarray:
+    """Median over axis 0."""
+    return np.median(values, axis=0)
 
 
 def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, bool]:

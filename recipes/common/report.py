@@ -34,7 +34,14 @@ from recipes.common.figures import (
     threshold_line,
 )
 from recipes.common.hints import CONF, did_you_mean
-from recipes.common.intervals import FEW, Statistic, bootstrap_interval, interquartile_mean, median_with_bound
+from recipes.common.intervals import (
+    FEW,
+    Statistic,
+    bootstrap_interval,
+    interquartile_mean,
+    median_of,
+    median_with_bound,
+)
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
@@ -157,16 +164,21 @@ def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
     median, bounded = median_with_bound(steps, censored)
     if censored.all():
         return f"≥ {median:,.0f}"
-    ends = bootstrap_interval(steps, np.median)
+    ends = bootstrap_interval(steps, median_of)
     # An end depends on censored runs if it moves when these runs are longer.
-    longer = bootstrap_interval(np.where(censored, 2 * steps, steps), np.median)
+    longer = bootstrap_interval(np.where(censored, 2 * steps, steps), median_of)
     low, high = ("≥ " * bool(end != other) + f"{end:,.0f}" for end, other in zip(ends, longer, strict=True))
     return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
 
 
 def ratio_of_means(pairs: np.ndarray) -> np.floating:
-    """Mean of the second column of `pairs` [n, 2], divided by the mean of the first."""
-    return pairs[:, 1].mean() / pairs[:, 0].mean()
+    """Mean of the second column of `pairs` [n, ..., 2], divided by the mean of the first."""
+    return pairs[..., 1].mean(0) / pairs[..., 0].mean(0)
+
+
+def mean_difference(pairs: np.ndarray) -> np.floating:
+    """Mean of the second column of `pairs` [n, ..., 2] minus the first."""
+    return (pairs[..., 1] - pairs[..., 0]).mean(0)
 
 
 def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
@@ -224,7 +236,7 @@ def last_evaluations(study: Study, env: str, variant: str, of: Callable[[dict[st
     form = "{:.2f}" if largest < 10 else "{:.1f}"
     pairs, difference = study.pairs(env, variant, of), ""
     if variant != study.config.baseline and len(pairs):
-        difference = with_interval(pairs, lambda p: (p[:, 1] - p[:, 0]).mean(), form)
+        difference = with_interval(pairs, mean_difference, form)
     return with_interval(study.values(env, variant, of), interquartile_mean, form), difference
 
 
@@ -352,7 +364,7 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -
         axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
         if censored.any():
             entries["run that did not reach the threshold"] = sample_line(Look(GREY, "x"), linestyle="")
-        low, high = bootstrap_interval(steps, np.median)
+        low, high = bootstrap_interval(steps, median_of)
         median, bounded = median_with_bound(steps, censored)
         if bounded:
             entries["lower bound of a median"] = sample_line(Look(GREY, ">"), linestyle="")
