@@ -13,6 +13,7 @@ from torchrl.data import Sequence
 from tests.data import linear_policy
 from tests.emulated_device import DeviceMismatchError, EmulatedDevice
 from tests.operations import CASES, Driven
+from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.stacks import StackedStreams
 from tests.test_compiled import Flat, TwoColumns, TwoStreams
@@ -162,7 +163,9 @@ def test_each_recipe_trains_on_an_accelerator(name, emulated_runs):
     assert emulated_runs[name] == expected, emulated_runs[name].get("error")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", slow_but(("decoupled", "rank", "slices, reaper", "tables, proportional, pinned", "frames, slices"), CASES)
+)
 def test_random_operations_never_mix_devices(name, device):
     """Data comes from the device or from the CPU; see ``operations.py`` for what happens to the buffer."""
     for seed in (0, 3):

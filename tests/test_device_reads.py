@@ -10,6 +10,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import event_sampler, random_rows
 from tests.emulated_device import EmulatedDevice
+from tests.params import slow_but
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -95,7 +96,7 @@ def waits(device, buffer):
     return median(writes), median(cycles)
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("ndim", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("make", [stock, compilable])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, ndim, device):

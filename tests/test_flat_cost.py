@@ -46,7 +46,7 @@ def code_of(function, *arguments) -> str:
         return "\n".join(run_and_get_code(function, *arguments)[1])
 
 
-@pytest.mark.parametrize("name", slow_but(("proportional", "reaper"), WRITING))
+@pytest.mark.parametrize("name", slow_but(("proportional",), WRITING))
 def test_a_step_with_writes_touches_nothing_of_the_size_of_the_capacity(name):
     case = replace({**CASES, **OVER_THE_BATCH}[name], capacity=CAPACITY)
     experience, buffer = case.experience(), case.buffer()

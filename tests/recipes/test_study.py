@@ -81,7 +81,12 @@ def processes(monkeypatch):
 def test_studies_are_of_what_there_is(name):
     config = study.parse_config(configuration(name=name), study.Config)
     recipe = importlib.import_module(f"recipes.{config.study.recipe}")
-    for job in study.jobs_of(config.study, 1):
+    # of variants that differ only in numbers, one: composing takes 0.2 s
+    kinds = {
+        (job.env, *(word.partition("=")[0] if "." in word.partition("=")[0] else word for word in job.words)): job
+        for job in study.jobs_of(config.study, 1)
+    }
+    for job in kinds.values():
         words = [f"env={job.env}", *job.words]
         job_config = composed(job.recipe, *(word for word in words if not word.startswith("hydra")))
         assert study.parse_config(job_config, recipe.Config).env.name

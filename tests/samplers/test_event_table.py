@@ -16,6 +16,7 @@ from tests.chi_square import p_value
 from tests.data import buffer_with, event_sampler
 from tests.emulated_device import EmulatedDevice
 from tests.events import NaiveTables, scripted
+from tests.params import slow_but
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -880,7 +881,7 @@ def learn(rb, device="emulated"):
     return batch
 
 
-@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize("compilable", slow_but([True], [False, True]))
 @pytest.mark.parametrize(("retention", "kind", "correction"), ON_DEVICE)
 def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_read_nothing(
     retention, kind, correction, compilable

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.params import slow_but
 from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
@@ -30,7 +31,7 @@ from torchrl_replay_ext import (
 from torchrl_replay_ext.sharding.shard import Report
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_shards", slow_but([1, 3], [1, 2, 3, 5]))
 @pytest.mark.parametrize("name", PARTS)
 def test_rows_have_the_probabilities_of_one_buffer(name, num_shards):
     one, many = whole(name), sharded(name, num_shards)
@@ -53,7 +54,7 @@ def test_draws_from_shards_equally_are_found_out(monkeypatch):
     assert agreement(draw(many)[0], probability_of_rows(one)) < 1e-6
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_shards", slow_but([1, 3], [1, 2, 3, 5]))
 @pytest.mark.parametrize(
     "name",
     ["proportional", "stratified", "reaper", "reaper, ongoing", "event tables, mixture", "slices, priorities"],

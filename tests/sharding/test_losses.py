@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.params import slow_but
 from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
@@ -171,7 +172,13 @@ def test_episodes_of_a_lost_shard_go_on_elsewhere_and_those_of_a_checkpoint_are_
         assert not ((number[:, :-1] < 20) & (number[:, 1:] >= 24) & mask[:, 1:]).any()
 
 
-@pytest.mark.parametrize("name", ["proportional", "reaper", "event tables, priorities", "slices, priorities"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["reaper", "slices, priorities"],
+        ["proportional", "reaper", "event tables, priorities", "slices, priorities"],
+    ),
+)
 def test_a_thousand_random_operations_with_kills(name, tmp_path):
     """No row is drawn that is not stored, and no priority reaches another row."""
     rng = np.random.default_rng(3)
