@@ -46,7 +46,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config, reason
+from recipes.common.files import locked
 from recipes.common.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach, was_stopped
 from recipes.common.schemas.study import Config, StudyConfig
 
@@ -125,7 +126,13 @@ class Pool:
         if (run_dir / CHECKPOINT).is_file() and (run_dir / CONFIG).is_file():
             words = [*job.command[:2], override("resume", run_dir)]
         elif run_dir.exists():
-            shutil.rmtree(run_dir)
+            try:
+                with locked(run_dir):
+                    shutil.rmtree(run_dir)
+            except BlockingIOError:
+                # a run that a killed study has left behind
+                run_dir.with_suffix(".log").write_text(f"{run_dir}: another process trains there\n")
+                return None
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         # One thread per run: there is one run per core.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -246,6 +253,11 @@ def stopping(pool: Pool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def available_cores() -> int:
+    """Number of CPU cores that this process may use; on systems that do not say so, of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def continues(before: Any, now: StudyConfig, has_rows: bool) -> bool:
     """Whether a study can go on in the directory of an earlier one: it has all of its runs, and judges them as before.
 
@@ -272,6 +284,15 @@ def run_study(raw_config: DictConfig, out: Path) -> int:
         The exit code: 0; 1 if runs failed; 130 if the study was interrupted.
     """
     config = parse_config(raw_config, Config)
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(locked(out))
+        except BlockingIOError as error:
+            raise ConfigError(f"{out}: another process runs a study there") from error
+        return _run_missing(config, out)
+
+
+def _run_missing(config: Config, out: Path) -> int:
     study = config.study
     done = load_completed_runs(out)
     if (out / STUDY).is_file() and not continues(OmegaConf.load(out / STUDY), study, bool(done)):
@@ -281,7 +302,7 @@ def run_study(raw_config: DictConfig, out: Path) -> int:
     missing = [job for job in jobs if job.key not in done]
     pool = Pool(out, study, code_version())
     failed = 0
-    workers = config.workers or len(os.sched_getaffinity(0))
+    workers = config.workers or available_cores()
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
     with stopping(pool), bar, ThreadPoolExecutor(workers) as threads:
         futures = {threads.submit(pool.run, job): job for job in missing}

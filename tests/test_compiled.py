@@ -821,29 +821,33 @@ def test_threads(name):
     buffer, experience = case.buffer(), case.experience()
     buffer.extend(experience.take(20))
     failures: list[Exception] = []
-    written = threading.Event()
+    written, reads = threading.Event(), [0, 0]
 
     def write() -> None:
-        for _ in range(case.capacity // 2):
+        while min(reads) < 20:
             buffer.extend(experience.take(4))
 
-    def repeat(what: Callable[[], Any]) -> None:
+    def read(reader: int, what: Callable[[], Any]) -> None:
         while not written.is_set():
             what()
+            reads[reader] += 1
 
     def noting_failures(what: Callable[..., None], *arguments: Any) -> None:
         try:
             what(*arguments)
         except Exception as failure:
             failures.append(failure)
+            reads[:] = [20, 20]
 
     readers = [
-        threading.Thread(target=noting_failures, args=(repeat, what))
-        for what in (lambda: sample_and_update(buffer), buffer.sample)
+        threading.Thread(target=noting_failures, args=(read, reader, what))
+        for reader, what in enumerate((lambda: sample_and_update(buffer), buffer.sample))
     ]
     for thread in readers:
         thread.start()
     noting_failures(write)
+    for _ in range(case.capacity // 4):
+        noting_failures(buffer.extend, experience.take(4))
     written.set()
     for thread in readers:
         thread.join()

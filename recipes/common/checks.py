@@ -49,7 +49,7 @@ def check(config: RunConfig, recipe: str, given: Collection[str]) -> None:
     Args:
         config: the configuration of a training recipe.
         recipe: name of the recipe.
-        given: names of the hyperparameters that a file or the command line sets.
+        given: names of the hyperparameters that the command line sets.
 
     Raises:
         ConfigError: if a package is missing, the recipe does not support the sampler, an argument of the sampler or the
@@ -69,7 +69,7 @@ def check(config: RunConfig, recipe: str, given: Collection[str]) -> None:
         try:
             config.learning.check_actions(given, discrete=isinstance(space, Discrete))
         except ValueError as error:
-            raise ConfigError(with_suggestion(str(error))) from error
+            raise ConfigError(str(error)) from error
 
 
 def _check_sampler(config: RunConfig, recipe: str) -> None:
@@ -106,11 +106,15 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
         try:
             check_arguments(given, known, where)
         except ConfigError as error:
-            of_others = {key for other in SAMPLER_CLASSES for key in sampler_arguments(other)} - set(known)
             # as after sampler.name=per, which leaves the options of the sampler that was chosen before
-            if of_others & set(given):
-                raise ConfigError(f"{error}; sampler=<name> chooses a sampler together with its options") from error
-            raise
+            key = str(error).partition(":")[0].rpartition(".")[2]
+            owners = [f"sampler={other}" for other in SAMPLER_CLASSES if key in sampler_arguments(other)]
+            if key in known or not owners or where != "sampler":
+                raise
+            raise ConfigError(
+                f"{error}; {key} is an option of {', '.join(owners)}. Choose a sampler with sampler=<name>, which also "
+                "sets its options"
+            ) from error
 
 
 def _check_optimizer(settings: Mapping[str, Any], where: str) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -82,7 +82,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
             if not os.access(run_dir, os.W_OK | os.X_OK):
                 raise ConfigError(f"{run_dir}: directory is not writable; choose another directory")
             if not checked:
-                check_config(name, schema, config)
+                check_config(name, schema, config, list(HydraConfig.get().overrides.task))
             recipe = import_module(f"recipes.{name}")
             logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
             code = getattr(recipe, function)(config, run_dir)
@@ -159,17 +159,33 @@ def check_command_line(name: str, schema: type, words: list[str]) -> bool:
         config = compose_config(name, job)
         if config.get("resume") is not None:
             config = resumed_config(config, Path(run_directory(config.resume, "")), list(job))
-        check_config(name, schema, config)
+        check_config(name, schema, config, job)
     return True
 
 
-def check_config(name: str, schema: type, config: DictConfig) -> None:
-    """Raise ConfigError if a configuration cannot be run, as far as this can be found out without importing torch."""
+def check_config(name: str, schema: type, config: DictConfig, words: Iterable[str]) -> None:
+    """Raise ConfigError if a configuration cannot be run, as far as this can be found out without importing torch.
+
+    Args:
+        name: the recipe's module, see run_recipe.
+        schema: the class of its configuration.
+        config: the configuration.
+        words: the words of the command line, without flags.
+
+    Raises:
+        ConfigError: if the configuration cannot be run.
+    """
     parsed = parse_config(config, schema)
     if hasattr(parsed, "learning"):
-        import_module("recipes.common.checks").check(parsed, name, list(config[parsed.learning.group]))
+        import_module("recipes.common.checks").check(parsed, name, hyperparameters_in(words, parsed.learning.group))
     if hasattr(parsed, "study"):
         check_study(parsed.study)
+
+
+def hyperparameters_in(words: Iterable[str], group: str) -> list[str]:
+    """The names of the keys of a group that the words of a command line set."""
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    return [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
 
 
 def check_study(study: StudyConfig) -> None:

@@ -1,10 +1,15 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and locks of directories."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 @contextmanager
@@ -26,6 +31,29 @@ def atomic_write(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lock a directory against other processes. Does nothing where the system or its files have no such locks.
+
+    Raises:
+        BlockingIOError: if another process has locked it.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # some network file systems
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -109,7 +109,7 @@ def explain(error: Exception, recipe: str, schema: Any, words: Sequence[str]) ->
             return f"{error.override}: write {key}=<value>, without spaces around the equals sign"
         lines = [line for line in text.splitlines()[1:] if line.strip() and not line.startswith("See ")]
         word = str(error.override)
-        if any(word.count(opening) != word.count(closing) for opening, closing in ("[]", "{}")):
+        if any(word.count(opening) > word.count(closing) for opening, closing in ("[]", "{}")):
             return f"{word}: a bracket is not closed; quote the whole word: 'key={{name: [value]}}'"
         problem = lines[0] if lines else "cannot be read"
         return f"{error.override}: {problem}; write key=value, and quote values with special characters: 'key=\"a b\"'"

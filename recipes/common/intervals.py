@@ -10,8 +10,8 @@ FEW = 5
 # Resamples that are in memory at the same time.
 AT_ONCE = 100
 
-# Maps values [n, ...] to a statistic over axis 0. It may also reduce the last axis, but no other: resamples are side by
-# side, [n, resamples, ...].
+# Maps values [n, ...] to a statistic over axis 0, such as their mean. Resamples are side by side, [n, resamples, ...].
+# So it may reduce no other axis but the last one, as a ratio of the two columns of [n, 2] does.
 Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
 
 

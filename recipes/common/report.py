@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from hydra.errors import HydraException
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.cli import ConfigError, parse_config
 from recipes.common.curves import Run, curve_entries, curve_note, draw_curves
@@ -33,7 +35,7 @@ from recipes.common.figures import (
     styled,
     threshold_line,
 )
-from recipes.common.hints import CONF, did_you_mean
+from recipes.common.hints import compose_config, did_you_mean
 from recipes.common.intervals import (
     FEW,
     Statistic,
@@ -42,6 +44,7 @@ from recipes.common.intervals import (
     median_of,
     median_with_bound,
 )
+from recipes.common.schemas.study import Config
 from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
@@ -171,13 +174,13 @@ def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
     return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
 
 
-def ratio_of_means(pairs: np.ndarray) -> np.floating:
+def ratio_of_means(pairs: np.ndarray) -> np.ndarray:
     """Mean of the second column of `pairs` [n, ..., 2], divided by the mean of the first."""
     return pairs[..., 1].mean(0) / pairs[..., 0].mean(0)
 
 
-def mean_difference(pairs: np.ndarray) -> np.floating:
-    """Mean of the second column of `pairs` [n, ..., 2] minus the first."""
+def mean_difference(pairs: np.ndarray) -> np.ndarray:
+    """Mean of the second column of `pairs` [n, ..., 2] minus that of the first."""
     return (pairs[..., 1] - pairs[..., 0]).mean(0)
 
 
@@ -315,15 +318,23 @@ def conclusions(study: Study) -> list[str]:
 def provenance(study: Study) -> str:
     """Command, seeds, commits and versions of torch that produced the study."""
     config = study.config
-    file = CONF / "study" / f"{config.name}.yaml"
     command = f"python -m recipes.study study={config.name}"
     # the number of seeds is in the text
-    if not file.is_file() or replace(parse_config(OmegaConf.load(file), StudyConfig), seeds=config.seeds) != config:
+    if _filed(config.name, config.seeds) != config:
         command += " with the settings in study.yaml"
     rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
     seeds = sorted({int(row["seed"]) for row in rows})
     commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
     return f"{command}; seeds {seeds[0]} to {seeds[-1]}; commit {', '.join(commits)}; torch {', '.join(versions)}"
+
+
+def _filed(name: str, seeds: int) -> StudyConfig | None:
+    """The study in conf/study/<name>.yaml with another number of seeds; None if there is none that can be read."""
+    try:
+        filed = parse_config(compose_config("study", [f"study={name}"]), Config).study
+    except (ConfigError, HydraException, OmegaConfBaseException):
+        return None
+    return replace(filed, seeds=seeds)
 
 
 def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:

@@ -37,7 +37,7 @@ from recipes.common.cli import (
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.evaluation import Evaluation, Policy
-from recipes.common.files import atomic_write
+from recipes.common.files import atomic_write, locked
 from recipes.common.progress import Means, Progress, reaches, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
 from recipes.common.video import Camera
@@ -150,7 +150,7 @@ class Run:
 
     Args:
         config: the checked configuration.
-        config: the configuration as read, to be saved in config.yaml.
+        raw_config: the configuration as read, to be saved in config.yaml.
         run_dir: directory of the run.
         device: device of the networks.
         collector: yields batches of transitions.
@@ -213,25 +213,30 @@ class Run:
 
     def __enter__(self) -> "Run":
         config, run_dir = self._config, self._run_dir
-        try:
-            self._progress = Progress(run_dir, config.logger.csv, config.logger.backend, until=self.env_steps)
-            with atomic_write(run_dir / CONFIG) as path:
-                OmegaConf.save(OmegaConf.merge(self._raw_config, {"resume": None}), path)
-        except OSError as error:
-            raise ConfigError(f"{run_dir}: {reason(error)}") from error
-        self._started = time.time() - self._counters.wall_time
-        self._cpu_started = time.process_time() - self._counters.cpu_time
-        self._open = ExitStack()
-        self._interrupted = self._open.enter_context(interruption())
-        self._bar = self._open.enter_context(
-            tqdm(
-                total=config.learning.total_steps,
-                initial=min(self.env_steps, config.learning.total_steps),
-                desc=f"{config.env.name} {config.sampler['name']} seed {config.seed}",
-                unit="step",
-                mininterval=0.5,
+        with ExitStack() as opened:
+            try:
+                opened.enter_context(locked(run_dir))
+                self._progress = Progress(run_dir, config.logger.csv, config.logger.backend, until=self.env_steps)
+                with atomic_write(run_dir / CONFIG) as path:
+                    OmegaConf.save(OmegaConf.merge(self._raw_config, {"resume": None}), path)
+            except BlockingIOError as error:
+                raise ConfigError(f"{run_dir}: another process trains there") from error
+            except OSError as error:
+                raise ConfigError(f"{run_dir}: {reason(error)}") from error
+            self._started = time.time() - self._counters.wall_time
+            self._cpu_started = time.process_time() - self._counters.cpu_time
+            self._interrupted = opened.enter_context(interruption())
+            self._bar = opened.enter_context(
+                tqdm(
+                    total=config.learning.total_steps,
+                    initial=min(self.env_steps, config.learning.total_steps),
+                    desc=f"{config.env.name} {config.sampler['name']} seed {config.seed}",
+                    unit="step",
+                    mininterval=0.5,
+                )
             )
-        )
+            # closed by __exit__
+            self._open = opened.pop_all()
         return self
 
     def _solved(self) -> bool:

@@ -67,7 +67,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn +sampler.epsilon=1", "did you mean eps?"),
         ("dqn +sampler.beta.strat=.4", "sampler.beta has no key strat; did you mean start?"),
         ("dqn sampler=uniform +sampler.beta=.4", "sampler has no key beta; its keys are none"),
-        ("dqn sampler.name=per", "; sampler=<name> chooses a sampler together with its options"),
+        ("dqn sampler.name=per", "omega is an option of sampler=reaper. Choose a sampler with sampler=<name>"),
         ("dqn dqn.gama=.9", "did you mean gamma?"),
         ("dqn +dqn.gama=.9", "dqn has no key gama; did you mean gamma?"),
         ("dqn gamma=.9", "did you mean dqn.gamma?"),
@@ -214,9 +214,9 @@ def test_mistyped_values_are_answered_with_the_right_one(refused, command, choic
         ("dqn dqn.batch_size=200000", "dqn.batch_size=200000: must be <= dqn.buffer_size=100000"),
         ("dqn dqn.buffer_size=100", "dqn.train_interval=256: must be <= dqn.buffer_size=100"),
         ("acer acer.buffer_size=100", "acer.batch_size=320: must be <= acer.buffer_size=100"),
-        ("acer +acer.sigma=.3", "acer.sigma=0.3: has no effect on discrete actions; leave it out, or choose settings"),
-        ("acer acer=pendulum", "settings for discrete actions, as in acer=cartpole"),
-        ("acer env=pendulum +acer.statistics=probs", "acer.statistics=probs: has no effect on continuous actions"),
+        ("acer +acer.sigma=.3", "acer.sigma: has no effect on discrete actions; leave it out"),
+        ("acer acer=pendulum acer.dueling=false", "acer.dueling: has no effect on discrete actions"),
+        ("acer env=pendulum +acer.statistics=probs", "acer.statistics: has no effect on continuous actions"),
         (
             "acer acer.returns=truncated_importance_sampling",
             "acer.returns=truncated_importance_sampling: actions are discrete; choose retrace, importance_sampling",
@@ -263,6 +263,8 @@ def test_the_samplers_and_environments_of_a_recipe_pass_the_checks(recipe):
     huber = "td3.loss_function=smooth_l1" if recipe == "td3" else "dqn.loss_function=smooth_l1"
     commands = [f"{words} {huber}" if words.endswith("lap") else words for words in commands]
     if recipe == "acer":
+        # settings of a task with the other kind of actions, some without effect
+        commands += ["env=cartpole acer=pendulum", "env=pendulum acer=cartpole"]
         commands = [f"{words} sampler.retention=ring" if "sset" in words else words for words in commands]
     for words in commands:
         assert check_command_line(recipe, schema, words.split())

@@ -16,6 +16,7 @@ from recipes import dqn
 from recipes.common import progress
 from recipes.common import run as training
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.files import locked
 from recipes.common.progress import Progress, read_progress
 from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
@@ -176,6 +177,14 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
     assert [row["env_steps"] for row in rows(tmp_path)] == ["1"]
     record.write({"env_steps": 4, "loss": 0.125})
     assert [row["env_steps"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path):
+    configuration = composer.configuration()
+    with locked(tmp_path), pytest.raises(ConfigError, match="another process trains there"):
+        dqn.train(configuration, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert dqn.train(configuration, tmp_path) == DONE
 
 
 def test_killed_run(tmp_path):

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from recipes import plot, study
 from recipes.common import intervals, report
-from recipes.common.cli import DONE, INTERRUPTED, ConfigError
+from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.files import locked
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
@@ -82,10 +83,8 @@ def test_studies_are_of_what_there_is(name):
     config = study.parse_config(configuration(name=name), study.Config)
     recipe = importlib.import_module(f"recipes.{config.study.recipe}")
     # of variants that differ only in numbers, one: composing takes 0.2 s
-    kinds = {
-        (job.env, *(word.partition("=")[0] if "." in word.partition("=")[0] else word for word in job.words)): job
-        for job in study.jobs_of(config.study, 1)
-    }
+    jobs = study.jobs_of(config.study, 1)
+    kinds = {(job.env, *(re.sub(r"(?<![a-z])[-.\de]+\b", "0", word) for word in job.words)): job for job in jobs}
     for job in kinds.values():
         words = [f"env={job.env}", *job.words]
         job_config = composed(job.recipe, *(word for word in words if not word.startswith("hydra")))
@@ -220,6 +219,23 @@ def test_another_study_needs_another_directory(tmp_path, processes, word):
     with pytest.raises(ConfigError, match="holds another study"):
         study.run_study(configuration(*words, word), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_two_processes_cannot_run_one_study(tmp_path, processes):
+    with locked(tmp_path), pytest.raises(ConfigError, match="another process runs a study there"):
+        study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_a_killed_study_has_left_behind_is_left_alone(tmp_path, processes, capsys):
+    run_dir = tmp_path / "runs" / "cartpole" / "per" / "seed0"
+    run_dir.mkdir(parents=True)
+    words = ["study.envs=[cartpole]", "seeds=1"]
+    with locked(run_dir):
+        assert study.run_study(configuration(*words), tmp_path) == FAILED
+        assert run_dir.is_dir()
+    assert "another process trains there" in run_dir.with_suffix(".log").read_text()
+    assert study.run_study(configuration(*words), tmp_path) == DONE
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "name: reaper", "letters: a\nname: b", "variants: 3"])

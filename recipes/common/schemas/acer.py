@@ -103,17 +103,12 @@ class ACERConfig(LearningConfig):
         """Raise ValueError if settings do not apply to the actions of the environment.
 
         Args:
-            given: names of the fields that a file or the command line sets.
+            given: names of the fields that the command line sets. Files may set fields without effect.
             discrete: whether the actions are discrete.
         """
-        kind, others, example = ("discrete", FOR_CONTINUOUS, "cartpole")
-        if not discrete:
-            kind, others, example = ("continuous", FOR_DISCRETE, "pendulum")
+        kind, others = ("discrete", FOR_CONTINUOUS) if discrete else ("continuous", FOR_DISCRETE)
         if wrong := [name for name in others if name in given]:
-            raise ValueError(
-                f"acer.{wrong[0]}={getattr(self, wrong[0])}: has no effect on {kind} actions; leave it out, or choose "
-                f"settings for {kind} actions, as in acer={example}"
-            )
+            raise ValueError(f"acer.{wrong[0]}: has no effect on {kind} actions; leave it out")
         if discrete:
             self.check("returns", lambda value: value in WITH_Q, f"actions are discrete; choose {', '.join(WITH_Q)}")
 
