@@ -1,7 +1,10 @@
 """Storage and sampler on a CUDA device: the same draws as on the CPU, and CUDA graphs without device reads."""
 
 import copy
+import math
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,7 +14,10 @@ from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
 from torch._dynamo.utils import counters
 
+from recipes.common.cli import DONE
 from tests.chi_square import p_value
+from tests.recipes.emulated_runs import RUNS
+from tests.recipes.runs import composed, rows
 from tests.test_compiled import (
     BATCH,
     CASES,
@@ -32,15 +38,20 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    compile_step,
 )
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    # warnings of torch's compiler for CUDA devices
+    # warnings of torch's compiler for CUDA devices, of its first CUDA graph, and of set_sync_debug_mode
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:Online softmax is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    # of tensordict
+    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree:UserWarning"),
 ]
 
 DEVICE = "cuda"
@@ -68,6 +79,12 @@ def filled(case: Case, **arguments: Any) -> tuple[CompilableReplayBuffer, Flat]:
     for _ in range(case.capacity // 3):
         step(buffer, experience.take(4).to(DEVICE))
     return buffer, experience
+
+
+def assert_one_graph() -> None:
+    """Nothing was compiled twice, and no CUDA graph was left out."""
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.fixture
@@ -121,20 +138,20 @@ def test_the_device_draws_what_the_cpu_draws(name, tmp_path):
     assert_same_sampler(on_cpu, on_device)
 
 
-def compiled_step(buffer: CompilableReplayBuffer, mode: str | None):
-    return torch.compile(lambda data: step(buffer, data), fullgraph=True, mode=mode)
+def compiled_step(buffer: CompilableReplayBuffer, mode: str | None, extends: bool = True):
+    return torch.compile(lambda data: step(buffer, data, extends), fullgraph=True, mode=mode)
 
 
-def in_cuda_graph(buffer: CompilableReplayBuffer, compiled: bool):
-    function = compiled_step(buffer, None) if compiled else (lambda data: step(buffer, data))
+def in_cuda_graph(function: Callable[[TensorDict], TensorDict]):
     return CudaGraphModule(function, warmup=3)
 
 
 WAYS = {
-    "reduce-overhead": lambda buffer: compiled_step(buffer, "reduce-overhead"),
-    "compiled": lambda buffer: compiled_step(buffer, None),
-    "CudaGraphModule": lambda buffer: in_cuda_graph(buffer, compiled=False),
-    "CudaGraphModule of compiled": lambda buffer: in_cuda_graph(buffer, compiled=True),
+    "reduce-overhead": lambda buffer, extends: compiled_step(buffer, "reduce-overhead", extends),
+    "compiled": lambda buffer, extends: compiled_step(buffer, None, extends),
+    "CudaGraphModule": lambda buffer, extends: in_cuda_graph(lambda data: step(buffer, data, extends)),
+    "CudaGraphModule of compiled": lambda buffer, extends: in_cuda_graph(compiled_step(buffer, None, extends)),
+    "compile_step": lambda buffer, extends: compile_step(lambda data: step(buffer, data, extends), cudagraphs=True),
 }
 
 
@@ -145,10 +162,12 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
     case = CASES[name]
     buffer, experience = buffer_of(case), case.experience()
     buffer.extend(experience.take(4).to(DEVICE))
-    in_graph = WAYS[way](buffer)
+    in_graph = WAYS[way](buffer, case.extends)
     columns = 2 if case.experience.ndim == 2 else 1
     for number in range(case.capacity):
         data = experience.take(4).to(DEVICE)
+        if not case.extends:
+            buffer.extend(data)
         torch.cuda.synchronize()
         # the first steps warm up and record the graph, and may wait
         waits = number < 8
@@ -169,7 +188,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
     assert len(buffer) == case.capacity
     assert buffer.write_count == experience.time
     if "Module" not in way:
-        assert counters["stats"]["unique_graphs"] == 1
+        assert_one_graph()
     if name in PRIORITIZED:
         assert int(buffer.sampler.stats()["dropped_updates"]) == int(buffer.sampler.stats()["rejected_updates"]) == 0
     assert_valid(buffer.sampler)
@@ -191,6 +210,7 @@ def test_an_update_in_a_cuda_graph_changes_what_an_eager_one_changes(name):
         torch.compiler.cudagraph_mark_step_begin()
         in_graph(device_update(compiled, slots, error))
         eager.update_tensordict_priority(device_update(eager, slots[:18], error[:18]))
+    assert_one_graph()
     assert_same_sampler(compiled, eager, but=("rejected_updates", "acceptance_rate"))
     assert int(compiled.sampler.stats()["rejected_updates"]) == 20
 
@@ -252,7 +272,7 @@ def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()
         assert bool((in_graph(experience.take(4).to(DEVICE))["priority_weight"] > 0).all())
-    assert counters["stats"]["unique_graphs"] == 1
+    assert_one_graph()
     # step() gives TD errors of up to 3,200
     assert float(buffer.sampler.stats()["max_priority"]) < 4_000
     assert_valid(buffer.sampler)
@@ -266,3 +286,13 @@ def test_overwritten_slots_are_dropped_on_the_device():
     torch.compile(buffer.update_tensordict_priority, fullgraph=True, mode="reduce-overhead")(batch)
     assert int(buffer.sampler.stats()["dropped_updates"]) == BATCH
     assert float(buffer.sampler.stats()["never_updated"]) == 1
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_recipes_train_with_cuda_graphs(name, tmp_path):
+    recipe, overrides = RUNS[name]
+    options = ["device=cuda", "compile=true", "cudagraphs=true"]
+    assert import_module(f"recipes.{recipe}").train(composed(recipe, *overrides, *options), tmp_path) == DONE
+    assert not counters["inductor"]["cudagraph_skips"]
+    losses = [float(value) for key, value in rows(tmp_path)[-1].items() if key.startswith("loss")]
+    assert losses and all(math.isfinite(loss) for loss in losses)

@@ -16,8 +16,6 @@ from torch import Tensor
 Array: TypeAlias = Any
 
 _FLOAT64_BITS = 53
-# Modules with classes that hold state tensors, for mark_static.
-_STATE = tuple(f"torchrl_replay_ext.{name}" for name in ("annealing", "core.", "distributions.", "samplers.slot_state"))
 
 
 def is_traced() -> bool:
@@ -217,17 +215,23 @@ def materialized(values: Tensor) -> Tensor:
 
 
 def mark_static(*parts: Any) -> None:
-    """Mark the addresses of tensors as static for CUDA graphs, also inside lists, dicts and stateful objects."""
-    for part in parts:
+    """Mark the addresses of tensors as static for CUDA graphs, also inside lists, dicts and objects of this package."""
+    seen: set[int] = set()
+    left = list(parts)
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
         if isinstance(part, Tensor):
             if part.is_cuda:
                 torch._dynamo.mark_static_address(part)
-        elif isinstance(part, list):
-            mark_static(*part)
+        elif isinstance(part, list | tuple):
+            left += part
         elif isinstance(part, dict):
-            mark_static(*part.values())
-        elif type(part).__module__.startswith(_STATE):
-            mark_static(getattr(part, "__dict__", {}))
+            left += part.values()
+        elif type(part).__module__.startswith("torchrl_replay_ext."):
+            left += getattr(part, "__dict__", {}).values()
 
 
 class EagerFallback:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensor_collection, is_tensorclass
 from torch import Tensor
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
@@ -80,13 +80,12 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     """
     if not isinstance(step, FunctionType):
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if cudagraphs:
-        options["triton.cudagraphs"] = True
-    compiled = _compile(step, options)
+    # of the first call
+    arguments: list[Tensor] = []
     first: _Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
     after: _Forms = {}
+    compiled = _compile(step, torch.compiler.skip_all_guards_unsafe, arguments if cudagraphs else None)
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -97,8 +96,10 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             if given != first and given != {key: form for key, form in after.items() if key in given} | first:
                 raise _changed(step.__name__, first, given)
             return compiled(*args, **kwargs)
+        arguments[:] = _tensors((args, kwargs))
         with _compiling():
             result = compiled(*args, **kwargs)
+        arguments.clear()
         first, after = given, _forms(args, kwargs)
         return result
 
@@ -154,6 +155,17 @@ def _add_forms(forms: _Forms, path: tuple[Any, ...], argument: Any) -> None:
         _add_forms(forms, (*path, key), entry)
 
 
+def _tensors(argument: Any) -> list[Tensor]:
+    """The tensors of an argument, also inside TensorDicts, lists, tuples and dicts."""
+    if isinstance(argument, Tensor):
+        return [argument]
+    if isinstance(argument, LazyStackedTensorDict):
+        argument = argument.tensordicts
+    elif isinstance(argument, dict) or is_tensor_collection(argument):
+        argument = list(argument.values())
+    return [tensor for entry in argument for tensor in _tensors(entry)] if isinstance(argument, list | tuple) else []
+
+
 def _changed(step: str, first: _Forms, given: _Forms) -> ValueError:
     """The error for a call whose arguments do not fit the graph."""
     if first[()] != given[()]:
@@ -203,21 +215,43 @@ def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Re
     def of_objects(guards: Sequence[Any]) -> list[bool]:
         return [guard.guard_type in _OF_OBJECTS and not guard.name.startswith(("dict(type(", "G[")) for guard in guards]
 
-    return _compile(cast(FunctionType, step), {"guard_filter_fn": of_objects})
+    return _compile(cast(FunctionType, step), of_objects)
 
 
-def _compile(step: FunctionType, options: dict[str, Any]) -> Callable[..., Any]:
-    """A graph of ``step``, which keeps the order of reads and writes; ``options``: further options of inductor."""
+def _compile(
+    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]], arguments: list[Tensor] | None = None
+) -> Callable[..., Any]:
+    """A graph of ``step`` that keeps the order of reads and writes.
+
+    Args:
+        step: the function.
+        guards: of a list of assumptions, which are checked at each call.
+        arguments: if not None, replay the graph as a CUDA graph. All tensors but these stay where they are in memory.
+    """
     # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
-    options |= {
+    options: dict[str, Any] = {
         "size_asserts": False,
         "alignment_asserts": False,
         # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
         "reorder_for_locality": False,
     }
-    return torch.compile(own, fullgraph=True, options=options)
+    if arguments is None:
+        return torch.compile(own, fullgraph=True, options={**options, "guard_filter_fn": guards})
+    options["triton.cudagraphs"] = True
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        """Inductor, which makes no CUDA graph of a step that writes to a tensor whose address may change."""
+        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if isinstance(value, Tensor) and not any(value is argument for argument in arguments):
+                # what torch._dynamo.mark_static_address leaves there if it is called before
+                node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, config_patches=options)
+
+    return torch.compile(own, fullgraph=True, backend=backend, options={"guard_filter_fn": guards})
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:

@@ -96,9 +96,7 @@ class SliceIndex:
             self.starts.write(slots, torch.ones_like(slots), distinct=True)
         else:
             back = self.length - 1
-            start = where_int64(
-                rank >= back, slots[(rows - back).clamp_min(0)], recent[lane, (rank + 1).clamp_max(self.length - 1)]
-            )
+            start = where_int64(rank >= back, slots.roll(back), recent[lane, (rank + 1).clamp_max(self.length - 1)])
             enough = (age >= self.length) & (start != self._none)
             mass = torch.cat([torch.zeros_like(slots), enough.to(torch.int64)])
             self.starts.write(

@@ -82,17 +82,18 @@ class SliceStarts(Distribution):
         self.slices.before_full_overwrite()
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        raise_if(
-            lambda: self._tree.total() == 0,
-            lambda: RuntimeError(
-                f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
-                f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
-                "pad=True."
-            ),
-            # on an accelerator only until there is a start for the first time
-            skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
-        )
-        self._had_starts = self._had_starts or not is_traced()
+        if not is_traced():
+            raise_if(
+                lambda: self._tree.total() == 0,
+                lambda: RuntimeError(
+                    f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
+                    f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
+                    "pad=True."
+                ),
+                # on an accelerator only until there is a start for the first time
+                skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
+            )
+            self._had_starts = True
         return Draw(self._tree.sample(batch_size, generator=generator)[0])
 
     def sums(self) -> Sums:
