@@ -21,6 +21,9 @@ class AdamStep:
     Both change the parameters and the state of the optimizer in place. ``optimizer.state_dict()``, checkpoints and
     steps of the optimizer therefore see every step. After ``optimizer.load_state_dict``, make a new AdamStep.
 
+    On a GPU, the optimizer becomes ``capturable``: its step counts move there. With step counts on the CPU, every step
+    of a graph would wait for the GPU, and could not be replayed as a CUDA graph.
+
     Args:
         optimizer: an Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. If a
             learning rate scheduler changes ``lr``, make it a tensor: each step reads the value of the tensor, while a
@@ -60,6 +63,11 @@ class AdamStep:
             raise ValueError("AdamStep: no parameter of the optimizer requires gradients.")
         if any(parameter.is_complex() for parameter in self.parameters):
             raise ValueError("AdamStep: complex parameters are not supported; use their torch.view_as_real.")
+        device = self.parameters[0].device
+        if device.type not in ("cpu", "mps"):  # where torch supports it
+            self._group["capturable"] = True
+            for state in optimizer.state.values():
+                state["step"] = state["step"].to(device)
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(
