@@ -566,7 +566,6 @@ OTHER_BASELINES = [
     ("sset_obstacles", "reverse sweep"),
     ("sset_skills", "sset"),
     ("sset_cagrad", "sset"),
-    ("sset_events", "goal, eta0 .999"),
     ("sset_events", "near goal"),
     ("sset_tworooms", "gap shaping"),
     ("sset_tworooms", "gap and goal"),
