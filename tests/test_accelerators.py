@@ -18,6 +18,7 @@ from tests.recipes.emulated_runs import RUNS
 from tests.stacks import StackedStreams
 from tests.test_compiled import Flat, TwoColumns, TwoStreams
 from torchrl_replay_ext import (
+    AdamStep,
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
@@ -125,6 +126,21 @@ def test_code_on_the_emulated_device_can_take_the_path_of_cuda_graphs(device):
     with device.capturing():
         assert is_traced()
     assert not is_traced()
+
+
+def test_step_counts_of_adam_lie_on_the_accelerator(device):
+    parameter = torch.ones(3, device="emulated", requires_grad=True)
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].device.type == "cpu"
+    step = AdamStep(optimizer)
+    device.reset()
+    step([torch.ones(3, device="emulated")])
+    assert not device.waits
+    count = optimizer.state[parameter]["step"]
+    assert count.device.type == "emulated" and count == 2
+    torch.testing.assert_close(parameter.detach().cpu(), torch.full((3,), 0.8))
 
 
 GRADIENTS = """

@@ -55,6 +55,8 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
+# cases whose buffers keep rows that are older than the capacity
+PINNED = ("events, uniform, mixture", "events, proportional, pinned")
 
 
 @pytest.fixture(autouse=True)
@@ -177,11 +179,14 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
         torch.cuda.set_sync_debug_mode("default")
         written = experience.time * columns
         index = batch["index"] if columns == 1 else batch["index"][:, 0] * columns + batch["index"][:, 1]
-        assert torch.equal(index, batch["number"] % case.capacity)
-        assert int(batch["number"].max()) < written and int(batch["number"].min()) >= written - case.capacity
+        assert torch.equal(buffer.storage[:].flatten()["number"][index], batch["number"])
+        assert int(batch["number"].max()) < written
+        if name not in PINNED:
+            assert torch.equal(index, batch["number"] % case.capacity)
+            assert int(batch["number"].min()) >= written - case.capacity
         if "priority_weight" in batch.keys():  # noqa: SIM118
             weight = batch["priority_weight"]
-            assert bool(((weight > 0) & (weight <= 1)).all())
+            assert bool(((weight > 0) & (weight <= 1 + 1e-6)).all())
         if number == case.capacity // 2:
             # another batch size, in eager code
             buffer.extend(experience.take(10).to(DEVICE))
@@ -211,6 +216,8 @@ def test_an_update_in_a_cuda_graph_changes_what_an_eager_one_changes(name):
         in_graph(device_update(compiled, slots, error))
         eager.update_tensordict_priority(device_update(eager, slots[:18], error[:18]))
     assert_one_graph()
+    # a graph does not sort the ranks
+    sort(compiled, eager)
     assert_same_sampler(compiled, eager, but=("rejected_updates", "acceptance_rate"))
     assert int(compiled.sampler.stats()["rejected_updates"]) == 20
 
@@ -237,6 +244,7 @@ def test_draws_follow_the_probabilities(make, way):
     buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80, device=DEVICE), sampler=make(), batch_size=500)
     buffer.extend(Flat().take(64).to(DEVICE))
     buffer.update_priority(torch.arange(64, device=DEVICE), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)].to(DEVICE))
+    sort(buffer)
 
     def draw():
         return buffer.sample()["index"]

@@ -1,6 +1,6 @@
-"""What torch needs to replay a graph as a CUDA graph, on hosts without a GPU; tests/test_cuda.py replays them.
+"""Graphs for GPUs, on hosts without one; tests/test_cuda.py runs them.
 
-A graph that writes to a tensor is replayed only if torch knows that the tensor stays at its address.
+torch replays a graph that writes to a tensor as a CUDA graph only if it knows that the tensor stays at its address.
 """
 
 from importlib import import_module
@@ -9,16 +9,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._inductor.compile_fx
+import torch._inductor.config
 from tensordict import TensorDict
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 
 from recipes.common import update as updates
 from recipes.common.cli import DONE
+from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
-from tests.test_compiled import CASES, step
+from tests.test_compiled import CASES, DEFAULT, step
 from torchrl_replay_ext import AdamStep, compile_step
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
@@ -46,7 +49,7 @@ def backend():
     return Backend()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(DEFAULT, CASES))
 def test_buffers_mark_all_that_they_write_to(name, backend):
     case = CASES[name]
     # tensors on the CPU are not marked
@@ -79,7 +82,7 @@ def test_compile_step_marks_all_but_its_arguments(backend):
     assert backend.written == 2 * 4 + 1 + 1 and backend.movable == 1
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(["dqn, event tables", "td3, decoupled", "acer, continuous"], RUNS))
 def test_updates_of_recipes_write_to_fixed_addresses(name, backend, tmp_path, monkeypatch):
     recipe, overrides = RUNS[name]
     module = import_module(f"recipes.{recipe}")
@@ -90,3 +93,27 @@ def test_updates_of_recipes_write_to_fixed_addresses(name, backend, tmp_path, mo
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", backend)
     assert module.train(composed(recipe, *overrides, "compile=true", "device=cpu"), tmp_path) == DONE
     assert backend.written > 10 and not backend.movable
+
+
+def test_writes_of_whole_slices_are_compiled_as_for_a_gpu():
+    """There, inductor computes concatenations in the kernels that read them."""
+    case = CASES["slices, uniform, two columns, not padded"]
+    buffer, experience = case.buffer(), case.experience()
+    buffer.extend(experience.take(4))
+    with torch._inductor.config.patch(force_pointwise_cat=True):
+        torch.compile(lambda data: buffer.extend(data), fullgraph=True)(experience.take(4))
+    buffer.sampler.check_valid()
+
+
+@pytest.mark.parametrize("name", ["slices, uniform", "proportional"])
+def test_eager_writes_between_the_calls_of_a_graph_change_nothing(name):
+    case = CASES[name]
+    buffer, experience = case.buffer(), case.experience()
+    buffer.extend(experience.take(4))
+    counters.clear()
+    graph = torch.compile(lambda data: step(buffer, data), fullgraph=True, backend="eager")
+    for _ in range(3):
+        graph(experience.take(4))
+        buffer.extend(experience.take(10))
+        buffer.sample()
+    assert counters["stats"]["unique_graphs"] == 1
