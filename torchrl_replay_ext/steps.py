@@ -58,7 +58,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
     Args:
         step: a function, not a method.
-        cudagraphs: replay the graph as a CUDA graph. Default: False.
+        cudagraphs: replay the graph as a CUDA graph. Then the next call overwrites the results, and all tensors but
+            the arguments must stay where they are in memory. If the step writes to an argument, torch gives a warning
+            and runs an ordinary graph. Default: False.
 
     Returns:
         The compiled step. It is compiled at its first call. Each compiled step has its own graph, even if several steps
