@@ -1,7 +1,7 @@
 """Generates the code that torch's compiler would run on a CUDA device, on hosts without one.
 
-A graph is traced with tensors on the CPU, and handed to the compiler as a graph of fake tensors on a CUDA device. So code
-that branches on the device of a tensor while it is traced takes the CPU's branch. Nothing is run.
+A graph is traced with tensors on the CPU, and handed to the compiler as a graph of fake tensors on a CUDA device. So
+code that branches on the device of a tensor while it is traced takes the CPU's branch. Nothing is run.
 """
 
 from collections.abc import Callable, Iterator

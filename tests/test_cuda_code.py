@@ -15,7 +15,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 
 pytest.importorskip("triton")
 
-from tests.cuda_code import code_for_cuda  # noqa: E402
+from tests.cuda_code import code_for_cuda
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
 
