@@ -99,9 +99,11 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
                 raise _changed(step.__name__, first, given)
             return compiled(*args, **kwargs)
         arguments[:] = _tensors((args, kwargs))
-        with _compiling():
-            result = compiled(*args, **kwargs)
-        arguments.clear()
+        try:
+            with _compiling():
+                result = compiled(*args, **kwargs)
+        finally:
+            arguments.clear()
         first, after = given, _forms(args, kwargs)
         return result
 
