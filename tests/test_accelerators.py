@@ -128,9 +128,10 @@ def test_code_on_the_emulated_device_can_take_the_path_of_cuda_graphs(device):
     assert not is_traced()
 
 
-def test_step_counts_of_adam_lie_on_the_accelerator(device):
+@pytest.mark.parametrize("foreach", [None, False])
+def test_step_counts_of_adam_lie_on_the_accelerator(foreach, device):
     parameter = torch.ones(3, device="emulated", requires_grad=True)
-    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    optimizer = torch.optim.Adam([parameter], lr=0.1, foreach=foreach)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert optimizer.state[parameter]["step"].device.type == "cpu"
@@ -141,6 +142,14 @@ def test_step_counts_of_adam_lie_on_the_accelerator(device):
     count = optimizer.state[parameter]["step"]
     assert count.device.type == "emulated" and count == 2
     torch.testing.assert_close(parameter.detach().cpu(), torch.full((3,), 0.8))
+
+
+def test_step_counts_of_parameters_on_both_devices_stay_on_the_cpu(device):
+    parameters = [torch.ones(3, device=place, requires_grad=True) for place in ("emulated", "cpu")]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    AdamStep(optimizer)([torch.ones(3, device=parameter.device) for parameter in parameters])
+    assert {optimizer.state[parameter]["step"].device.type for parameter in parameters} == {"cpu"}
+    torch.testing.assert_close(parameters[0].detach().cpu(), torch.full((3,), 0.9))
 
 
 GRADIENTS = """

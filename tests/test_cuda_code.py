@@ -1,4 +1,4 @@
-"""The code that torch generates for CUDA devices; none is needed, but torch must be built for CUDA."""
+"""The code that torch generates for a CUDA device if all tensors are there. Torch must be built for CUDA."""
 
 from importlib import import_module
 
@@ -41,7 +41,7 @@ def assert_only_kernels(code):
 
 
 @pytest.mark.parametrize("name", slow_but(["slices, uniform, two columns, not padded"], CASES))
-def test_steps_of_buffers_use_the_gpu_only(name):
+def test_steps_of_buffers_are_compiled_to_kernels_of_the_gpu(name):
     case = CASES[name]
     buffer, experience = case.buffer(), case.experience()
     for _ in range(8):
@@ -51,7 +51,7 @@ def test_steps_of_buffers_use_the_gpu_only(name):
 
 
 @pytest.mark.parametrize("name", slow_but(["dqn, event tables"], RUNS))
-def test_updates_of_recipes_use_the_gpu_only(name, tmp_path, monkeypatch):
+def test_updates_of_recipes_are_compiled_to_kernels_of_the_gpu(name, tmp_path, monkeypatch):
     recipe, overrides = RUNS[name]
     module, compiled = import_module(f"recipes.{recipe}"), set()
 

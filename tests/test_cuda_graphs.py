@@ -3,6 +3,7 @@
 torch replays a graph that writes to a tensor as a CUDA graph only if it knows that the tensor stays at its address.
 """
 
+from dataclasses import dataclass
 from importlib import import_module
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch._inductor.config
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -62,22 +63,42 @@ def test_buffers_mark_all_that_they_write_to(name, backend):
     assert (backend.written or "events, uniform" in name) and not backend.movable
 
 
-def test_compile_step_marks_all_but_its_arguments(backend):
-    network, count = nn.Linear(3, 1), torch.zeros(())
-    adam = AdamStep(torch.optim.Adam(network.parameters()))
+@dataclass
+class Box:
+    value: torch.Tensor
 
-    def step(batch, last):
-        adam(torch.autograd.grad(network(batch["x"]).square().mean(), adam.parameters))
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tensor: ((tensor,), {}),
+        lambda tensor: ((), {"last": tensor}),
+        lambda tensor: (([{"value": tensor}],), {}),
+        lambda tensor: ((Box(tensor),), {}),
+        lambda tensor: ((TensorDict({"value": tensor}),), {}),
+        lambda tensor: ((lazy_stack([TensorDict({"value": tensor})]),), {}),
+    ],
+    ids=["positional", "keyword", "nested", "dataclass", "TensorDict", "lazy stack"],
+)
+def test_compile_step_marks_all_but_its_arguments(make, backend):
+    network, count = nn.Linear(3, 1), torch.zeros(())
+    adam, x = AdamStep(torch.optim.Adam(network.parameters())), torch.ones(4, 3)
+
+    def step(last):
+        adam(torch.autograd.grad(network(x).square().mean(), adam.parameters))
         count.add_(1)
-        last["loss"].copy_(batch["x"].mean())
+        last = last[0] if isinstance(last, list | LazyStackedTensorDict) else last
+        last = last["value"] if isinstance(last, dict | TensorDict) else last
+        (last.value if isinstance(last, Box) else last).copy_(count)
 
     with patch.object(torch._inductor.compile_fx, "compile_fx", backend):
         compiled = compile_step(step, cudagraphs=True)
-        for _ in range(3):
-            last = {"loss": torch.zeros(())}
-            compiled(TensorDict({"x": torch.ones(4, 3)}, [4]), last)
-            assert last["loss"] == 1
-    assert count == 3
+        for number in (1, 2, 3):
+            last = torch.zeros(())
+            torch._dynamo.mark_static_address(last)
+            arguments, keywords = make(last)
+            compiled(*arguments, **keywords)
+            assert last == count == number
     # the parameters, Adam's moments and step counts, and `count`, but not `last`
     assert backend.written == 2 * 4 + 1 + 1 and backend.movable == 1
 

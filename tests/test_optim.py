@@ -177,3 +177,23 @@ def test_complex_parameters_are_refused():
     parameter = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
     with pytest.raises(ValueError, match="complex"):
         AdamStep(torch.optim.Adam([parameter]))
+
+
+def test_the_state_of_a_gpus_optimizer_continues_on_the_cpu():
+    parameter = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    AdamStep(optimizer)([torch.ones(3)])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["capturable"] = True
+    optimizer.load_state_dict(state)
+    step = AdamStep(optimizer)
+    step([torch.ones(3)])
+    assert not optimizer.param_groups[0]["capturable"] and optimizer.state[parameter]["step"] == 2
+
+
+def test_an_empty_entry_in_the_state_of_an_optimizer_is_filled():
+    parameter = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    assert not optimizer.state[parameter]
+    AdamStep(optimizer)([torch.ones(3)])
+    assert optimizer.state[parameter]["step"] == 1

@@ -21,13 +21,14 @@ class AdamStep:
     Both change the parameters and the state of the optimizer in place. ``optimizer.state_dict()``, checkpoints and
     steps of the optimizer therefore see every step. After ``optimizer.load_state_dict``, make a new AdamStep.
 
-    On a GPU, the optimizer becomes ``capturable``: its step counts move there. With step counts on the CPU, every step
-    of a graph would wait for the GPU, and could not be replayed as a CUDA graph.
+    On a GPU, an optimizer that is not ``fused`` becomes ``capturable``: its step counts move there. With step counts on
+    the CPU, a graph would wait for the GPU, and only parts of it could be replayed as CUDA graphs. The optimizer's
+    ``state_dict`` has the new setting. To go on with it on the CPU, make an AdamStep there, which takes it back.
 
     Args:
         optimizer: an Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. If a
-            learning rate scheduler changes ``lr``, make it a tensor: each step reads the value of the tensor, while a
-            compiled graph treats a number as a constant.
+            learning rate scheduler changes ``lr``, make it a tensor on the parameters' device: each step reads the
+            value of the tensor, while a compiled graph treats a number as a constant.
 
     Raises:
         ValueError: if the optimizer is not such an Adam, none of its parameters requires gradients, one of them is
@@ -63,11 +64,7 @@ class AdamStep:
             raise ValueError("AdamStep: no parameter of the optimizer requires gradients.")
         if any(parameter.is_complex() for parameter in self.parameters):
             raise ValueError("AdamStep: complex parameters are not supported; use their torch.view_as_real.")
-        device = self.parameters[0].device
-        if device.type not in ("cpu", "mps"):  # where torch supports it
-            self._group["capturable"] = True
-            for state in optimizer.state.values():
-                state["step"] = state["step"].to(device)
+        _place_counts(optimizer, self.parameters)
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(
@@ -104,11 +101,26 @@ class AdamStep:
             parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
 
 
+def _place_counts(optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None:
+    """Keep the step counts on the device of the parameters, as ``capturable`` and ``fused`` optimizers do."""
+    group = optimizer.param_groups[0]
+    if group["fused"]:
+        return
+    # torch has capturable optimizers for all other devices
+    capturable = all(parameter.device.type not in ("cpu", "mps", "mtia", "meta") for parameter in parameters)
+    if capturable == group["capturable"]:
+        return
+    group["capturable"] = capturable
+    for parameter in parameters:
+        if state := optimizer.state.get(parameter):
+            state["step"] = state["step"].to(parameter.device if capturable else "cpu")
+
+
 def _adam_state(
     optimizer: torch.optim.Adam, parameters: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """First moments, second moments and step counts; a step with gradients of 0 creates those that are missing."""
-    missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
+    missing = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
     if missing:
         before = [parameter.detach().clone() for parameter in missing]
         _step_with(optimizer, missing, [torch.zeros_like(parameter) for parameter in missing])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensor_collection, is_tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
@@ -49,8 +49,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     The arguments alone are checked at each call. Tensors, also in TensorDicts, lists, tuples and dicts, must have the
     shapes, dtypes, devices and strides of the first call (a slice such as ``rollout[:, 0]`` has other strides than the
     whole: pass ``rollout[:, 0].contiguous()``). Numbers and strings, which the graph treats as constants, must have
-    the same values. Two things are not checked: whether a tensor requires gradients, and whether two arguments are the
-    same tensor.
+    the same values. Two things are not checked: whether a tensor requires gradients, and whether arguments share memory
+    with each other or with tensors of the step. They must do so in all calls or in none.
 
     The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
     :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. The compiler cannot trace
@@ -58,9 +58,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
     Args:
         step: a function, not a method.
-        cudagraphs: replay the graph as a CUDA graph. Then the next call overwrites the results, and all tensors but
-            the arguments must stay where they are in memory. If the step writes to an argument, torch gives a warning
-            and runs an ordinary graph. Default: False.
+        cudagraphs: record the step as a CUDA graph. Then the next call overwrites the results. All tensors but the
+            arguments must stay where they are in memory, or torch records a new graph at each call. If the step writes
+            to an argument, torch gives a warning and runs an ordinary graph. Default: False.
 
     Returns:
         The compiled step. It is compiled at its first call. Each compiled step has its own graph, even if several steps
@@ -82,12 +82,10 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     """
     if not isinstance(step, FunctionType):
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
-    # of the first call
-    arguments: list[Tensor] = []
+    compiled = _compile(step, torch.compiler.skip_all_guards_unsafe, cudagraphs)
     first: _Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
     after: _Forms = {}
-    compiled = _compile(step, torch.compiler.skip_all_guards_unsafe, arguments if cudagraphs else None)
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -98,12 +96,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             if given != first and given != {key: form for key, form in after.items() if key in given} | first:
                 raise _changed(step.__name__, first, given)
             return compiled(*args, **kwargs)
-        arguments[:] = _tensors((args, kwargs))
-        try:
-            with _compiling():
-                result = compiled(*args, **kwargs)
-        finally:
-            arguments.clear()
+        with _compiling():
+            result = compiled(*args, **kwargs)
         first, after = given, _forms(args, kwargs)
         return result
 
@@ -159,17 +153,6 @@ def _add_forms(forms: _Forms, path: tuple[Any, ...], argument: Any) -> None:
         _add_forms(forms, (*path, key), entry)
 
 
-def _tensors(argument: Any) -> list[Tensor]:
-    """The tensors of an argument, also inside TensorDicts, lists, tuples and dicts."""
-    if isinstance(argument, Tensor):
-        return [argument]
-    if isinstance(argument, LazyStackedTensorDict):
-        argument = argument.tensordicts
-    elif isinstance(argument, dict) or is_tensor_collection(argument):
-        argument = list(argument.values())
-    return [tensor for entry in argument for tensor in _tensors(entry)] if isinstance(argument, list | tuple) else []
-
-
 def _changed(step: str, first: _Forms, given: _Forms) -> ValueError:
     """The error for a call whose arguments do not fit the graph."""
     if first[()] != given[()]:
@@ -223,14 +206,14 @@ def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 
 def _compile(
-    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]], arguments: list[Tensor] | None = None
+    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]], cudagraphs: bool = False
 ) -> Callable[..., Any]:
     """A graph of ``step`` that keeps the order of reads and writes.
 
     Args:
         step: the function.
         guards: of a list of assumptions, which are checked at each call.
-        arguments: if not None, replay the graph as a CUDA graph. All tensors but these stay where they are in memory.
+        cudagraphs: replay the graph as a CUDA graph. All tensors but those in arguments stay where they are in memory.
     """
     # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
@@ -241,16 +224,22 @@ def _compile(
         # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
         "reorder_for_locality": False,
     }
-    if arguments is None:
+    if not cudagraphs:
         return torch.compile(own, fullgraph=True, options={**options, "guard_filter_fn": guards})
     options["triton.cudagraphs"] = True
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Inductor, which makes no CUDA graph of a step that writes to a tensor whose address may change."""
-        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if isinstance(value, Tensor) and not any(value is argument for argument in arguments):
-                # what torch._dynamo.mark_static_address leaves there if it is called before
-                node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
+        for node in graph.graph.find_nodes(op="placeholder"):
+            source = node._dynamo_source
+            while hasattr(source, "base"):
+                source = source.base
+            # what torch._dynamo.mark_static_address leaves there if it is called before
+            marks = node.meta.setdefault("tensor_dict", {})
+            if getattr(source, "is_input", False):
+                marks.pop("_dynamo_static_input_type", None)
+            else:
+                marks["_dynamo_static_input_type"] = "unguarded"
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(graph, inputs, config_patches=options)
