@@ -182,7 +182,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the libraries
-            rows, notes = measure(options, parser, device)
+            rows, notes, is_complete = measure(options, parser, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -201,12 +201,18 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     table = options.out / "benchmark.csv"
     results.write_csv(rows, table)
     print(table)
+    if not is_complete:
+        raise KeyboardInterrupt
 
 
 def measure(
     options: argparse.Namespace, parser: argparse.ArgumentParser, device: "torch.device"
-) -> tuple[list["Row"], list[str]]:
-    """Run the measurements that the options choose; the rows, and notes on skipped contenders."""
+) -> tuple[list["Row"], list[str], bool]:
+    """Run the measurements that the options choose.
+
+    Returns:
+        The rows, notes on skipped contenders, and False if a measurement was interrupted.
+    """
     from recipes.benchmark import compile, cycle, extend, timing, training, updates
 
     on_cpu, largest = device.type == "cpu", max(options.capacities)
@@ -253,9 +259,15 @@ def measure(
     rows: list[Row] = []
     notes: list[str] = []
     for measurement in chosen:
-        more, left_out = functions[measurement](names[measurement])
+        try:
+            more, left_out = functions[measurement](names[measurement])
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            notes.append(f"{measurement} was interrupted; its numbers are lost.")
+            return rows, notes, False
         rows, notes = rows + more, notes + left_out
-    return rows, notes
+    return rows, notes, True
 
 
 if __name__ == "__main__":

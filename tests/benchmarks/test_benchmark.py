@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from recipes.benchmark import results
+from recipes.benchmark import cycle, results
 from recipes.benchmark.__main__ import main
 from recipes.benchmark.results import CYCLE_ONLY, Row, compare, print_summary, print_tables
 from recipes.benchmark.timing import count_kernels
@@ -53,6 +53,19 @@ def test_cycles_are_measured_at_each_capacity_with_and_without_writes(replay):
     names = {"TorchRL uniform"} | SAMPLERS | WITHOUT_PRIORITIES
     assert {(size, count, name) for size in ("1000", "2000") for count in ("0", "64") for name in names} <= measured
     assert not any(row["contender"].startswith("compiled") for row in rows)
+
+
+def test_an_interrupted_run_keeps_the_measurements_that_are_complete(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cycle, "measure_cycles", interrupted)
+    for words in (["extend", "cycle", "updates"], ["cycle"]):
+        with pytest.raises(SystemExit) as exit:
+            main(["--quick", "--out", str(tmp_path), "--only", "PER", "--measure", *words])
+        assert exit.value.code == 130
+    assert {row["measurement"] for row in read(tmp_path / "benchmark.csv")} == {"extend"}
+    assert "cycle was interrupted" in capsys.readouterr().out
 
 
 def test_results_of_earlier_runs_are_printed_as_markdown(replay, capsys):
