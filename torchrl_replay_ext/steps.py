@@ -231,7 +231,7 @@ def _compile(
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Inductor, which makes no CUDA graph of a step that writes to a tensor whose address may change."""
         for node in graph.graph.find_nodes(op="placeholder"):
-            source = node._dynamo_source
+            source = node.meta["grapharg"].source
             while hasattr(source, "base"):
                 source = source.base
             # what torch._dynamo.mark_static_address leaves there if it is called before
