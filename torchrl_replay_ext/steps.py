@@ -212,7 +212,7 @@ def _compile(
 
     Args:
         step: the function.
-        guards: of a list of assumptions, which are checked at each call.
+        guards: takes the assumptions of the graph; returns for each whether it is checked at each call.
         cudagraphs: replay the graph as a CUDA graph. All tensors but those in arguments stay where they are in memory.
     """
     # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
@@ -229,7 +229,7 @@ def _compile(
     options["triton.cudagraphs"] = True
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Inductor, which makes no CUDA graph of a step that writes to a tensor whose address may change."""
+        """Inductor. It makes no CUDA graph if the step writes to tensors whose addresses may change: mark the others."""
         for node in graph.graph.find_nodes(op="placeholder"):
             source = node.meta["grapharg"].source
             while hasattr(source, "base"):
