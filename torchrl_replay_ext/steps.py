@@ -229,7 +229,7 @@ def _compile(
     options["triton.cudagraphs"] = True
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Inductor. It makes no CUDA graph if the step writes to tensors whose addresses may change: mark the others."""
+        """Inductor. It makes no CUDA graph if the step writes to tensors that are not marked as static."""
         for node in graph.graph.find_nodes(op="placeholder"):
             source = node.meta["grapharg"].source
             while hasattr(source, "base"):
