@@ -75,7 +75,7 @@ def make_loss(dqn: DQNConfig, actor: QValueActor) -> tuple[DQNLoss, TargetNetUpd
         reduction="mean" if dqn.cagrad is None else "none",
     )
     loss_module.set_keys(**loss_keys(dqn.n_step))
-    loss_module.make_value_estimator(gamma=dqn.gamma)
+    loss_module.make_value_estimator(gamma=dqn.gamma, device=next(loss_module.parameters()).device)
     if dqn.tau is not None:
         return loss_module, SoftUpdate(loss_module, tau=dqn.tau)
     return loss_module, HardUpdate(loss_module, value_network_update_interval=0)  # each step copies

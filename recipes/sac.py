@@ -88,7 +88,7 @@ def make_loss(
         target_entropy=sac.target_entropy,
     )
     loss_module.set_keys(**loss_keys(sac.n_step))
-    loss_module.make_value_estimator(gamma=sac.gamma)
+    loss_module.make_value_estimator(gamma=sac.gamma, device=device)
     _ = loss_module.target_entropy  # created at its first use, which must not happen in a graph
     return policy, loss_module
 

@@ -105,7 +105,7 @@ def make_loss(
         loss_function=td3.loss_function,
     )
     loss_module.set_keys(**loss_keys(td3.n_step))
-    loss_module.make_value_estimator(gamma=td3.gamma)
+    loss_module.make_value_estimator(gamma=td3.gamma, device=device)
     return policy, loss_module
 
 
