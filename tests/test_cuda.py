@@ -183,7 +183,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
             assert int(batch["number"].min()) >= written - case.capacity
         if "priority_weight" in batch.keys():  # noqa: SIM118
             weight = batch["priority_weight"]
-            assert bool(((weight > 0) & (weight <= 1 + 1e-6)).all())
+            assert bool(((weight > 0) & (weight <= 1)).all())
         if number == case.capacity // 2:
             # another batch size, in eager code
             buffer.extend(experience.take(10).to(DEVICE))

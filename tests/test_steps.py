@@ -200,6 +200,44 @@ def test_a_slice_of_a_rollout_is_refused_and_its_copy_is_stored():
     torch.testing.assert_close(buffer[10:15]["observation"], rollout[:, 2]["observation"])
 
 
+class Scaled(nn.Module):
+    """Casts its factor to the dtype of the values, as TorchRL's value estimators move gamma to the rewards' device."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+    def forward(self, values):
+        if self.factor.dtype != values.dtype:
+            self.factor = self.factor.to(values.dtype)
+        return self.factor * values
+
+
+def test_a_tensor_that_the_first_call_replaces_by_another_kind_is_named():
+    modules = nn.ModuleList([Scaled(2.0)])
+    step = compile_step(lambda values: modules[0](values))
+    values = torch.ones(3, dtype=torch.float64)
+    assert torch.equal(step(values), 2 * values)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"replaced modules\.0\.factor, which had dtype torch\.float32"
+        ) as caught:
+            step(values)
+        assert "a tensor with dtype torch.float64" in str(caught.value)
+
+
+def test_a_tensor_may_be_replaced_by_one_of_the_same_kind():
+    counter = nn.Module()
+    counter.register_buffer("total", torch.zeros(()))
+
+    def step():
+        counter.total = counter.total + 1
+        return counter.total * 1
+
+    compiled = compile_step(step)
+    assert [float(compiled()) for _ in range(3)] == [1, 2, 3]
+
+
 def test_a_batch_of_another_size_is_refused():
     buffer = buffer_of(ProportionalSampler, 64, compilable=True)
     buffer.extend(learnable(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ _OF_OBJECTS = (
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+# Words in torch's names of the inputs of a graph that say how an object stores them.
+_INNER = ("L", "G", "__dict__", "_modules", "_buffers", "_parameters")
+
 # Parts of the compiler's messages about gradients and optimizers that it cannot trace.
 _MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
 
@@ -44,7 +48,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
     and are skipped here. So nothing that ``step`` reads may change after the first call, except the values of tensors.
     Create objects that eager code creates lazily before the first call: the storage (write to the buffer once) and the
-    value estimator of a TorchRL loss (``loss.make_value_estimator(...)``).
+    value estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its
+    first use moves gamma from the CPU to the device of the rewards).
 
     The arguments alone are checked at each call. Tensors, also in TensorDicts, lists, tuples and dicts, must have the
     shapes, dtypes, devices and strides of the first call (a slice such as ``rollout[:, 0]`` has other strides than the
@@ -71,7 +76,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         ValueError: at a later call, if an argument differs from that of the first call, as above. Entries that the step
             itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
-            ``torch.optim``. Other errors of torch's compiler are passed on as they are.
+            ``torch.optim``; at the second call, if the first one replaced a tensor that the step reads by one of
+            another device, shape or dtype. Other errors of torch's compiler are passed on as they are.
 
     Examples:
         >>> counter = torch.zeros(1)
@@ -82,7 +88,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     """
     if not isinstance(step, FunctionType):
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
-    compiled = _compile(step, torch.compiler.skip_all_guards_unsafe, cudagraphs)
+    compiled = _compile(step, None, cudagraphs)
     first: _Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
     after: _Forms = {}
@@ -126,6 +132,13 @@ def _forms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forms:
     return forms
 
 
+def _form(tensor: Tensor) -> _TensorForm:
+    # the stride of a dimension of size 1 has no effect
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    strides = None if tensor.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
+    return _TensorForm(tensor.shape, tensor.dtype, tensor.device, strides)
+
+
 def _add_forms(forms: _Forms, path: tuple[Any, ...], argument: Any) -> None:
     """Add the form of an argument, and those of its entries, to ``forms``."""
     entries: Any = ()
@@ -134,10 +147,7 @@ def _add_forms(forms: _Forms, path: tuple[Any, ...], argument: Any) -> None:
     elif is_tensorclass(argument):
         argument = argument.to_tensordict()
     if isinstance(argument, Tensor):
-        # the stride of a dimension of size 1 has no effect
-        strides = zip(argument.stride(), argument.shape, strict=True)
-        strides = None if argument.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
-        forms[path] = _TensorForm(argument.shape, argument.dtype, argument.device, strides)
+        forms[path] = _form(argument)
     elif isinstance(argument, TensorDictBase):
         forms[path] = argument.batch_size
         # the entries of a lazy stack would be copies
@@ -206,13 +216,13 @@ def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 
 def _compile(
-    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]], cudagraphs: bool = False
+    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]] | None, cudagraphs: bool = False
 ) -> Callable[..., Any]:
     """A graph of ``step`` that keeps the order of reads and writes.
 
     Args:
         step: the function.
-        guards: takes the assumptions of the graph; returns for each whether it is checked at each call.
+        guards: takes the assumptions of the graph; returns for each whether it is checked at each call. None: none is.
         cudagraphs: replay the graph as a CUDA graph. All tensors but those in arguments stay where they are in memory.
     """
     # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
@@ -223,28 +233,65 @@ def _compile(
         "alignment_asserts": False,
         # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
         "reorder_for_locality": False,
+        "triton.cudagraphs": cudagraphs,
     }
-    if not cudagraphs:
-        return torch.compile(own, fullgraph=True, options={**options, "guard_filter_fn": guards})
-    options["triton.cudagraphs"] = True
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Inductor. It makes no CUDA graph if the step writes to tensors that are not marked as static."""
-        for node in graph.graph.find_nodes(op="placeholder"):
-            source = node.meta["grapharg"].source
-            while hasattr(source, "base"):
-                source = source.base
-            # what torch._dynamo.mark_static_address leaves there if it is called before
-            marks = node.meta.setdefault("tensor_dict", {})
-            if getattr(source, "is_input", False):
-                marks.pop("_dynamo_static_input_type", None)
-            else:
-                marks["_dynamo_static_input_type"] = "unguarded"
+        """Inductor."""
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, config_patches=options)
+        names = [node.meta["grapharg"].source.name for node in graph.graph.find_nodes(op="placeholder")]
+        if cudagraphs:
+            _mark_static(graph)
+        run: Any = compile_fx(graph, inputs, config_patches=options)
+        return run if guards else _checked_once(step.__name__, run, names)
 
-    return torch.compile(own, fullgraph=True, backend=backend, options={"guard_filter_fn": guards})
+    filters = {"guard_filter_fn": guards or torch.compiler.skip_all_guards_unsafe}
+    return torch.compile(own, fullgraph=True, backend=backend, options=filters)
+
+
+def _mark_static(graph: torch.fx.GraphModule) -> None:
+    """Mark all tensors but those in arguments as static; torch makes no CUDA graph that writes to other tensors."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = node.meta["grapharg"].source
+        while hasattr(source, "base"):
+            source = source.base
+        # what torch._dynamo.mark_static_address leaves there if it is called before
+        marks = node.meta.setdefault("tensor_dict", {})
+        if getattr(source, "is_input", False):
+            marks.pop("_dynamo_static_input_type", None)
+        else:
+            marks["_dynamo_static_input_type"] = "unguarded"
+
+
+def _checked_once(step: str, run: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """``run``, which checks before its second call that the first one has replaced no tensor by one of another form.
+
+    Args:
+        step: name of the step, for the error.
+        run: the compiled graph.
+        names: torch's names of its inputs.
+    """
+    first: list[Any] = []
+    checked = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal first, checked
+        if not checked:
+            now = [_form(entry) if isinstance(entry, Tensor) else None for entry in inputs]
+            for name, before, after in zip(names, first, now, strict=False):
+                if before != after:
+                    words = [word for word in re.findall(r"\w+", name) if word not in _INNER]
+                    raise RuntimeError(
+                        f"compile_step: the first call of {step} replaced {'.'.join(words)}, which had "
+                        f"{_text(before, after)}, by a tensor with {_text(after, before)}, which the compiled graph "
+                        "cannot read. Make the tensor as it will be before you compile the step. For the value "
+                        "estimator of a TorchRL loss: loss.make_value_estimator(gamma=..., device=...)."
+                    )
+            first, checked = now, bool(first)
+        return run(*inputs)
+
+    return call
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:

@@ -167,4 +167,5 @@ class TableWeights:
         """``weight`` [n] to the power of β, divided by the largest; 0 if all are 0."""
         weight = weight ** self._beta.current()
         largest = weight.amax()
-        return weight / torch.where(largest > 0, largest, 1.0)
+        # a graph may compute numerator and denominator with different roundings
+        return (weight / torch.where(largest > 0, largest, 1.0)).clamp_max(1.0)
