@@ -213,17 +213,100 @@ class Scaled(nn.Module):
         return self.factor * values
 
 
-def test_a_tensor_that_the_first_call_replaces_by_another_kind_is_named():
-    modules = nn.ModuleList([Scaled(2.0)])
-    step = compile_step(lambda values: modules[0](values))
-    values = torch.ones(3, dtype=torch.float64)
-    assert torch.equal(step(values), 2 * values)
+class State(nn.Module):
+    """A state with Python values and tensors."""
+
+    def __init__(self, **values):
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+# a function that changes `state`, the state, and the error
+CHANGES = {
+    "dtype": (
+        lambda state, x: setattr(state, "a", state.a.double() + x),
+        State(a=torch.zeros(3)),
+        r"changed state\.a from dtype torch\.float32 to dtype torch\.float64",
+    ),
+    "shape": (
+        lambda state, x: setattr(state, "a", torch.cat([state.a, x])),
+        State(a=torch.zeros(3)),
+        r"changed state\.a from shape \[3\] to shape \[6\]",
+    ),
+    "number": (
+        lambda state, x: setattr(state, "n", state.n + 1),
+        State(n=0),
+        r"changed state\.n from 0 to 1, but the graph keeps what it read before",
+    ),
+    "None": (
+        lambda state, x: setattr(state, "h", x if state.h is None else state.h + x),
+        State(h=None),
+        r"changed state\.h from None to shape \[3\]",
+    ),
+    "list": (
+        lambda state, x: state.rows.append(x),
+        State(rows=[]),
+        r"changed state\.rows from a list of 0 to a list of 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_first_call_changes_beside_the_values_of_tensors_is_named(change):
+    function, state, says = CHANGES[change]
+
+    def step(x):
+        function(state, x)
+        return x + 1
+
+    compiled = compile_step(step)
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"replaced modules\.0\.factor, which had dtype torch\.float32"
-        ) as caught:
-            step(values)
-        assert "a tensor with dtype torch.float64" in str(caught.value)
+        with pytest.raises(RuntimeError, match=says):
+            compiled(torch.ones(3))
+
+
+def test_two_states_that_start_as_one_tensor_are_named():
+    zeros = torch.zeros(2)
+    state = State(h=zeros, c=zeros)
+
+    def step(x):
+        state.h, state.c = state.h + x, state.c + 10 * x
+        return state.h + state.c
+
+    compiled = compile_step(step)
+    assert compiled(torch.ones(2)).tolist() == [11, 11]
+    with pytest.raises(
+        RuntimeError, match=r"state\.[hc] and state\.[hc] were one tensor before the first call of step"
+    ):
+        compiled(torch.ones(2))
+    state = State(h=zeros, c=zeros.clone())
+    compiled = compile_step(step)
+    assert [compiled(torch.ones(2)).tolist() for _ in range(3)] == [[11, 11], [22, 22], [33, 33]]
+
+
+def test_arguments_with_names_of_builtins():
+    factor = torch.ones(())
+    step = compile_step(lambda input, type, *, max: input * type * max["entry"] * factor)
+    for _ in range(3):
+        assert float(step(torch.ones(()), 2, max={"entry": torch.ones(())})) == 2
+
+
+def test_a_failed_first_call_does_not_use_up_the_check():
+    module, index = Scaled(2.0), torch.tensor([7])
+
+    def step(values):
+        return module(values[index])
+
+    compiled = compile_step(step)
+    values = torch.ones(3, dtype=torch.float64)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        compiled(values)
+    index.fill_(1)
+    assert float(compiled(values)) == 2
+    with pytest.raises(RuntimeError, match=r"changed module\.factor from dtype torch\.float32 to dtype torch\.float64"):
+        compiled(values)
 
 
 def test_a_tensor_may_be_replaced_by_one_of_the_same_kind():

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensorclass
-from torch import Tensor
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
+
+from torchrl_replay_ext.graph_inputs import (
+    Assumption,
+    Forms,
+    assumptions_of,
+    broken_assumption,
+    changed_argument,
+    forms_of,
+)
 
 # Checks of the attributes of objects.
 _OF_OBJECTS = (
@@ -32,9 +38,6 @@ _OF_OBJECTS = (
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Words in torch's names of the inputs of a graph that say how an object stores them.
-_INNER = ("L", "G", "__dict__", "_modules", "_buffers", "_parameters")
-
 # Parts of the compiler's messages about gradients and optimizers that it cannot trace.
 _MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
 
@@ -46,7 +49,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     must then copy the tensor: with ``extend`` in the step, tensors as large as the buffer.
 
     At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
-    and are skipped here. So nothing that ``step`` reads may change after the first call, except the values of tensors.
+    and are skipped here. So nothing that ``step`` reads may change, except the values of tensors: a number in an
+    attribute keeps the value of the first call, and two states that start as one tensor stay one. What the first call
+    itself changes is checked once, after it.
     Create objects that eager code creates lazily before the first call: the storage (write to the buffer once) and the
     value estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its
     first use moves gamma from the CPU to the device of the rewards).
@@ -76,8 +81,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         ValueError: at a later call, if an argument differs from that of the first call, as above. Entries that the step
             itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
-            ``torch.optim``; at the second call, if the first one replaced a tensor that the step reads by one of
-            another device, shape or dtype. Other errors of torch's compiler are passed on as they are.
+            ``torch.optim``; at the second call, if the first one has changed something that the step reads, other than
+            the values of tensors. Other errors of torch's compiler are passed on as they are.
 
     Examples:
         >>> counter = torch.zeros(1)
@@ -88,118 +93,36 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     """
     if not isinstance(step, FunctionType):
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
-    compiled = _compile(step, None, cudagraphs)
-    first: _Forms = {}
+    assumptions: list[Assumption] = []
+
+    def checked_once(guards: Sequence[Any]) -> list[bool]:
+        assumptions[:] = assumptions_of(guards)
+        return [False] * len(guards)
+
+    compiled = _compile(step, checked_once, cudagraphs)
+    first: Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
-    after: _Forms = {}
+    after: Forms = {}
+    broken: str | None = None
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal first, after
-        given = _forms(args, kwargs)
+        nonlocal first, after, broken
+        if broken:
+            raise RuntimeError(broken)
+        given = forms_of(args, kwargs)
         if first:
             # the step's own entries may be there; all others must be as at the first call
             if given != first and given != {key: form for key, form in after.items() if key in given} | first:
-                raise _changed(step.__name__, first, given)
+                raise changed_argument(step.__name__, first, given)
             return compiled(*args, **kwargs)
         with _compiling():
             result = compiled(*args, **kwargs)
-        first, after = given, _forms(args, kwargs)
+        first, after = given, forms_of(args, kwargs)
+        broken = broken_assumption(step, assumptions)
         return result
 
     return call
-
-
-class _TensorForm(NamedTuple):
-    """What a graph assumes of a tensor; ``strides`` is None if the tensor is contiguous."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    strides: tuple[int, ...] | None
-
-
-# What a graph assumes of its arguments: all but the values of tensors. The key () has the names of the arguments, the
-# key (name, entry, ...) an argument or an entry of it, containers before their entries.
-_Forms = dict[tuple[Any, ...], Any]
-
-
-def _forms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forms:
-    named = {**dict(enumerate(args)), **kwargs}
-    forms: _Forms = {(): named.keys()}
-    for name, argument in named.items():
-        _add_forms(forms, (name,), argument)
-    return forms
-
-
-def _form(tensor: Tensor) -> _TensorForm:
-    # the stride of a dimension of size 1 has no effect
-    strides = zip(tensor.stride(), tensor.shape, strict=True)
-    strides = None if tensor.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
-    return _TensorForm(tensor.shape, tensor.dtype, tensor.device, strides)
-
-
-def _add_forms(forms: _Forms, path: tuple[Any, ...], argument: Any) -> None:
-    """Add the form of an argument, and those of its entries, to ``forms``."""
-    entries: Any = ()
-    if isinstance(argument, NonTensorData):
-        argument = argument.data
-    elif is_tensorclass(argument):
-        argument = argument.to_tensordict()
-    if isinstance(argument, Tensor):
-        forms[path] = _form(argument)
-    elif isinstance(argument, TensorDictBase):
-        forms[path] = argument.batch_size
-        # the entries of a lazy stack would be copies
-        is_lazy = isinstance(argument, LazyStackedTensorDict)
-        entries = enumerate(argument.tensordicts) if is_lazy else argument.items()
-    elif isinstance(argument, list | tuple | dict):
-        forms[path] = type(argument), len(argument)
-        entries = argument.items() if isinstance(argument, dict) else enumerate(argument)
-    else:
-        # as text, because 1 equals 1.0, and NaN does not equal itself
-        forms[path] = repr(argument if isinstance(argument, int | float | str | None) else type(argument))
-    for key, entry in entries:
-        _add_forms(forms, (*path, key), entry)
-
-
-def _changed(step: str, first: _Forms, given: _Forms) -> ValueError:
-    """The error for a call whose arguments do not fit the graph."""
-    if first[()] != given[()]:
-        return ValueError(
-            f"compile_step: {step} was compiled for {len(first[()])} arguments; call it with the same ones."
-        )
-    # an entry that differs, or else one that is new
-    path = next((path for path in first if path not in given or given[path] != first[path]), None)
-    path = next(path for path in given if path not in first) if path is None else path
-    if path in first and path in given:
-        before, now = _text(first[path], given[path]), _text(given[path], first[path])
-    else:
-        path = path[:-1]
-        before, now = (
-            f"the entries {[key[-1] for key in forms if key and key[:-1] == path]}" for forms in (first, given)
-        )
-    name, *inner = path
-    place = "".join(f"entry {key!r} of " for key in reversed(inner)) + f"argument {name}"
-    return ValueError(
-        f"compile_step: {place} of {step} has {now}, but the graph was compiled for {before}. Make another compiled "
-        "step for it, pad a batch, call contiguous() on a slice, or pass a number as a tensor."
-    )
-
-
-def _text(form: Any, other: Any) -> str:
-    """How ``form`` differs from ``other``."""
-    if isinstance(form, torch.Size):
-        return f"shape {list(form)}"
-    if not isinstance(form, _TensorForm):
-        return str(form)
-    if not isinstance(other, _TensorForm) or form.shape != other.shape:
-        return f"shape {list(form.shape)}"
-    if form.dtype != other.dtype:
-        return f"dtype {form.dtype}"
-    if form.device != other.device:
-        return f"device {form.device}"
-    return "contiguous memory" if form.strides is None else f"strides {form.strides}"
 
 
 def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -216,13 +139,13 @@ def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 
 def _compile(
-    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]] | None, cudagraphs: bool = False
+    step: FunctionType, guards: Callable[[Sequence[Any]], Sequence[bool]], cudagraphs: bool = False
 ) -> Callable[..., Any]:
     """A graph of ``step`` that keeps the order of reads and writes.
 
     Args:
         step: the function.
-        guards: takes the assumptions of the graph; returns for each whether it is checked at each call. None: none is.
+        guards: takes the assumptions of the graph; returns for each whether it is checked at each call.
         cudagraphs: replay the graph as a CUDA graph. All tensors but those in arguments stay where they are in memory.
     """
     # torch stores graphs by code object; without checks, it would run the graph of another step with the same code
@@ -233,65 +156,28 @@ def _compile(
         "alignment_asserts": False,
         # a read that is moved after a write to the same tensor makes the graph copy the whole tensor
         "reorder_for_locality": False,
-        "triton.cudagraphs": cudagraphs,
     }
+    if not cudagraphs:
+        return torch.compile(own, fullgraph=True, options={**options, "guard_filter_fn": guards})
+    options["triton.cudagraphs"] = True
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Inductor."""
+        """Inductor. It makes no CUDA graph if the step writes to tensors that are not marked as static."""
+        for node in graph.graph.find_nodes(op="placeholder"):
+            source = node.meta["grapharg"].source
+            while hasattr(source, "base"):
+                source = source.base
+            # what torch._dynamo.mark_static_address leaves there if it is called before
+            marks = node.meta.setdefault("tensor_dict", {})
+            if getattr(source, "is_input", False):
+                marks.pop("_dynamo_static_input_type", None)
+            else:
+                marks["_dynamo_static_input_type"] = "unguarded"
         from torch._inductor.compile_fx import compile_fx
 
-        names = [node.meta["grapharg"].source.name for node in graph.graph.find_nodes(op="placeholder")]
-        if cudagraphs:
-            _mark_static(graph)
-        run: Any = compile_fx(graph, inputs, config_patches=options)
-        return run if guards else _checked_once(step.__name__, run, names)
+        return compile_fx(graph, inputs, config_patches=options)
 
-    filters = {"guard_filter_fn": guards or torch.compiler.skip_all_guards_unsafe}
-    return torch.compile(own, fullgraph=True, backend=backend, options=filters)
-
-
-def _mark_static(graph: torch.fx.GraphModule) -> None:
-    """Mark all tensors but those in arguments as static; torch makes no CUDA graph that writes to other tensors."""
-    for node in graph.graph.find_nodes(op="placeholder"):
-        source = node.meta["grapharg"].source
-        while hasattr(source, "base"):
-            source = source.base
-        # what torch._dynamo.mark_static_address leaves there if it is called before
-        marks = node.meta.setdefault("tensor_dict", {})
-        if getattr(source, "is_input", False):
-            marks.pop("_dynamo_static_input_type", None)
-        else:
-            marks["_dynamo_static_input_type"] = "unguarded"
-
-
-def _checked_once(step: str, run: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """``run``, which checks before its second call that the first one has replaced no tensor by one of another form.
-
-    Args:
-        step: name of the step, for the error.
-        run: the compiled graph.
-        names: torch's names of its inputs.
-    """
-    first: list[Any] = []
-    checked = False
-
-    def call(*inputs: Any) -> Any:
-        nonlocal first, checked
-        if not checked:
-            now = [_form(entry) if isinstance(entry, Tensor) else None for entry in inputs]
-            for name, before, after in zip(names, first, now, strict=False):
-                if before != after:
-                    words = [word for word in re.findall(r"\w+", name) if word not in _INNER]
-                    raise RuntimeError(
-                        f"compile_step: the first call of {step} replaced {'.'.join(words)}, which had "
-                        f"{_text(before, after)}, by a tensor with {_text(after, before)}, which the compiled graph "
-                        "cannot read. Make the tensor as it will be before you compile the step. For the value "
-                        "estimator of a TorchRL loss: loss.make_value_estimator(gamma=..., device=...)."
-                    )
-            first, checked = now, bool(first)
-        return run(*inputs)
-
-    return call
+    return torch.compile(own, fullgraph=True, backend=backend, options={"guard_filter_fn": guards})
 
 
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,191 @@
+"""What a compiled graph assumes of its arguments, and of all else that the step reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+try:
+    # the functions in torch's names of values
+    from torch._dynamo.guards import _get_closure_vars as guard_functions
+except ImportError:
+    guard_functions = dict
+
+# Words in torch's names of values that say how an object stores them.
+_INNER = ("__dict__", "_modules", "_buffers", "_parameters", "_tensordict", "___from_numpy")
+
+
+class _TensorForm(NamedTuple):
+    """What a graph assumes of a tensor: all but its values. ``strides`` is None if the tensor is contiguous."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None
+
+
+# What a graph assumes of its arguments: all but the values of tensors. The key () has the names of the arguments, the
+# key (name, entry, ...) an argument or an entry of it, containers before their entries.
+Forms = dict[tuple[Any, ...], Any]
+
+
+def forms_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forms:
+    """What a graph assumes of these arguments."""
+    named = {**dict(enumerate(args)), **kwargs}
+    forms: Forms = {(): named.keys()}
+    for name, argument in named.items():
+        _add_forms(forms, (name,), argument)
+    return forms
+
+
+def _form(tensor: Tensor) -> _TensorForm:
+    # the stride of a dimension of size 1 has no effect
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    strides = None if tensor.is_contiguous() else tuple(stride * (size != 1) for stride, size in strides)
+    return _TensorForm(tensor.shape, tensor.dtype, tensor.device, strides)
+
+
+def _add_forms(forms: Forms, path: tuple[Any, ...], argument: Any) -> None:
+    """Add the form of an argument, and those of its entries, to ``forms``."""
+    entries: Any = ()
+    if isinstance(argument, NonTensorData):
+        argument = argument.data
+    elif is_tensorclass(argument):
+        argument = argument.to_tensordict()
+    if isinstance(argument, Tensor):
+        forms[path] = _form(argument)
+    elif isinstance(argument, TensorDictBase):
+        forms[path] = argument.batch_size
+        # the entries of a lazy stack would be copies
+        is_lazy = isinstance(argument, LazyStackedTensorDict)
+        entries = enumerate(argument.tensordicts) if is_lazy else argument.items()
+    elif isinstance(argument, list | tuple | dict):
+        forms[path] = type(argument), len(argument)
+        entries = argument.items() if isinstance(argument, dict) else enumerate(argument)
+    else:
+        # as text, because 1 equals 1.0, and NaN does not equal itself
+        forms[path] = repr(argument if isinstance(argument, int | float | str | None) else type(argument))
+    for key, entry in entries:
+        _add_forms(forms, (*path, key), entry)
+
+
+def changed_argument(step: str, first: Forms, given: Forms) -> ValueError:
+    """The error for a call whose arguments do not fit the graph."""
+    if first[()] != given[()]:
+        return ValueError(
+            f"compile_step: {step} was compiled for {len(first[()])} arguments; call it with the same ones."
+        )
+    # an entry that differs, or else one that is new
+    path = next((path for path in first if path not in given or given[path] != first[path]), None)
+    path = next(path for path in given if path not in first) if path is None else path
+    if path in first and path in given:
+        before, now = _text(first[path], given[path]), _text(given[path], first[path])
+    else:
+        path = path[:-1]
+        before, now = (
+            f"the entries {[key[-1] for key in forms if key and key[:-1] == path]}" for forms in (first, given)
+        )
+    name, *inner = path
+    place = "".join(f"entry {key!r} of " for key in reversed(inner)) + f"argument {name}"
+    return ValueError(
+        f"compile_step: {place} of {step} has {now}, but the graph was compiled for {before}. Make another compiled "
+        "step for it, pad a batch, call contiguous() on a slice, or pass a number as a tensor."
+    )
+
+
+def _text(form: Any, other: Any) -> str:
+    """How ``form`` differs from ``other``."""
+    if isinstance(form, torch.Size):
+        return f"shape {list(form)}"
+    if not isinstance(form, _TensorForm):
+        return str(form)
+    if not isinstance(other, _TensorForm) or form.shape != other.shape:
+        return f"shape {list(form.shape)}"
+    if form.dtype != other.dtype:
+        return f"dtype {form.dtype}"
+    if form.device != other.device:
+        return f"device {form.device}"
+    return "contiguous memory" if form.strides is None else f"strides {form.strides}"
+
+
+class Assumption(NamedTuple):
+    """What a graph assumes of a value that the step reads.
+
+    Args:
+        name: torch's name of the value, an expression with globals as G["name"] and other variables as L["name"].
+        kind: what is assumed of it, see _kind.
+        same: name of another value that is the same tensor. Default: None.
+    """
+
+    name: str
+    kind: Any
+    same: str | None = None
+
+
+def _kind(value: Any) -> Any:
+    """What graphs assume of a value; None for objects, which may be created or replaced without effect."""
+    if isinstance(value, Tensor):
+        return _form(value)
+    if isinstance(value, bool | int | float | str):
+        # as text, because 1 equals 1.0, and NaN does not equal itself
+        return repr(value)
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else None
+
+
+def assumptions_of(guards: Sequence[Any]) -> Iterator[Assumption]:
+    """The assumptions of a graph, from the checks that torch would make at each call."""
+    for guard in guards:
+        # what a release of torch does not have, or what cannot be described, is not checked
+        with suppress(Exception):
+            if guard.has_value:
+                checks = guard.orig_guard
+                is_same = guard.guard_type == "DUPLICATE_INPUT"
+                same = checks.create_fn.keywords["source_b"].name if is_same else None
+                yield Assumption(checks.name, _kind(guard.value), same)
+
+
+def broken_assumption(step: FunctionType, assumptions: Sequence[Assumption]) -> str | None:
+    """The message of an error if the first call has changed something that the graph reads as it was before."""
+    # without arguments, which are compared at each call
+    own = {}
+    for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            own[name] = cell.cell_contents
+    scope = {**guard_functions(), "G": step.__globals__, "L": own}
+    for name, before, same in assumptions:
+        # what cannot be evaluated is not checked
+        with suppress(Exception):
+            value = eval(name, scope)
+            now = _kind(value)
+            if same is not None and value is not eval(same, scope):
+                return (
+                    f"compile_step: {_path(name)} and {_path(same)} were one tensor before the first call of "
+                    f"{step.__name__} and are two after it, but the graph reads one for both. Let them start as two "
+                    "tensors, such as zeros and zeros.clone()."
+                )
+            if now != before and (_is_tensor(before) or _is_tensor(now) or None not in (before, now)):
+                return (
+                    f"compile_step: the first call of {step.__name__} changed {_path(name)} from "
+                    f"{_text(before, now)} to {_text(now, before)}, but the graph keeps what it read before. Let "
+                    "values that change be tensors, change them in place, and create all else before the first call; "
+                    "the value estimator of a TorchRL loss with loss.make_value_estimator(gamma=..., device=...)."
+                )
+    return None
+
+
+def _is_tensor(kind: Any) -> bool:
+    return isinstance(kind, _TensorForm)
+
+
+def _path(name: str) -> str:
+    """A name of torch in short form, such as loss._value_estimator.gamma."""
+    words = [word for word in re.findall(r"\w+", name) if word not in _INNER]
+    # the first word tells globals from other variables
+    return ".".join(words[1:])
