@@ -286,6 +286,20 @@ def test_two_states_that_start_as_one_tensor_are_named():
     assert [compiled(torch.ones(2)).tolist() for _ in range(3)] == [[11, 11], [22, 22], [33, 33]]
 
 
+def test_states_that_are_set_back_before_each_call_may_be_one_tensor():
+    zeros = torch.zeros(2)
+    state = State(h=zeros, c=zeros)
+
+    def step(x):
+        state.h, state.c = state.h + x, state.c + 10 * x
+        return state.h + state.c
+
+    compiled = compile_step(step)
+    for _ in range(3):
+        state.h = state.c = zeros
+        assert compiled(torch.ones(2)).tolist() == [11, 11]
+
+
 def test_arguments_with_names_of_builtins():
     factor = torch.ones(())
     step = compile_step(lambda input, type, *, max: input * type * max["entry"] * factor)

@@ -108,7 +108,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         nonlocal first, after, broken
-        if broken:
+        # other code may have set it back
+        if broken and (broken := broken_assumption(step, assumptions)):
             raise RuntimeError(broken)
         given = forms_of(args, kwargs)
         if first:
