@@ -298,6 +298,8 @@ def test_states_that_are_set_back_before_each_call_may_be_one_tensor():
     for _ in range(3):
         state.h = state.c = zeros
         assert compiled(torch.ones(2)).tolist() == [11, 11]
+    with pytest.raises(RuntimeError, match="were one tensor"):
+        compiled(torch.ones(2))
 
 
 def test_arguments_with_names_of_builtins():

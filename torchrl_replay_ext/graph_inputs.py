@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -13,13 +14,24 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_
 from torch import Tensor
 
 try:
-    # the functions in torch's names of values
+    # torch's names of values are expressions, which may call these functions
     from torch._dynamo.guards import _get_closure_vars as guard_functions
 except ImportError:
+    # names that call a function are then not checked
     guard_functions = dict
 
 # Words in torch's names of values that say how an object stores them.
-_INNER = ("__dict__", "_modules", "_buffers", "_parameters", "_tensordict", "___from_numpy")
+_INNER = (
+    "__dict__",
+    "_modules",
+    "_buffers",
+    "_parameters",
+    "_tensordict",
+    "___from_numpy",
+    "__closure__",
+    "cell_contents",
+    "__getattribute__",
+)
 
 
 class _TensorForm(NamedTuple):
@@ -115,21 +127,24 @@ def _text(form: Any, other: Any) -> str:
     return "contiguous memory" if form.strides is None else f"strides {form.strides}"
 
 
+# What the step reads besides its arguments; checked after the first call.
+
+
 class Assumption(NamedTuple):
     """What a graph assumes of a value that the step reads.
 
     Args:
         name: torch's name of the value, an expression with globals as G["name"] and other variables as L["name"].
-        kind: what is assumed of it, see _kind.
-        same: name of another value that is the same tensor. Default: None.
+        form: what is assumed of it, see _checked_form.
+        same_tensor_as: name of another value that is the same tensor. Default: None.
     """
 
     name: str
-    kind: Any
-    same: str | None = None
+    form: Any
+    same_tensor_as: str | None = None
 
 
-def _kind(value: Any) -> Any:
+def _checked_form(value: Any) -> Any:
     """What graphs assume of a value; None for objects, which may be created or replaced without effect."""
     if isinstance(value, Tensor):
         return _form(value)
@@ -142,50 +157,67 @@ def _kind(value: Any) -> Any:
 def assumptions_of(guards: Sequence[Any]) -> Iterator[Assumption]:
     """The assumptions of a graph, from the checks that torch would make at each call."""
     for guard in guards:
-        # what a release of torch does not have, or what cannot be described, is not checked
+        # skip what this release of torch describes in another way
         with suppress(Exception):
             if guard.has_value:
                 checks = guard.orig_guard
                 is_same = guard.guard_type == "DUPLICATE_INPUT"
                 same = checks.create_fn.keywords["source_b"].name if is_same else None
-                yield Assumption(checks.name, _kind(guard.value), same)
+                yield Assumption(checks.name, _checked_form(guard.value), same)
 
 
-def broken_assumption(step: FunctionType, assumptions: Sequence[Assumption]) -> str | None:
-    """The message of an error if the first call has changed something that the graph reads as it was before."""
-    # without arguments, which are compared at each call
-    own = {}
+def broken_assumptions(step: FunctionType, assumptions: Iterable[Assumption]) -> dict[Assumption, str]:
+    """The assumptions that do not hold now, with the messages of the errors."""
+    # arguments are left out: each call compares them
+    variables = {}
     for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
         with suppress(ValueError):  # an empty cell
-            own[name] = cell.cell_contents
-    scope = {**guard_functions(), "G": step.__globals__, "L": own}
-    for name, before, same in assumptions:
-        # what cannot be evaluated is not checked
-        with suppress(Exception):
-            value = eval(name, scope)
-            now = _kind(value)
-            if same is not None and value is not eval(same, scope):
-                return (
-                    f"compile_step: {_path(name)} and {_path(same)} were one tensor before the first call of "
-                    f"{step.__name__} and are two after it, but the graph reads one for both. Let them start as two "
-                    "tensors, such as zeros and zeros.clone()."
-                )
-            if now != before and (_is_tensor(before) or _is_tensor(now) or None not in (before, now)):
-                return (
-                    f"compile_step: the first call of {step.__name__} changed {_path(name)} from "
-                    f"{_text(before, now)} to {_text(now, before)}, but the graph keeps what it read before. Let "
-                    "values that change be tensors, change them in place, and create all else before the first call; "
-                    "the value estimator of a TorchRL loss with loss.make_value_estimator(gamma=..., device=...)."
-                )
-    return None
+            variables[name] = cell.cell_contents
+    scope = {**guard_functions(), "G": step.__globals__, "L": variables}
+    broken = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for assumption in assumptions:
+            # skip what cannot be evaluated
+            with suppress(Exception):
+                value = eval(assumption.name, scope)
+                if assumption.same_tensor_as is not None and value is not eval(assumption.same_tensor_as, scope):
+                    broken[assumption] = _two_tensors(step.__name__, assumption)
+                elif _differ(assumption.form, form := _checked_form(value)):
+                    broken[assumption] = _changed_value(step.__name__, assumption, form)
+    return broken
 
 
-def _is_tensor(kind: Any) -> bool:
-    return isinstance(kind, _TensorForm)
+def _differ(before: Any, now: Any) -> bool:
+    """Whether forms differ. A change between two objects, or between None and an object, is ignored."""
+    has_tensor = isinstance(before, _TensorForm) or isinstance(now, _TensorForm)
+    return before != now and (has_tensor or None not in (before, now))
+
+
+def _two_tensors(step: str, assumption: Assumption) -> str:
+    names = f"{_path(assumption.name)} and {_path(assumption.same_tensor_as or '')}"
+    return (
+        f"compile_step: {names} were one tensor before the first call of {step} and are two after it, but the graph "
+        "reads one for both. Let them start as two tensors, such as zeros and zeros.clone()."
+    )
+
+
+def _changed_value(step: str, assumption: Assumption, now: Any) -> str:
+    name, before = _path(assumption.name), assumption.form
+    what = (
+        f"compile_step: the first call of {step} changed {name} from {_text(before, now)} to {_text(now, before)}, but "
+        "the graph keeps what it read before."
+    )
+    if "_value_estimator" in name:
+        return f"{what} Use loss.make_value_estimator(gamma=..., device=...) before the first call."
+    return (
+        f"{what} Keep what changes in a tensor, and change it in place. If the step does not depend on the old value, "
+        "set it before the first call to what the step leaves there."
+    )
 
 
 def _path(name: str) -> str:
     """A name of torch in short form, such as loss._value_estimator.gamma."""
-    words = [word for word in re.findall(r"\w+", name) if word not in _INNER]
-    # the first word tells globals from other variables
-    return ".".join(words[1:])
+    # the first L or G tells globals from other variables
+    variable = re.split(r"\b[LG]\[", name, maxsplit=1)[-1]
+    return ".".join(word for word in re.findall(r"\w+", variable) if word not in _INNER)

@@ -19,7 +19,7 @@ from torchrl_replay_ext.graph_inputs import (
     Assumption,
     Forms,
     assumptions_of,
-    broken_assumption,
+    broken_assumptions,
     changed_argument,
     forms_of,
 )
@@ -50,8 +50,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
 
     At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
     and are skipped here. So nothing that ``step`` reads may change, except the values of tensors: a number in an
-    attribute keeps the value of the first call, and two states that start as one tensor stay one. What the first call
-    itself changes is checked once, after it.
+    attribute keeps the value of the first call, and two states that start as one tensor stay one. After the first
+    call, tensors, numbers, strings and lengths of lists are checked once; new attributes, entries and objects are not
+    noticed. A change without effect raises the error too.
     Create objects that eager code creates lazily before the first call: the storage (write to the buffer once) and the
     value estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its
     first use moves gamma from the CPU to the device of the rewards).
@@ -81,8 +82,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         ValueError: at a later call, if an argument differs from that of the first call, as above. Entries that the step
             itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
-            ``torch.optim``; at the second call, if the first one has changed something that the step reads, other than
-            the values of tensors. Other errors of torch's compiler are passed on as they are.
+            ``torch.optim``; at a later call, if the first one has changed a number, string or list that the step reads,
+            or more of a tensor than its values. Other errors of torch's compiler are passed on as they are.
 
     Examples:
         >>> counter = torch.zeros(1)
@@ -95,22 +96,23 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
     assumptions: list[Assumption] = []
 
-    def checked_once(guards: Sequence[Any]) -> list[bool]:
+    def keep_assumptions(guards: Sequence[Any]) -> list[bool]:
         assumptions[:] = assumptions_of(guards)
         return [False] * len(guards)
 
-    compiled = _compile(step, checked_once, cudagraphs)
+    compiled = _compile(step, keep_assumptions, cudagraphs)
     first: Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
     after: Forms = {}
-    broken: str | None = None
+    # what the first call itself has broken
+    broken: dict[Assumption, str] = {}
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         nonlocal first, after, broken
-        # other code may have set it back
-        if broken and (broken := broken_assumption(step, assumptions)):
-            raise RuntimeError(broken)
+        # other code may have restored the values since
+        if broken and (messages := list(broken_assumptions(step, broken).values())):
+            raise RuntimeError(messages[0])
         given = forms_of(args, kwargs)
         if first:
             # the step's own entries may be there; all others must be as at the first call
@@ -120,7 +122,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         with _compiling():
             result = compiled(*args, **kwargs)
         first, after = given, forms_of(args, kwargs)
-        broken = broken_assumption(step, assumptions)
+        broken = broken_assumptions(step, assumptions)
+        assumptions.clear()
         return result
 
     return call
