@@ -51,8 +51,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
     and are skipped here. So nothing that ``step`` reads may change, except the values of tensors: a number in an
     attribute keeps the value of the first call, and two states that start as one tensor stay one. After the first
-    call, tensors, numbers, strings and lengths of lists are checked once; new attributes, entries and objects are not
-    noticed. A change without effect raises the error too.
+    call, tensors, numbers, strings and lengths of lists are checked once, and what that call has changed is an error,
+    even if the change has no effect. New attributes, entries and objects are not noticed.
+
     Create objects that eager code creates lazily before the first call: the storage (write to the buffer once) and the
     value estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its
     first use moves gamma from the CPU to the device of the rewards).
