@@ -267,34 +267,32 @@ def test_what_the_first_call_changes_beside_the_values_of_tensors_is_named(chang
             compiled(torch.ones(3))
 
 
-def test_two_states_that_start_as_one_tensor_are_named():
-    zeros = torch.zeros(2)
-    state = State(h=zeros, c=zeros)
+def sums_of(state):
+    """A step that adds x to state.h and 10 x to state.c."""
 
     def step(x):
         state.h, state.c = state.h + x, state.c + 10 * x
         return state.h + state.c
 
-    compiled = compile_step(step)
+    return compile_step(step)
+
+
+def test_two_states_that_start_as_one_tensor_are_named():
+    zeros = torch.zeros(2)
+    compiled = sums_of(State(h=zeros, c=zeros))
     assert compiled(torch.ones(2)).tolist() == [11, 11]
     with pytest.raises(
         RuntimeError, match=r"state\.[hc] and state\.[hc] were one tensor before the first call of step"
     ):
         compiled(torch.ones(2))
-    state = State(h=zeros, c=zeros.clone())
-    compiled = compile_step(step)
+    compiled = sums_of(State(h=zeros, c=zeros.clone()))
     assert [compiled(torch.ones(2)).tolist() for _ in range(3)] == [[11, 11], [22, 22], [33, 33]]
 
 
 def test_states_that_are_set_back_before_each_call_may_be_one_tensor():
     zeros = torch.zeros(2)
     state = State(h=zeros, c=zeros)
-
-    def step(x):
-        state.h, state.c = state.h + x, state.c + 10 * x
-        return state.h + state.c
-
-    compiled = compile_step(step)
+    compiled = sums_of(state)
     for _ in range(3):
         state.h = state.c = zeros
         assert compiled(torch.ones(2)).tolist() == [11, 11]
