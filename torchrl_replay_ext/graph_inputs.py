@@ -43,6 +43,8 @@ class _TensorForm(NamedTuple):
     strides: tuple[int, ...] | None
 
 
+_Constant = bool | int | float | str
+
 # What a graph assumes of its arguments: all but the values of tensors. The key () has the names of the arguments, the
 # key (name, entry, ...) an argument or an entry of it, containers before their entries.
 Forms = dict[tuple[Any, ...], Any]
@@ -64,6 +66,11 @@ def _form(tensor: Tensor) -> _TensorForm:
     return _TensorForm(tensor.shape, tensor.dtype, tensor.device, strides)
 
 
+def _constant(value: Any) -> str:
+    """A value that the graph treats as a constant, as text: 1 equals 1.0, and NaN does not equal itself."""
+    return repr(value)
+
+
 def _add_forms(forms: Forms, path: tuple[Any, ...], argument: Any) -> None:
     """Add the form of an argument, and those of its entries, to ``forms``."""
     entries: Any = ()
@@ -82,8 +89,7 @@ def _add_forms(forms: Forms, path: tuple[Any, ...], argument: Any) -> None:
         forms[path] = type(argument), len(argument)
         entries = argument.items() if isinstance(argument, dict) else enumerate(argument)
     else:
-        # as text, because 1 equals 1.0, and NaN does not equal itself
-        forms[path] = repr(argument if isinstance(argument, int | float | str | None) else type(argument))
+        forms[path] = _constant(argument if isinstance(argument, _Constant | None) else type(argument))
     for key, entry in entries:
         _add_forms(forms, (*path, key), entry)
 
@@ -148,9 +154,8 @@ def _checked_form(value: Any) -> Any:
     """What graphs assume of a value; None for objects, which may be created or replaced without effect."""
     if isinstance(value, Tensor):
         return _form(value)
-    if isinstance(value, bool | int | float | str):
-        # as text, because 1 equals 1.0, and NaN does not equal itself
-        return repr(value)
+    if isinstance(value, _Constant):
+        return _constant(value)
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else None
 
 

@@ -45,28 +45,37 @@ _MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.se
 def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False) -> Callable[Arguments, Result]:
     """Compile a step that always uses the same objects and shapes, with ``torch.compile(step, fullgraph=True)``.
 
-    Reads and writes keep their order. ``torch.compile`` alone may move a read after a write to the same tensor, and
-    must then copy the tensor: with ``extend`` in the step, tensors as large as the buffer.
+        optimizer_step = AdamStep(optimizer)
 
-    At each call, torch checks that all assumptions of the graph still hold. These checks take as long as a replay cycle
-    and are skipped here. So nothing that ``step`` reads may change, except the values of tensors: a number in an
-    attribute keeps the value of the first call, and two states that start as one tensor stay one. After the first
-    call, tensors, numbers, strings and lengths of lists are checked once, and what that call has changed is an error,
-    even if the change has no effect. New attributes, entries and objects are not noticed.
+        @compile_step
+        def update():
+            batch = replay_buffer.sample()
+            loss = loss_module(batch)["loss"]
+            optimizer_step(torch.autograd.grad(loss, optimizer_step.parameters))
+            replay_buffer.update_tensordict_priority(batch)
 
-    Create objects that eager code creates lazily before the first call: the storage (write to the buffer once) and the
-    value estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its
-    first use moves gamma from the CPU to the device of the rewards).
+    The step may contain a whole update, as here, and the write of new data. Gradients come from ``torch.autograd.grad``
+    and go to an :class:`~torchrl_replay_ext.AdamStep`: the compiler cannot trace ``loss.backward()`` and the optimizers
+    of ``torch.optim``.
 
-    The arguments alone are checked at each call. Tensors, also in TensorDicts, lists, tuples and dicts, must have the
-    shapes, dtypes, devices and strides of the first call (a slice such as ``rollout[:, 0]`` has other strides than the
-    whole: pass ``rollout[:, 0].contiguous()``). Numbers and strings, which the graph treats as constants, must have
-    the same values. Two things are not checked: whether a tensor requires gradients, and whether arguments share memory
-    with each other or with tensors of the step. They must do so in all calls or in none.
+    **Order.** Reads and writes keep their order. ``torch.compile`` alone may move a read after a write to the same
+    tensor, and must then copy the tensor: with ``extend`` in the step, tensors as large as the buffer.
 
-    The step may contain a whole update: ``torch.autograd.grad`` for the gradients, and
-    :class:`~torchrl_replay_ext.AdamStep` in place of the optimizer's own step. The compiler cannot trace
-    ``loss.backward()`` and the optimizers of ``torch.optim``.
+    **What the step reads** must not change, except the values of tensors: a number in an attribute keeps the value of
+    the first call, and two states that start as one tensor stay one. At each call, torch would check that all
+    assumptions of the graph still hold. That takes as long as a replay cycle and is skipped here. Instead, tensors,
+    numbers, strings and lengths of lists are checked once, after the first call, and what that call has changed is an
+    error, even if the change has no effect. New attributes, entries and objects are not noticed.
+
+    So create what eager code creates lazily before the first call: the storage (write to the buffer once) and the value
+    estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its first
+    use moves gamma from the CPU to the device of the rewards).
+
+    **Arguments** are checked at each call. Tensors, also in TensorDicts, lists, tuples and dicts, must have the shapes,
+    dtypes, devices and strides of the first call (a slice such as ``rollout[:, 0]`` has other strides than the whole:
+    pass ``rollout[:, 0].contiguous()``). Numbers and strings, which the graph treats as constants, must have the same
+    values. Two things are not checked: whether a tensor requires gradients, and whether arguments share memory with
+    each other or with tensors of the step. They must do so in all calls or in none.
 
     Args:
         step: a function, not a method.

@@ -180,19 +180,24 @@ def _group(recipe: str, group: str, default: str) -> str:
 
 
 def _source(path: Path, prefix: str) -> Source:
-    """Read a YAML file of recipes/conf; empty if there is none: the games have no files of their own."""
+    """Read a YAML file of recipes/conf and, if it begins with `defaults: [<file>]`, the file that it inherits from.
+
+    Empty if there is no file: the games have none of their own.
+    """
     lines = path.read_text().splitlines() if path.is_file() else []
     header = []
     while lines and lines[0].startswith("#"):
         header.append(lines.pop(0).removeprefix("#").strip())
-    values, comments, parents = {}, {}, []
+    parent = re.match(r"defaults: \[(\w+)", lines[0]) if lines else None
+    base = _source(path.with_stem(parent[1]), prefix) if parent else Source("", {}, {})
+    values, comments, parents = dict(base.values), dict(base.comments), []
     for line in lines:
         if match := LINE.match(line):
             indent, key, value, comment = match.groups()
             parents[len(indent) // 2 :] = [key]
             full = prefix + ".".join(parents)
             values[full], comments[full] = value, comment or ""
-    return Source(" ".join(header), values, comments)
+    return Source(" ".join(header) or base.header, values, comments)
 
 
 def _rows(node: DictConfig, keys: Sequence[Any], type_: Any, source: Source, prefix: str) -> Iterator[Row]:
