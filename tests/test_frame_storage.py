@@ -183,6 +183,15 @@ class TestSaving:
         streams, once, plain = filled
         self.assert_goes_on(streams, pickle.loads(pickle.dumps(once)), once, plain)
 
+    def test_the_state_of_an_empty_buffer(self, filled):
+        _, once, _ = filled
+        once.load_state_dict(pair(30)[0].state_dict())
+        assert len(once) == once.storage.num_frames == 0
+        plain = pair(30)[1]
+        for rb in (once, plain):
+            rb.extend(StackedStreams(1, seed=5).rollout([0] * 20))
+        assert_same(once, plain)
+
     def test_another_size_is_refused(self, filled):
         _, once, _ = filled
         other = FrameStackStorage(40)

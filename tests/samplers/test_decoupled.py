@@ -588,6 +588,14 @@ def test_bad_arguments(arguments, message):
         DecoupledSampler(RandomSampler(), make_policy(), **arguments)
 
 
+@pytest.mark.parametrize("name", ["num_candidates", "granularity", "group_size"])
+def test_the_choice_among_candidates_cannot_be_assigned(name):
+    sampler = DecoupledSampler(RandomSampler(), make_policy())
+    before = getattr(sampler, name)
+    with pytest.raises(AttributeError):
+        setattr(sampler, name, before)
+
+
 def test_distributions_that_are_not_understood():
     wide = {"low": -torch.ones(2), "high": torch.tensor([1.0, 2.0])}
     for distribution, keywords in (

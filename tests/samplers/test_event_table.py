@@ -129,6 +129,10 @@ def test_bad_allocations():
         allocate(torch.ones(2), 4, "random")
     with pytest.raises(ValueError, match="batch_size must be >= 1"):
         allocate(torch.ones(2), 0)
+    for eta in ([0.0, 0.0], [1.0, -0.5], [math.nan, 1.0], [math.inf, 1.0]):
+        for method in ("systematic", "multinomial", "largest_remainder"):
+            with pytest.raises(ValueError, match="eta must be >= 0 and finite, and one of them > 0"):
+                allocate(torch.tensor(eta), 4, method)
 
 
 # --- which tables
@@ -163,6 +167,14 @@ def test_tables_that_can_never_be_used_cause_a_warning():
         assert re.search(words.format(table, capacity[table]), message)
     sampler.sample(storage, max(capacity.values()) + 1)
     sampler.sample(storage, min(capacity.values()))
+    sampler.sample(storage, max(capacity.values()) + 1)
+
+
+def test_batches_of_one_row_cause_the_warning_too():
+    rb = make(min_size={"a": 13}, batch_size=1)
+    rb.extend(scripted(40))
+    with pytest.warns(UserWarning, match="table 'a' is never drawn from: it holds at most 12 .* from 13 on"):
+        rb.sample()
 
 
 def test_weights_by_priority_use_small_tables_without_a_warning():
@@ -343,6 +355,18 @@ def test_schedules_of_beta_count_batches_without_priorities():
     for expected in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0):
         assert rb.sampler.beta == pytest.approx(expected)
         rb.sample()
+
+
+def test_exponents_without_effect_do_not_exist():
+    plain, corrected, prioritized = make(), make(correction="mixture"), make(priority={"kind": "rank"})
+    for rb, name, needed in ((plain, "alpha", "priority="), (corrected, "alpha", "priority=")):
+        with pytest.raises(AttributeError, match=f"has no {name}; it needs {needed}"):
+            setattr(rb.sampler, name, 0.5)
+    with pytest.raises(AttributeError, match="has no beta; it needs correction= or priority="):
+        plain.sampler.beta = 0.5
+    assert {"alpha", "beta"}.isdisjoint(plain.sampler.stats().keys())
+    assert corrected.sampler.beta == 1.0
+    assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.7, 0.4)
 
 
 def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
@@ -688,8 +712,15 @@ def test_stats_count_the_tables():
     stats_ = filled().sampler.stats()
     assert stats_["num_items"] == 60 and stats_["size_a"] == 12 and stats_["eta_b"] == pytest.approx(0.3)
     assert all(math.isfinite(value) for value in stats_.values())
-    stats_ = filled(retention="pinned").sampler.stats()
-    assert 28 <= stats_["num_items"] <= 60
+    assert stats_["never_updated"] == 1
+    rb = filled(retention="pinned", priority={"kind": "proportional"})
+    held = rb.sampler.state.distribution.stored_slots()
+    assert 28 <= len(held) < 60
+    rb.update_priority(held[:7], torch.ones(7))
+    stats_ = rb.sampler.stats()
+    assert stats_["num_items"] == len(held)
+    # slots that no table holds do not count
+    assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
 
 
 @pytest.mark.parametrize("kind", [None, "proportional", "rank", "reaper"])

@@ -275,3 +275,10 @@ def test_it_is_not_a_prioritized_sampler():
     buffer.extend(rows(10))
     buffer.update_tensordict_priority(buffer.sample())
     assert not buffer.sampler.takes_priorities and ProportionalSampler(10).takes_priorities
+
+
+def test_the_half_life_cannot_be_assigned():
+    sampler = RecencySampler(8, half_life=3.0)
+    with pytest.raises(AttributeError):
+        sampler.half_life = 1000.0
+    assert sampler.half_life == 3.0

@@ -539,6 +539,14 @@ def test_every_prioritized_sampler_draws_anchors(kind):
     assert buffer.sampler.stats()["never_updated"] < 1
 
 
+def test_a_sampler_is_the_anchor_of_one_sampler_only():
+    anchors = proportional()
+    TrajectoryRetraceSampler(20, slice_len=5, anchors=anchors)
+    with pytest.raises(ValueError, match="this anchors= already belongs to another TrajectoryRetraceSampler"):
+        TrajectoryRetraceSampler(20, slice_len=2, anchors=anchors)
+    assert len(anchors.state.observers) == 1
+
+
 def test_schedulers_reach_the_anchors():
     buffer = buffer_of(anchors=proportional(beta=0.4))
     scheduler = LinearScheduler(buffer.sampler.anchors, "beta", final_value=1.0, num_steps=2)
@@ -861,19 +869,22 @@ def test_no_slice_is_long_enough():
 @pytest.mark.parametrize("missing", ["logits", ("next", "done"), ("collector", "traj_ids")])
 def test_missing_entries_are_named(missing, anchors):
     streams = 2 if missing == ("collector", "traj_ids") else 1
-    arguments = {"num_streams": streams, "anchors": proportional() if anchors == "proportional" else anchors}
+
+    def make():
+        return buffer_of(num_streams=streams, anchors=proportional() if anchors == "proportional" else anchors)
+
     data = rows(4, ids=[0, 0, 0, 0])
     del data[missing]
     message = {"logits": "'logits'.*policy in the collector.*ProbabilisticActor.*behaviour_keys="}.get(
         missing, rf"{missing[1]}.*(environment|collector).*(done_key|traj_key)="
     )
-    buffer = buffer_of(**arguments)
+    buffer = make()
     with refuses(buffer, KeyError, message):
         buffer.extend(data)
     # already in the storage when the sampler was attached
     filled = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
     filled.extend(data)
-    filled.set_sampler(buffer_of(**arguments).sampler)
+    filled.set_sampler(make().sampler)
     with refuses(filled, KeyError, message):
         filled.sample()
 

@@ -213,10 +213,10 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         return self._collate_fn(storage.take(index)), info
 
     def _in_graph(self, key: tuple, step: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Call ``step(*inputs)`` as a graph. ``key`` identifies the graph; it includes all shapes."""
+        """Call ``step(*inputs)`` as the graph ``key``; torch compiles it again for other shapes and dtypes."""
         with self._locks(), torch.no_grad():
-            if ready := getattr(self._sampler, "ready", None):
-                ready(self._storage)
+            if synchronize := getattr(self._sampler, "synchronize", None):
+                synchronize(self._storage)
             if key not in self._graphs:
                 self._graphs[key] = compile_checked(step)
             return self._graphs[key](*inputs)

@@ -37,7 +37,10 @@ class EventTable:
 
     @property
     def capacity(self) -> int:
-        """κ, the maximum number of transitions. It can be lowered, and raised up to its initial value."""
+        """κ, the maximum number of transitions. It can be lowered, and raised up to its initial value.
+
+        A fraction, as a schedule produces it, is rounded down.
+        """
         return self._tables.capacity_of(self._number)
 
     @capacity.setter

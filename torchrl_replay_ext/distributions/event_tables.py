@@ -44,7 +44,7 @@ class EventTableMixture(Distribution):
         correction: type of the importance-sampling weights.
         make_weights: creates the weights from a layout and the tables.
         make_within: creates the distribution within a table, see :class:`Uniform` for the arguments.
-        beta: exponent of weights.
+        beta: exponent of weights; None: all weights are 1.
     """
 
     requires_sequential_writer = True
@@ -63,7 +63,7 @@ class EventTableMixture(Distribution):
         correction: Correction | None,
         make_weights: partial[TableWeights],
         make_within: Callable[..., Uniform],
-        beta: Hyperparameter,
+        beta: Hyperparameter | None,
     ):
         self._log, self._tables, self._allocation, self._beta = log, tables, allocation, beta
         layout = log.layout
@@ -96,6 +96,8 @@ class EventTableMixture(Distribution):
         self._is_incomplete = True
         # size of the last batch outside graphs: the default minimum size of a table for density()
         self._batch_size = 1
+        # batch sizes for which the sizes of the tables were checked
+        self._known_sizes: set[int] = set()
         if layout.known and layout.num_slots == size:
             tables.allocate(size, device)
             tables.attach(self)
@@ -285,9 +287,11 @@ class EventTableMixture(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         in_graph = is_traced()
-        if not in_graph and batch_size != self._batch_size:
+        if not in_graph:
             self._batch_size = batch_size
-            self._warn_of_small_tables()
+            if batch_size not in self._known_sizes:
+                self._known_sizes.add(batch_size)
+                self._warn_of_small_tables()
         if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:
@@ -327,7 +331,7 @@ class EventTableMixture(Distribution):
         return self._joint.draw_share(share)
 
     def count_batch(self) -> None:
-        if not self.takes_priorities:
+        if self._beta is not None and not self.takes_priorities:
             self._beta.step()
         self._shares.step()
 

@@ -92,9 +92,12 @@ class JointTables:
         positions = self._tables.positions(slots)
         masses = self._tree.get(positions.reshape(-1)).view(positions.shape)
         probability = (masses * (share.eta * scale).unsqueeze(1)).sum(0)
+        extras = {"table": table, "sample_probability": probability.float()}
         density = None
         if self._weighs == "mixture":
             density = probability
         elif self._weighs == "priority":
             density = share.count[table] * mass * scale[table]
-        return Draw(slots, density, extras={"table": table, "sample_probability": probability.float()})
+        else:
+            extras["priority_weight"] = torch.ones(len(slots), dtype=torch.float32)
+        return Draw(slots, density, extras=extras)

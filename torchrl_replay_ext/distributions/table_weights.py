@@ -27,7 +27,7 @@ class TableWeights:
         tables: the tables.
         shares: η of each table.
         correction: the type of weights.
-        beta: the exponent of the weights.
+        beta: the exponent of the weights; None without ``correction`` and priorities, when all weights are 1.
         prioritized: True if draws inside the tables follow priorities.
         pair_keys: entries with the state and the action, for corrections that count pairs of them.
     """
@@ -39,7 +39,7 @@ class TableWeights:
         *,
         shares: TableShares,
         correction: Correction | None,
-        beta: Hyperparameter,
+        beta: Hyperparameter | None,
         prioritized: bool,
         pair_keys: tuple[NestedKey, ...],
     ):
@@ -165,6 +165,7 @@ class TableWeights:
 
     def _normalized(self, weight: Tensor) -> Tensor:
         """``weight`` [n] to the power of β, divided by the largest; 0 if all are 0."""
+        assert self._beta is not None
         weight = weight ** self._beta.current()
         largest = weight.amax()
         # a graph may compute numerator and denominator with different roundings

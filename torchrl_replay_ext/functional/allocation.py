@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from torchrl_replay_ext.compilation import raise_if
 
 Allocation = Literal["systematic", "multinomial", "largest_remainder"]
 METHODS = get_args(Allocation)
@@ -33,7 +36,8 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
         The counts, int64 [K]. Their sum is B.
 
     Raises:
-        ValueError: if ``method`` is unknown or ``batch_size`` < 1.
+        ValueError: if ``method`` is unknown, ``batch_size`` < 1, or a proportion is negative or not finite, or all are
+            0. The proportions are not checked in a graph and on an accelerator.
 
     Examples:
         >>> allocate(torch.tensor([0.5, 0.2, 0.3]), 32, u=torch.tensor(0.5))
@@ -45,6 +49,11 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
         raise ValueError(f"allocate(method={method!r}): method must be one of {', '.join(METHODS)}.")
     if batch_size < 1:
         raise ValueError(f"allocate(batch_size={batch_size}): batch_size must be >= 1.")
+    raise_if(
+        lambda: not (eta >= 0).all() or not 0 < float(eta.sum()) < math.inf,
+        lambda: ValueError(f"allocate(eta={eta.tolist()}): eta must be >= 0 and finite, and one of them > 0."),
+        skip_on=eta,
+    )
     ends = table_ends(eta, batch_size, method, u)
     return torch.cat([ends[:1], ends[1:] - ends[:-1]])
 

@@ -157,8 +157,8 @@ class PrioritySampler(ShowsArguments, Sampler):
             other = f"{name}: {type(storage).__name__} cannot be compiled"
             raise TypeError(f"{other}; use CompilableReplayBuffer with CompilableTensorStorage.")
 
-    def ready(self, storage: Storage | None) -> bool:
-        """Synchronize the state with the storage. True if stored transitions were added to the state by this call."""
+    def synchronize(self, storage: Storage | None) -> bool:
+        """Synchronize the state with the storage; True if stored transitions were added to the state by this call."""
         if is_traced():
             self.require_bound(storage)
             return False
@@ -210,7 +210,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        self.ready(storage)
+        self.synchronize(storage)
         raise_if(lambda: self.state.log.is_empty, lambda: RuntimeError(f"{name}: cannot sample from an empty storage."))
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
@@ -237,7 +237,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def sums(self, storage: Storage) -> Sums:
         """The sums of this shard, for joint draws."""
-        self.ready(storage)
+        self.synchronize(storage)
         return self.distribution.sums()
 
     def note_other_shards(self, largest_priority: float, largest_episode: int) -> None:
@@ -296,7 +296,7 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     def draw_share(self, storage: Storage, share: Share) -> tuple[Tensor, dict[str, Any]]:
         """:meth:`sample_share` without stamps."""
-        self.ready(storage)
+        self.synchronize(storage)
         slots, density, _, extras = self.distribution.draw_share(share, self._rng)
         return slots, {**({} if density is None else {"density": density}), **(extras or {})}
 
@@ -369,7 +369,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             error = torch.as_tensor(priority, device=self.layout.device)
             self.state.updates.apply_masked(self.flat_slots(index), error, stamp)
             return
-        if self.ready(storage) and is_initialization(priority, storage, self.state.priorities):
+        if self.synchronize(storage) and is_initialization(priority, storage, self.state.priorities):
             return
         slots = self.flat_slots(index)
         error = td_errors(self.owner, priority, len(slots), self.layout.device)

@@ -130,9 +130,9 @@ class DecoupledSampler(SamplerWrapper):
     omega = delegated("critic_sampler", "omega")
     eta = delegated("critic_sampler", "eta")
     event_share = delegated("critic_sampler", "event_share")
-    num_candidates = delegated("_scorer", "num_candidates")
-    granularity = delegated("_scorer", "granularity")
-    group_size = delegated("_scorer", "group_size")
+    num_candidates = delegated("_scorer", "num_candidates", read_only=True)
+    granularity = delegated("_scorer", "granularity", read_only=True)
+    group_size = delegated("_scorer", "group_size", read_only=True)
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class DecoupledSampler(SamplerWrapper):
             self._to(device)
         sampler = _ActorSampler(self, transform_of(rb))
         buffer = read_only_buffer(rb, sampler, batch_size)
-        sampler.ready = True
+        sampler.is_constructed = True
         return buffer
 
     def _to(self, device: torch.device) -> None:
@@ -407,7 +407,7 @@ class _ActorSampler(Sampler):
     def __init__(self, decoupled: DecoupledSampler, transform: Any):
         self._decoupled, self._transform = decoupled, transform
         # the constructor of a buffer calls update_priority for the rows in the storage; ignore that call
-        self.ready = False
+        self.is_constructed = False
 
     @property
     def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
@@ -422,7 +422,7 @@ class _ActorSampler(Sampler):
         return index, {"score": score, "candidate_scores": candidate_scores}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
-        if self.ready:
+        if self.is_constructed:
             raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
 
     def state_dict(self) -> dict[str, Any]:

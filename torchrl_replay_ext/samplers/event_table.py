@@ -185,8 +185,8 @@ class EventTableSampler(PrioritySampler):
         See :class:`~torchrl_replay_ext.EventTableWriter`.
     """
 
-    alpha = exponent("alpha", ALPHA)
-    beta = exponent("beta", BETA)
+    alpha = exponent("alpha", ALPHA, only_with="priority=")
+    beta = exponent("beta", BETA, only_with="correction= or priority=")
     omega = exponent("omega", "Exponent of the reliability.", only_with="priority=dict(kind='reaper')")
 
     def __init__(
@@ -224,10 +224,9 @@ class EventTableSampler(PrioritySampler):
         settings = _settings(priority)
         kind: Kind | None = settings.pop("kind")
         _require_compatible(correction, kind, tables, priority)
-        own_beta = settings.pop("beta")
-        exponents = {"alpha": settings.pop("alpha"), "beta": own_beta if correction is None else beta}
-        if kind == "reaper":
-            exponents["omega"] = settings.pop("omega")
+        exponents = {name: settings.pop(name) for name in ("alpha", "beta", "omega") if name in settings}
+        if correction is not None:
+            exponents["beta"] = beta
         hyperparameters = make_exponents("EventTableSampler", **exponents)
         within: dict[str, Any] = {}
         if kind is not None:
@@ -248,12 +247,12 @@ class EventTableSampler(PrioritySampler):
                 TableWeights,
                 shares=self._shares,
                 correction=correction,
-                beta=hyperparameters["beta"],
+                beta=hyperparameters.get("beta"),
                 prioritized=kind is not None,
                 pair_keys=tuple(pair_keys),
             ),
             make_within=partial(_WITHIN[kind], **within),
-            beta=hyperparameters["beta"],
+            beta=hyperparameters.get("beta"),
         )
         make = self._make_for(tables)
         super().__init__(
@@ -355,7 +354,7 @@ def _require_compatible(
 def _settings(priority: TablePriority | None) -> dict[str, Any]:
     """The entries of ``priority`` with their defaults, checked."""
     if priority is None:
-        return {"kind": None, "alpha": 0.0, "beta": 0.0, "eps": 1e-6, "td_error": "squared"}
+        return {"kind": None, "eps": 1e-6, "td_error": "squared"}
     if not isinstance(priority, Mapping):
         raise TypeError(
             f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."

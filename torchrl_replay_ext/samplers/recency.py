@@ -56,9 +56,14 @@ class RecencySampler(PrioritySampler):
         beta: float = 0.0,
         validate: bool = False,
     ):
-        self.half_life = as_number("RecencySampler", "half_life", half_life)
-        if not self.half_life > 0:
+        self._half_life = as_number("RecencySampler", "half_life", half_life)
+        if not self._half_life > 0:
             raise ValueError(f"RecencySampler(half_life={half_life}): half_life must be > 0; use math.inf for uniform.")
         exponents = make_exponents("RecencySampler", beta=as_number("RecencySampler", "beta", beta))
-        make = partial(Recency, half_life=self.half_life)
+        make = partial(Recency, half_life=self._half_life)
         super().__init__(capacity, make, hyperparameters=exponents, validate=validate)
+
+    @property
+    def half_life(self) -> float:
+        """The age, in transitions, at which the probability has halved."""
+        return self._half_life

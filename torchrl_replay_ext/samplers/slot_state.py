@@ -360,8 +360,8 @@ class SlotState:
 
     def stats(self) -> dict[str, Tensor]:
         """Statistics for logging, scalars."""
-        density = self.distribution.density(self.distribution.stored_slots())
-        count = density.numel()
+        slots = self.distribution.stored_slots()
+        density, count = self.distribution.density(slots), len(slots)
         if not count or not bool(density.sum() > 0):
             density = torch.ones(1, dtype=torch.float64, device=density.device)
         relative = density / density.mean()
@@ -371,7 +371,7 @@ class SlotState:
             "priority_min": relative.min(),
             "priority_median": relative.median(),
             "priority_max": relative.max(),
-            "never_updated": (self.priorities.of_slot < 0).sum() / max(count, 1),
+            "never_updated": (gather_in_bounds(self.priorities.of_slot, slots) < 0).sum() / max(count, 1),
             "max_priority": self.priorities.largest,
             **{name: self.updates.counters[name] for name in ("dropped_updates", "rejected_updates")},
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},

@@ -150,6 +150,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                     f"{_OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
                     f"package. To combine with a DecoupledSampler, pass the {_OWNER} to it as critic_sampler."
                 )
+            if anchors.state.observers:
+                raise ValueError(
+                    f"{_OWNER}: this anchors= already belongs to another {_OWNER}; create a sampler for each of them."
+                )
             tables: Any = getattr(anchors, "tables", None)
             if tables is not None and tables.retention == "pinned":
                 raise ValueError(
@@ -316,7 +320,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             lambda: ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler."),
         )
         raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
-        self._sampler.ready(rb.storage)
+        self._sampler.synchronize(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
         return view.sample(self._starts.slices.streams.lanes * self._slice_len)
 
@@ -353,7 +357,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if is_traced():
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return
-        if sampler.ready(storage) and is_initialization(priority, storage, sampler.state.priorities):
+        if sampler.synchronize(storage) and is_initialization(priority, storage, sampler.state.priorities):
             return
         if sampler.lacks_td_errors(priority, storage):
             return

@@ -17,7 +17,7 @@ from torchrl_replay_ext.samplers.signature import ShowsArguments
 _MISSING: Any = object()
 
 
-def delegated(part: str, name: str, default: Any = _MISSING) -> Any:
+def delegated(part: str, name: str, default: Any = _MISSING, *, read_only: bool = False) -> Any:
     """A property that reads and sets ``name`` of the attribute ``part``. ``default`` is its value if missing."""
 
     def get(self: Sampler) -> Any:
@@ -27,7 +27,7 @@ def delegated(part: str, name: str, default: Any = _MISSING) -> Any:
     def set_(self: Sampler, value: Any) -> None:
         setattr(getattr(self, part), name, value)
 
-    return property(get, set_, doc=f"``{name}`` of ``{part}``.")
+    return property(get, None if read_only else set_, doc=f"``{name}`` of ``{part}``.")
 
 
 class SamplerWrapper(ShowsArguments, Sampler):
@@ -49,11 +49,11 @@ class SamplerWrapper(ShowsArguments, Sampler):
         """The samplers that are notified of writes. Default: :attr:`_inner`."""
         return [self._inner]
 
-    def ready(self, storage: Storage) -> None:
+    def synchronize(self, storage: Storage) -> None:
         """Synchronize the state of all samplers with the storage; called before a compiled draw."""
         for sampler in self._samplers():
-            if ready := getattr(sampler, "ready", None):
-                ready(storage)
+            if synchronize := getattr(sampler, "synchronize", None):
+                synchronize(storage)
 
     @property
     def takes_priorities(self) -> bool:

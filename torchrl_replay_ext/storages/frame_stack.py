@@ -294,6 +294,8 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def _restore(self, state: dict[str, Tensor]) -> None:
         if "frames" not in state:
+            if self._pool is not None:
+                self._pool.clear_()
             return
         if self._pool is None:
             frames = state["frames"]

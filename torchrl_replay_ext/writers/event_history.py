@@ -56,7 +56,8 @@ class Tail:
 
     def append(self, number: np.ndarray, slot: np.ndarray, keep: int) -> None:
         """Add transitions ``number`` [n] in ``slot`` [n] that have entered no table; keep the newest ``keep``."""
-        number, slot = number[-keep:], slot[-keep:]
+        newest = slice(max(len(number) - keep, 0), None)
+        number, slot = number[newest], slot[newest]
         end = self._end + len(number)
         self._begin = max(self._begin, end - keep)
         if end > len(self._number):
@@ -328,4 +329,4 @@ class EpisodeTails:
         for stream, trajectory, slot, number, sent in zip(streams, trajectories, *columns, strict=False):
             tail = self._tails[stream] = Tail(trajectory, len(self._tables))
             tail.append(number, slot, self._length)
-            tail.sent[:] = sent[-self._length :]
+            tail.sent[:] = sent[len(sent) - len(tail) :]
