@@ -539,6 +539,25 @@ def test_every_prioritized_sampler_draws_anchors(kind):
     assert buffer.sampler.stats()["never_updated"] < 1
 
 
+@pytest.mark.parametrize("ids", [[4, 5, 6], [4, 8, 9], [8, 9, 10]])
+def test_after_a_load_any_stream_may_go_on_or_begin_a_new_trajectory(ids):
+    """A resumed run begins with new environments, whose ids may be larger than all before."""
+    saved = buffer_of(num_streams=3, slices=3)
+    saved.extend(rows(6, ids=[4, 5, 6] * 2))
+    restored = buffer_of(num_streams=3, slices=3)
+    restored.load_state_dict(saved.state_dict())
+    restored.extend(rows(6, first=6, ids=ids * 2))
+    restored.sampler.check_valid()
+    found = slices_by_start(restored, "number", slices=3)
+    for stream, number in enumerate(ids):
+        before, after = [stream, stream + 3], [stream + 6, stream + 9]
+        assert found[stream] == (before + after if number in (4, 5, 6) else [*before, before[-1], before[-1]])
+        assert found[stream + 6] == [*after, after[-1], after[-1]]
+    # the next write may not: too many trajectories
+    with refuses(restored, ValueError, "more simultaneous trajectories than num_streams=3"):
+        restored.extend(rows(3, first=12, ids=[11, 12, 13]))
+
+
 def test_a_sampler_is_the_anchor_of_one_sampler_only():
     anchors = proportional()
     TrajectoryRetraceSampler(20, slice_len=5, anchors=anchors)

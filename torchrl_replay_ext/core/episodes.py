@@ -35,7 +35,7 @@ class EpisodeIndex:
 
     Args:
         steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
-        lanes: number of lanes. Default: 1.
+        num_lanes: number of lanes. Default: 1.
         assigned: lanes are assigned by trajectory id. Default: False.
         device: device of the tensors. Default: None, the CPU.
         validate: see :class:`~torchrl_replay_ext.core.lanes.Lanes`. Default: False.
@@ -47,15 +47,15 @@ class EpisodeIndex:
     def __init__(
         self,
         steps: int,
-        lanes: int = 1,
+        num_lanes: int = 1,
         *,
         assigned: bool = False,
         device: torch.device | str | None = None,
         validate: bool = False,
     ):
-        self.steps, self.lanes, self.assigned = steps, lanes, assigned
-        self.streams = Lanes(steps, lanes, assigned=assigned, device=device, validate=validate)
-        self.size = size = self.streams.size
+        self.steps, self.num_lanes, self.assigned = steps, num_lanes, assigned
+        self.lanes = Lanes(steps, num_lanes, assigned=assigned, device=device, validate=validate)
+        self.size = size = self.lanes.size
         self.device = torch.device(device or "cpu")
         page_table = None
         num_pages = None
@@ -64,15 +64,15 @@ class EpisodeIndex:
             self._page_shift = _PAGE.bit_length() - 1
             blocks = -(-steps // _PAGE) + 2
             self.span = blocks * _PAGE
-            num_pages = -(-steps // _PAGE) + 2 * lanes
+            num_pages = -(-steps // _PAGE) + 2 * num_lanes
             # unwritten slots point to the last block, which never has a page
-            page_table = torch.full((lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
-            self._nowhere = lanes * self.span
+            page_table = torch.full((num_lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
+            self._nowhere = num_lanes * self.span
             wide = torch.int32 if self._nowhere < 2**31 else torch.int64
             self._position = torch.full((size,), self._nowhere, dtype=wide, device=device)
             self._pages = FreeList(num_pages, device=device)
             self._no_page = num_pages
-        positions = lanes * self.span
+        positions = num_lanes * self.span
         self._tree = SumTree(
             positions + (_PAGE if assigned else 0),
             fanout=_PAGE,
@@ -86,7 +86,7 @@ class EpisodeIndex:
 
         narrow = torch.int32 if positions < 2**31 else torch.int64
         # One record per episode. The extra record at the end receives masked writes; its total stays 0.
-        records = size + lanes
+        records = size + num_lanes
         self._none = records
         self.episode = full(size, records, narrow)
         self._totals = MaxTree(records + 1, device=device)
@@ -97,9 +97,9 @@ class EpisodeIndex:
         self._open = full(records + 1, 0, torch.bool)
         self._records = FreeList(records, device=device)
         # per lane: its unfinished episode (the extra record if there is none), sum, and offset of its next transition
-        self._lane_episode = full(lanes, records)
-        self._lane_total = full(lanes, 0)
-        self._lane_next = full(lanes, 0)
+        self._lane_episode = full(num_lanes, records)
+        self._lane_total = full(num_lanes, 0)
+        self._lane_next = full(num_lanes, 0)
 
     def largest_total(self) -> int:
         """The largest sum of the masses of an episode."""
@@ -121,9 +121,9 @@ class EpisodeIndex:
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest first. Unfinished episodes do not continue afterwards."""
-        self.streams.mark_ends_missed()
+        self.lanes.mark_ends_missed()
         position = self.positions(slots)
-        self._evict(slots, slots % self.lanes)
+        self._evict(slots, slots % self.num_lanes)
         if not self.assigned:
             # a write would replace the mass
             self._tree.write(position, torch.zeros_like(position))
@@ -142,27 +142,27 @@ class EpisodeIndex:
 
         ``mass``, int64 [] or a number, is the mass of each new transition. ``finished``, bool [n]: where an episode
         ends, whether reliability treats it as finished. For the other arguments see
-        :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
+        :meth:`~torchrl_replay_ext.core.lanes.Lanes.register`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        if self.lanes == 1 and not self.assigned and values_can_be_read(slots):
+        if self.num_lanes == 1 and not self.assigned and values_can_be_read(slots):
             self._write_alone(slots.numpy(), int(mass), int(write_number), marks, finished)
             return
         count = slots.shape[0]
         mass = torch.as_tensor(mass, device=slots.device)
         write_number = torch.as_tensor(write_number, device=slots.device)
         rows = torch.arange(count, device=slots.device)
-        order, lane, first, new, stolen = self.streams.follow(
+        order, lane, first, new, preempted = self.lanes.register(
             slots, self._lane_episode != self._none, write_number, marks
         )
         slots, ended, finished = slots[order], marks.ended[order], finished[order]
 
         self._evict(slots, lane)
-        if stolen is not None:
-            self._abandon(where_int64(stolen, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
-            self._lane_episode.copy_(where_int64(stolen, self._none, self._lane_episode))
+        if preempted is not None:
+            self._abandon(where_int64(preempted, self._lane_episode, torch.full_like(self._lane_episode, self._none)))
+            self._lane_episode.copy_(where_int64(preempted, self._none, self._lane_episode))
 
         going_on = self._lane_episode[lane]
         begun = new.cumsum(0)
@@ -204,7 +204,7 @@ class EpisodeIndex:
     ) -> None:
         """:meth:`write` with a single lane, where values can be read: by episodes instead of rows."""
         going_on, lane_total = int(self._lane_episode), self._lane_total.numpy()
-        begins = self.streams.follow_alone(going_on != self._none, write_number, marks)
+        begins = self.lanes.register_in_single_lane(going_on != self._none, write_number, marks)
         episode, start, count = self.episode.numpy(), self._start.numpy(), self._count.numpy()
         totals, touched = self._totals.leaves.numpy(), self._touched.numpy()
         is_open, is_finished = self._open.numpy(), self._finished.numpy()
@@ -259,7 +259,7 @@ class EpisodeIndex:
         position = self.positions(slots)
         mass = self._tree.get(position) * live
         if self.assigned:
-            lane = (position // self.span).clamp_max(self.lanes - 1)
+            lane = (position // self.span).clamp_max(self.num_lanes - 1)
         self._totals.leaves.index_add_(0, record, -mass)
         self._lane_total.index_add_(0, lane, -mass)
         self._count.index_add_(0, record, -live.to(self._count.dtype))
@@ -280,7 +280,7 @@ class EpisodeIndex:
     def before_full_overwrite(self) -> None:
         """Remove all content before a write of more rows than slots, whose first rows are not inserted."""
         self.remove(torch.arange(self.size, device=self.device))
-        self.streams.mark_ends_missed(self._lane_episode != self._none)
+        self.lanes.mark_ends_missed(self._lane_episode != self._none)
 
     def _free(self, record: Tensor) -> None:
         """Free the records of ``record`` [n] that are empty and not open."""
@@ -315,9 +315,9 @@ class EpisodeIndex:
         """Positions of ``slots`` [n], lane by lane in time order, int64 [n]."""
         if self.assigned:
             return gather_in_bounds(self._position, slots).to(torch.int64)
-        if self.lanes == 1:
+        if self.num_lanes == 1:
             return slots
-        return slots % self.lanes * self.steps + slots // self.lanes
+        return slots % self.num_lanes * self.steps + slots // self.num_lanes
 
     def update(self, slots: Tensor, mass: Tensor, num_writes: Tensor | None, mask: UpdateMask | None = None) -> None:
         """Set the masses of ``slots`` [n].
@@ -343,12 +343,12 @@ class EpisodeIndex:
         self._tree.write(position, mass, mask=mask)
         scatter_in_bounds(self._totals.leaves, record, change, accumulate=True)
         self._totals.refresh(record)
-        if self.lanes == 1:
+        if self.num_lanes == 1:
             self._lane_total.add_(change.sum())
         else:
             # positions of empty slots lie after the last lane
             scatter_in_bounds(
-                self._lane_total, (position // self.span).clamp_max(self.lanes - 1), change, accumulate=True
+                self._lane_total, (position // self.span).clamp_max(self.num_lanes - 1), change, accumulate=True
             )
         if num_writes is not None:
             scatter_in_bounds(self._touched, record, num_writes.expand(record.shape[0]))
@@ -371,8 +371,8 @@ class EpisodeIndex:
         behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # add the total of the lane if the episode wraps around the end of its ring
         around = self._lane_total
-        if self.lanes > 1:
-            around = gather_in_bounds(around, (position // self.span).clamp_max(self.lanes - 1))
+        if self.num_lanes > 1:
+            around = gather_in_bounds(around, (position // self.span).clamp_max(self.num_lanes - 1))
         part = upto.sub_(behind).add_((position < start) * around)
         totals = gather_in_bounds(self._totals.leaves, record)
         largest = self._totals.max()
@@ -409,7 +409,7 @@ class EpisodeIndex:
             "lane_episode": self._lane_episode,
             "lane_total": self._lane_total,
             "lane_next": self._lane_next,
-            **self.streams.tensors(),
+            **self.lanes.tensors(),
             **self._records.tensors("records"),
         }
         if self.assigned:
@@ -433,7 +433,7 @@ class EpisodeIndex:
             field.zero_()
         for field in (self.episode, self._lane_episode):
             field.fill_(self._none)
-        self.streams.clear_()
+        self.lanes.clear_()
         self._totals.rebuild_()
         self._records.clear_()
 

@@ -56,14 +56,14 @@ class LaneRows(NamedTuple):
         lane: lane of each row, int64 [n].
         first: True for the first row of each lane, bool [n].
         new: True if an episode begins with the row, bool [n].
-        stolen: True for lanes that were taken from an unfinished trajectory, bool [lanes]; None if lanes are fixed.
+        preempted: True for lanes that were taken from an unfinished trajectory, bool [lanes]; None if lanes are fixed.
     """
 
     order: Tensor
     lane: Tensor
     first: Tensor
     new: Tensor
-    stolen: Tensor | None
+    preempted: Tensor | None
 
 
 class _Groups(NamedTuple):
@@ -170,7 +170,7 @@ class Lanes:
 
     Args:
         steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
-        lanes: number of lanes. Default: 1.
+        num_lanes: number of lanes. Default: 1.
         assigned: lanes are assigned by trajectory id. Default: False.
         device: device of the tensors. Default: None, the CPU.
         validate: check trajectory ids on accelerators too, where the host must wait for the device to see them. If
@@ -180,38 +180,44 @@ class Lanes:
     def __init__(
         self,
         steps: int,
-        lanes: int = 1,
+        num_lanes: int = 1,
         *,
         assigned: bool = False,
         device: torch.device | str | None = None,
         validate: bool = False,
     ):
-        self.steps, self.lanes, self.assigned, self._validate = steps, lanes, assigned, validate
+        self.steps, self.num_lanes, self.assigned, self._validate = steps, num_lanes, assigned, validate
         self._skip_checks_on = None if validate else torch.device(device or "cpu")
         # slots per step of the ring
-        self._width = 1 if assigned else lanes
+        self._width = 1 if assigned else num_lanes
         self.size = steps * self._width
 
         def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         # the last trajectory id and the number of the last write of each lane
-        self._trajectory = full(lanes, -1)
-        self._written = full(lanes, 0)
+        self._trajectory = full(num_lanes, -1)
+        self._written = full(num_lanes, 0)
         # per lane: trajectory ids restarted since its last write; the end of its trajectory may have been missed
-        self._ids_restarted = full(lanes, 0, torch.bool)
-        self._end_may_be_missed = full(lanes, 0, torch.bool)
+        self._ids_restarted = full(num_lanes, 0, torch.bool)
+        self._end_may_be_missed = full(num_lanes, 0, torch.bool)
+        # per lane: not written to since a state was loaded. Not part of the state itself
+        self._was_loaded = full(num_lanes, 0, torch.bool)
         self._max_trajectory = full(1, -1)
         self._zero_seen = full(1, 0, torch.bool)
         # per lane: the trajectories that were recently preempted by another one, the latest last
-        remembered = _REMEMBERED if lanes > 1 else _REMEMBERED_ALONE
-        self._recently_preempted = torch.full((lanes, remembered), -1, dtype=torch.int64, device=device)
+        remembered = _REMEMBERED if num_lanes > 1 else _REMEMBERED_ALONE
+        self._recently_preempted = torch.full((num_lanes, remembered), -1, dtype=torch.int64, device=device)
         # number of trajectories that were interrupted, or that exceeded the number of lanes in a graph
         self.broken_off = full(1, 0)
         self._warned = False
 
+    def mark_loaded(self) -> None:
+        """Note that a state was loaded. In each lane the run may go on, or a new trajectory may begin."""
+        self._was_loaded.fill_(True)
+
     def mark_ends_missed(self, lanes: Tensor | None = None) -> None:
-        """Note that rows were lost, in which the trajectories of ``lanes``, bool [lanes], may have ended.
+        """Note that rows were lost, in which the trajectories of ``lanes``, bool [lanes], may have ended; not others.
 
         Default: None, all lanes.
         """
@@ -220,7 +226,7 @@ class Lanes:
         else:
             self._end_may_be_missed.copy_(lanes)
 
-    def follow(
+    def register(
         self,
         slots: Tensor,
         open_lane: Tensor,
@@ -238,17 +244,17 @@ class Lanes:
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        stolen = None
+        preempted = None
         if self.assigned:
             turn = self._by_time(marks, open_lane)
-            lane, stolen, restarted = self._assign(marks.at(turn), open_lane)
+            lane, preempted, restarted = self._assign(marks.at(turn), open_lane)
             lane = torch.empty_like(lane).index_copy_(0, turn, lane)
-            open_lane = open_lane & ~stolen
+            open_lane = open_lane & ~preempted
             self._ids_restarted |= restarted & open_lane
         else:
-            lane = slots % self.lanes
+            lane = slots % self.num_lanes
             self._track_single_lane(marks, open_lane)
-        if self.lanes > 1:
+        if self.num_lanes > 1:
             order = lane.argsort(stable=True)
             lane, marks = lane[order], marks.at(order)
         else:
@@ -257,22 +263,22 @@ class Lanes:
         first = shifted(lane, -1) != lane
         new = torch.where(first, ~open_lane[lane], shifted(ended, False))
         if trajectory is not None:
-            if self.lanes > 1 and not self.assigned:
+            if self.num_lanes > 1 and not self.assigned:
                 self._require_own_lane(lane, first & open_lane[lane], trajectory, initial)
             new |= trajectory != where_int64(first, self._trajectory[lane], shifted(trajectory, 0))
             self._trajectory.copy_(at_last(lane, trajectory, self._trajectory))
         if initial is not None:
             new |= initial
         self._written.index_copy_(0, lane, write_number.expand(lane.shape))
-        return LaneRows(order, lane, first, new, stolen)
+        return LaneRows(order, lane, first, new, preempted)
 
-    def follow_alone(self, is_open: bool, write_number: int, marks: EpisodeMarks) -> list[int]:
-        """:meth:`follow` for a single lane, where values can be read.
+    def register_in_single_lane(self, is_open: bool, write_number: int, marks: EpisodeMarks) -> list[int]:
+        """:meth:`register` for a single lane, where values can be read.
 
         Args:
             is_open: the lane has an unfinished episode.
-            write_number: see :meth:`follow`.
-            marks: see :meth:`follow`.
+            write_number: see :meth:`register`.
+            marks: see :meth:`register`.
 
         Returns:
             The rows where episodes begin, in order.
@@ -300,7 +306,7 @@ class Lanes:
         transition of the other trajectory is marked, this is expected: it is not counted and causes no warning.
         """
         ended, trajectory, initial = marks
-        if trajectory is None or self.lanes > 1:
+        if trajectory is None or self.num_lanes > 1:
             return
         previous = shifted(trajectory, self._trajectory[0])
         begins = trajectory != previous
@@ -407,9 +413,9 @@ class Lanes:
         self._max_trajectory.copy_(where_int64(restarted.any(), largest, torch.maximum(largest, self._max_trajectory)))
 
     def _too_many(self, new: Tensor | int, how: str | None = None) -> ValueError:
-        how = how or f"begins while each of {self.lanes} streams has an unfinished trajectory"
+        how = how or f"begins while each of {self.num_lanes} streams has an unfinished trajectory"
         return ValueError(
-            f"trajectory {int(new)} {how}: more simultaneous trajectories than num_streams={self.lanes}. Pass "
+            f"trajectory {int(new)} {how}: more simultaneous trajectories than num_streams={self.num_lanes}. Pass "
             "num_streams=<number of environments that write to the buffer> to the sampler (EventTableSampler: in "
             "priority=). If trajectories are cut off, mark the last transition as truncated and done (a collector does "
             "with set_truncated=True), or mark the first transition of the next trajectory (torchrl's InitTracker "
@@ -426,7 +432,7 @@ class Lanes:
         """
         ended, trajectory, _ = marks
         assert trajectory is not None
-        count, lanes = trajectory.shape[0], self.lanes
+        count, lanes = trajectory.shape[0], self.num_lanes
         rows = torch.arange(count, device=trajectory.device)
         if lanes == 1 or count % lanes or count == lanes:
             return rows
@@ -454,7 +460,8 @@ class Lanes:
 
         A trajectory keeps its lane until it ends. A new trajectory takes the lane that became free first. If no lane is
         free, it takes the lane that was written to least recently, excluding lanes that this write continues. Only
-        lanes from before a restart of ids are candidates, or all lanes if the first transition is marked.
+        lanes from before a restart of ids, a loss of rows or a load are candidates, or all lanes if the first
+        transition is marked.
 
         Returns:
             Lane of each row [n]; True for lanes taken from an unfinished trajectory [lanes]; if ids restarted, True for
@@ -472,13 +479,14 @@ class Lanes:
         unless_restarted = torch.full_like(group.first, len(trajectory))
         match &= (group.first < where_int64(begins_again, group.first, unless_restarted).amin()).unsqueeze(1)
         queue = _queue_for_lanes(group, asks=group.used & ~match.any(1), closes=group.used & ended[group.last])
-        stolen = self._preempt(group, queue, match, initial, open_lane, restarted)
+        preempted = self._preempt(group, queue, match, initial, open_lane, restarted)
         self._count_trajectories(trajectory, restarted)
-        lane = _inherit_lanes(group, queue, match, closed=~open_lane | stolen)[group.of_row]
+        lane = _inherit_lanes(group, queue, match, closed=~open_lane | preempted)[group.of_row]
         self._ids_restarted.index_fill_(0, lane, False)
         self._end_may_be_missed.index_fill_(0, lane, False)
+        self._was_loaded.index_fill_(0, lane, False)
         untouched = torch.ones_like(self._ids_restarted).index_fill_(0, lane, False)
-        return lane, stolen, restarted & untouched
+        return lane, preempted, restarted & untouched
 
     def _preempt(
         self,
@@ -507,7 +515,7 @@ class Lanes:
         cuts_off = group.id <= self._max_trajectory
         if initial is not None:
             cuts_off |= initial[group.first.clamp_max(len(initial) - 1)]
-        in_doubt = self._ids_restarted | self._end_may_be_missed
+        in_doubt = self._ids_restarted | self._end_may_be_missed | self._was_loaded
         available = open_lane & ~match.any(0) & (in_doubt | (asks & cuts_off).any())
         # there are too few lanes if a trajectory continues that was preempted for lack of a lane
         was_preempted = (group.id.unsqueeze(1) == self._recently_preempted.view(-1)).any(1)
@@ -521,12 +529,12 @@ class Lanes:
         self.broken_off.add_(too_many)
         never = torch.full_like(self._written, 2**62)
         age = where_int64(available, self._written, never).argsort(stable=True).argsort()
-        stolen = available & (age < missing)
+        preempted = available & (age < missing)
         # after a restart, earlier ids no longer identify trajectories
         self._recently_preempted.copy_(where_int64(restarted, -1, self._recently_preempted))
         # a trajectory whose end may have been missed is not counted as preempted: it may have ended
-        self._remember(stolen & ~in_doubt & ~restarted)
-        return stolen
+        self._remember(preempted & ~in_doubt & ~restarted)
+        return preempted
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name."""
@@ -542,6 +550,7 @@ class Lanes:
         }
 
     def clear_(self) -> None:
-        """Remove all streams."""
+        """Forget all trajectories."""
+        self._was_loaded.zero_()
         for name, tensor in self.tensors().items():
             tensor.fill_(-1 if name in ("lane_trajectory", "lane_cut_off", "max_trajectory") else 0)

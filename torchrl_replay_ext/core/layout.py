@@ -55,7 +55,7 @@ class Layout(NamedTuple):
         """Number of slots of the storage."""
         return math.prod(self.shape)
 
-    def streams(self, num_streams: int) -> tuple[int, int, bool]:
+    def lanes(self, num_streams: int) -> tuple[int, int, bool]:
         """Number of steps, number of lanes, and whether streams are assigned to lanes (``num_streams`` > 1, flat)."""
         if len(self.shape) > 1:
             return self.steps, self.slots_per_step, False

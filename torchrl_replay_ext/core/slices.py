@@ -24,7 +24,7 @@ class SliceIndex:
 
     Args:
         steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
-        lanes: number of lanes. Default: 1.
+        num_lanes: number of lanes. Default: 1.
         length: steps per slice.
         padded: if True, slices may begin at any transition; if False, only where ``length`` steps are stored.
         assigned: lanes are assigned by trajectory id. Default: False.
@@ -35,7 +35,7 @@ class SliceIndex:
     def __init__(
         self,
         steps: int,
-        lanes: int = 1,
+        num_lanes: int = 1,
         *,
         length: int,
         padded: bool,
@@ -43,8 +43,8 @@ class SliceIndex:
         device: torch.device | str | None = None,
         validate: bool = False,
     ):
-        self.streams = Lanes(steps, lanes, assigned=assigned, device=device, validate=validate)
-        self.size = self._none = size = self.streams.size
+        self.lanes = Lanes(steps, num_lanes, assigned=assigned, device=device, validate=validate)
+        self.size = self._none = size = self.lanes.size
         self.length, self._padded = length, padded
         self.device = torch.device(device or "cpu")
         # the successor of each slot, or the slot itself if there is none; the last element receives masked writes
@@ -52,8 +52,8 @@ class SliceIndex:
         self._next = torch.arange(size + 1, device=device).to(narrow)
         # per lane: its newest slots, the newest last; the number of steps of its unfinished episode, at most the
         # length of a slice, 0 if there is none
-        self._recent = torch.full((lanes, length), size, dtype=torch.int64, device=device)
-        self._run = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._recent = torch.full((num_lanes, length), size, dtype=torch.int64, device=device)
+        self._run = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         # mass 1 where a slice may begin
         self.starts = SumTree(size + 1, device=device)
 
@@ -66,21 +66,21 @@ class SliceIndex:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         ``slots``, int64 [n], are consecutive in the ring. For the other arguments see
-        :meth:`~torchrl_replay_ext.core.lanes.Lanes.follow`.
+        :meth:`~torchrl_replay_ext.core.lanes.Lanes.register`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        is_alone = self.streams.lanes == 1 and not self.streams.assigned
+        is_alone = self.lanes.num_lanes == 1 and not self.lanes.assigned
         if is_alone and slots.shape[0] <= FEW and values_can_be_read(slots):
             self._write_alone(slots.tolist(), int(write_number), marks)
             return
         count, oldest = slots.shape[0], slots[:1]
         write_number = torch.as_tensor(write_number, device=slots.device)
-        order, lane, first, new, stolen = self.streams.follow(slots, self._run > 0, write_number, marks)
+        order, lane, first, new, preempted = self.lanes.register(slots, self._run > 0, write_number, marks)
         slots, ended = slots[order], marks.ended[order]
         recent = where_int64((self._recent - oldest) % self.size < count, self._none, self._recent)
-        run = self._run if stolen is None else self._run * ~stolen
+        run = self._run if preempted is None else self._run * ~preempted
 
         rows = torch.arange(count, device=slots.device)
         rank = rows - where_int64(first, rows, torch.zeros_like(rows)).cummax(0).values
@@ -113,7 +113,7 @@ class SliceIndex:
     def _write_alone(self, slots: list[int], write_number: int, marks: EpisodeMarks) -> None:
         """:meth:`write` of a few rows with a single lane, where values can be read."""
         run, length, none = self._run.item(), self.length, self._none
-        begins = self.streams.follow_alone(run > 0, write_number, marks)
+        begins = self.lanes.register_in_single_lane(run > 0, write_number, marks)
         # the slots before the write, and those of the write
         recent = self._recent.view(-1).tolist()
         history = [none if (slot - slots[0]) % self.size < len(slots) else slot for slot in recent] + slots
@@ -135,17 +135,17 @@ class SliceIndex:
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue afterwards."""
-        self.streams.mark_ends_missed()
+        self.lanes.mark_ends_missed()
         scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
         self.starts.write(slots, torch.zeros_like(slots))
         self._recent.fill_(self._none)
-        if not self.streams.assigned:
+        if not self.lanes.assigned:
             self._run.zero_()
 
     def before_full_overwrite(self) -> None:
         """Remove all content before a write of more rows than slots, whose first rows are not inserted."""
         self.remove(torch.arange(self.size, device=self.device))
-        self.streams.mark_ends_missed(self._run > 0)
+        self.lanes.mark_ends_missed(self._run > 0)
 
     def walk(self, starts: Tensor) -> Tensor:
         """The slots of slices from ``starts`` [n], int64 [n, length]. The last slot of an episode is repeated."""
@@ -171,7 +171,7 @@ class SliceIndex:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""
-        return {"next": self._next, "recent": self._recent, "run": self._run, **self.streams.tensors()}
+        return {"next": self._next, "recent": self._recent, "run": self._run, **self.lanes.tensors()}
 
     def rebuild_(self, stored: Tensor) -> None:
         """Recompute where slices may begin. ``stored``: bool [size], the slot holds a transition."""
@@ -206,4 +206,4 @@ class SliceIndex:
         self._recent.fill_(self._none)
         self._run.zero_()
         self.starts.clear_()
-        self.streams.clear_()
+        self.lanes.clear_()

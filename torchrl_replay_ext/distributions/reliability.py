@@ -43,9 +43,9 @@ class Reliability(WriteObserver):
     ):
         self._log, self.omega, self._reader = log, omega, reader
         self._truncated, self._terminated_key = truncated, terminated_key
-        steps, lanes, assigned = log.layout.streams(num_streams)
+        steps, num_lanes, assigned = log.layout.lanes(num_streams)
         self._episodes = EpisodeIndex(
-            steps, lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
+            steps, num_lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
         )
         if log.layout.for_graphs:
             self._episodes.prepare()
@@ -103,7 +103,7 @@ class Reliability(WriteObserver):
 
     def broken_off(self) -> Tensor:
         """Number of episodes that were interrupted without an end, int64 []."""
-        return self._episodes.streams.broken_off.sum()
+        return self._episodes.lanes.broken_off.sum()
 
     def clear(self) -> None:
         self._episodes.clear_()
@@ -113,6 +113,7 @@ class Reliability(WriteObserver):
 
     def rebuild(self) -> None:
         self._episodes.rebuild_()
+        self._episodes.lanes.mark_loaded()
 
     def check_valid(self) -> None:
         self._episodes.check_valid()

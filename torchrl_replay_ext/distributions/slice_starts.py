@@ -53,11 +53,11 @@ class SliceStarts(Distribution):
     ):
         self._log, self._slice_len = log, slice_len
         self._reader, self._behaviour_keys = reader, behaviour_keys
-        steps, lanes, assigned = log.layout.streams(num_streams)
+        steps, num_lanes, assigned = log.layout.lanes(num_streams)
         layout = log.layout
         self.slices = SliceIndex(
             steps,
-            lanes,
+            num_lanes,
             length=slice_len,
             padded=pad,
             assigned=assigned,
@@ -71,7 +71,7 @@ class SliceStarts(Distribution):
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         for key in self._behaviour_keys:
             rows.require(key, BEHAVIOUR)
-        marks = self._reader.read(rows, needs_ids=self.slices.streams.assigned)
+        marks = self._reader.read(rows, needs_ids=self.slices.lanes.assigned)
         if not rows.is_rewrite():
             self.slices.write(slots, self._log.next_number(), marks)
 
@@ -120,6 +120,7 @@ class SliceStarts(Distribution):
 
     def rebuild(self) -> None:
         self.slices.rebuild_(self._stored())
+        self.slices.lanes.mark_loaded()
 
     def check_valid(self) -> None:
         self.slices.check_valid(self._stored())
@@ -132,5 +133,5 @@ class SliceStarts(Distribution):
         return {
             "num_items": self._stored().sum(),
             "num_starts": self._tree.leaves.sum(),
-            "broken_off": self.slices.streams.broken_off.sum(),
+            "broken_off": self.slices.lanes.broken_off.sum(),
         }

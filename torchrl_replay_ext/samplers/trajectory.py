@@ -322,7 +322,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
         self._sampler.synchronize(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
-        return view.sample(self._starts.slices.streams.lanes * self._slice_len)
+        return view.sample(self._starts.slices.lanes.num_lanes * self._slice_len)
 
     @torch.no_grad()
     def newest_rows(self, storage: Storage) -> tuple[Tensor | tuple[Tensor, ...], dict]:
