@@ -335,6 +335,56 @@ def test_a_tensor_may_be_replaced_by_one_of_the_same_kind():
     assert [float(compiled()) for _ in range(3)] == [1, 2, 3]
 
 
+# torch does not see the steps of a graph
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_learning_rate_that_changes_must_be_a_tensor(fused):
+    def make(rate):
+        weight = torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.Adam([weight], lr=rate, fused=fused)
+        step = AdamStep(optimizer)
+
+        def update():
+            step(torch.autograd.grad(weight.square().sum(), step.parameters))
+
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        return weight, scheduler, compile_step(update)
+
+    weight, scheduler, update = make(0.1)
+    update()
+    update()
+    scheduler.step()
+    before = weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"lr was 0.1 when update was compiled and is 0.05 now.*lr=torch.tensor"):
+            update()
+    assert torch.equal(weight, before)
+    weight, scheduler, update = make(torch.tensor(0.1))
+    update()
+    before = weight.detach().clone()
+    scheduler.step()
+    update()
+    # the first steps of Adam have the length of the learning rate
+    assert float(before - weight.detach()) == pytest.approx(0.05, rel=0.02)
+
+
+def test_a_buffer_of_torchrl_is_named_as_what_cannot_be_compiled():
+    rb = buffer_of(ProportionalSampler, 10, batch_size=4)
+    rb.extend(learnable(8))
+
+    def step():
+        return rb.sample()["action"]
+
+    with pytest.raises(RuntimeError, match=r"`return rb.sample\(\).*takes a lock.*use CompilableReplayBuffer"):
+        compile_step(step)()
+
+
+def test_the_first_write_in_a_graph_gives_the_error_of_the_storage():
+    rb = buffer_of(ProportionalSampler, 10, compilable=True)
+    with pytest.raises(RuntimeError, match=r"^CompilableTensorStorage: the first write must run outside the compiled"):
+        compile_step(lambda data: rb.extend(data))(learnable(8))
+
+
 def test_a_batch_of_another_size_is_refused():
     buffer = buffer_of(ProportionalSampler, 64, compilable=True)
     buffer.extend(learnable(8))

@@ -133,7 +133,7 @@ def _text(form: Any, other: Any) -> str:
     return "contiguous memory" if form.strides is None else f"strides {form.strides}"
 
 
-# What the step reads besides its arguments; checked after the first call.
+# What the step reads besides its arguments; checked after the first call, learning rates at each call.
 
 
 class Assumption(NamedTuple):
@@ -173,12 +173,7 @@ def assumptions_of(guards: Sequence[Any]) -> Iterator[Assumption]:
 
 def broken_assumptions(step: FunctionType, assumptions: Iterable[Assumption]) -> dict[Assumption, str]:
     """The assumptions that do not hold now, with the messages of the errors."""
-    # arguments are left out: each call compares them
-    variables = {}
-    for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
-        with suppress(ValueError):  # an empty cell
-            variables[name] = cell.cell_contents
-    scope = {**guard_functions(), "G": step.__globals__, "L": variables}
+    scope = _scope(step)
     broken = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -191,6 +186,47 @@ def broken_assumptions(step: FunctionType, assumptions: Iterable[Assumption]) ->
                 elif _differ(assumption.form, form := _checked_form(value)):
                     broken[assumption] = _changed_value(step.__name__, assumption, form)
     return broken
+
+
+class LearningRates:
+    """The learning rates that a graph keeps as numbers; a scheduler may change them between any two calls.
+
+    Args:
+        step: the step.
+        assumptions: what its graph assumes.
+    """
+
+    def __init__(self, step: FunctionType, assumptions: Iterable[Assumption]):
+        self._scope = _scope(step)
+        self._rates = []
+        for assumption in assumptions:
+            if assumption.name.endswith("['lr']"):
+                # skip what cannot be evaluated
+                with suppress(Exception):
+                    expression = compile(assumption.name, assumption.name, "eval")
+                    rate = eval(expression, self._scope)
+                    if isinstance(rate, _Constant):
+                        self._rates.append((expression, rate, assumption.name))
+
+    def require_unchanged(self, step: str) -> None:
+        """RuntimeError if a learning rate is another number than before."""
+        for expression, rate, name in self._rates:
+            now = eval(expression, self._scope)
+            if now is not rate and now != rate:
+                raise RuntimeError(
+                    f"compile_step: {_path(name)} was {rate} when {step} was compiled and is {now} now, but the graph "
+                    "keeps the number. Make the optimizer with a tensor on the device of the parameters, "
+                    "lr=torch.tensor(...); schedulers change it in place, and the graph reads its value."
+                )
+
+
+def _scope(step: FunctionType) -> dict[str, Any]:
+    """The variables for :func:`eval` of torch's names. Arguments are left out: each call compares them."""
+    variables = {}
+    for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            variables[name] = cell.cell_contents
+    return {**guard_functions(), "G": step.__globals__, "L": variables}
 
 
 def _differ(before: Any, now: Any) -> bool:

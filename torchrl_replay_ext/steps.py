@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch._dynamo.variables import TensorVariable
 from torchrl_replay_ext.graph_inputs import (
     Assumption,
     Forms,
+    LearningRates,
     assumptions_of,
     broken_assumptions,
     changed_argument,
@@ -65,7 +68,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     the first call, and two states that start as one tensor stay one. At each call, torch would check that all
     assumptions of the graph still hold. That takes as long as a replay cycle and is skipped here. Instead, tensors,
     numbers, strings and lengths of lists are checked once, after the first call, and what that call has changed is an
-    error, even if the change has no effect. New attributes, entries and objects are not noticed.
+    error, even if the change has no effect. Later changes are not noticed, such as ``module.eval()`` or another value
+    of a global number, and neither are new attributes, entries and objects. Only learning rates are checked at each
+    call: make one that a scheduler changes a tensor.
 
     So create what eager code creates lazily before the first call: the storage (write to the buffer once) and the value
     estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its first
@@ -93,7 +98,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
             ``torch.optim``; at a later call, if the first one has changed a number, string or list that the step reads,
-            or more of a tensor than its values. Other errors of torch's compiler are passed on as they are.
+            or more of a tensor than its values, or if a learning rate is another number now. Other errors of torch's
+            compiler, and errors that the step raises, are passed on.
 
     Examples:
         >>> counter = torch.zeros(1)
@@ -116,15 +122,17 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     after: Forms = {}
     # what the first call itself has broken
     broken: dict[Assumption, str] = {}
+    rates: LearningRates | None = None
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal first, after, broken
+        nonlocal first, after, broken, rates
         # other code may have restored the values since
         if broken and (messages := list(broken_assumptions(step, broken).values())):
             raise RuntimeError(messages[0])
         given = forms_of(args, kwargs)
-        if first:
+        if rates is not None:
+            rates.require_unchanged(step.__name__)
             # the step's own entries may be there; all others must be as at the first call
             if given != first and given != {key: form for key, form in after.items() if key in given} | first:
                 raise changed_argument(step.__name__, first, given)
@@ -132,7 +140,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         with _compiling():
             result = compiled(*args, **kwargs)
         first, after = given, forms_of(args, kwargs)
-        broken = broken_assumptions(step, assumptions)
+        broken, rates = broken_assumptions(step, assumptions), LearningRates(step, assumptions)
         assumptions.clear()
         return result
 
@@ -220,6 +228,13 @@ def _compiling() -> Iterator[None]:
             with traced, refused:
                 yield
         except Unsupported as error:
+            if raised := _raised_error(error):
+                raise raised from error
+            if "RLock" in str(error):
+                raise RuntimeError(
+                    f"compile_step: {_culprit(error)} takes a lock, which cannot be part of a graph. TorchRL's replay "
+                    "buffers do this; use CompilableReplayBuffer with storage=CompilableTensorStorage(capacity)."
+                ) from error
             if any(mark in str(error) for mark in _MARKS):
                 raise RuntimeError(
                     f"compile_step: {_culprit(error)} cannot be part of a graph: torch cannot trace backward() and the "
@@ -228,6 +243,13 @@ def _compiling() -> Iterator[None]:
                     "optimizer in place; or leave both out of the compiled step."
                 ) from error
             raise
+
+
+def _raised_error(error: Unsupported) -> Exception | None:
+    """The error that the traced code raised; None if the compiler failed for another reason."""
+    found = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", str(error))
+    kind = getattr(builtins, found[1], None) if found else None
+    return kind(found[3]) if found and isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
 def _culprit(error: Unsupported) -> str:
