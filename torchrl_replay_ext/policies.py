@@ -18,12 +18,13 @@ from torchrl_replay_ext.compilation import raise_if
 _ROUNDING = 1e-6
 
 
-def is_squashed(policy: nn.Module, name: str) -> bool:
+def is_squashed(policy: nn.Module, name: str, hint: str = "") -> bool:
     """Whether a policy is a TanhNormal. A module without a ``distribution_class`` is assumed to be Gaussian.
 
     Args:
         policy: the policy.
         name: the class that error messages name.
+        hint: another way out, at the end of the message. Default: none.
 
     Raises:
         ValueError: if the distribution is neither Gaussian nor a TanhNormal on [-1, 1].
@@ -37,8 +38,9 @@ def is_squashed(policy: nn.Module, name: str) -> bool:
         keywords = _not_plain(getattr(module, "distribution_kwargs", None) or {})
         if not known or keywords:
             raise ValueError(
-                f"{name}: the policy's distribution is {distribution} with {keywords}; it must be Normal, "
-                "IndependentNormal or TanhNormal, without arguments that change its form, and with actions in [-1, 1]."
+                f"{name}: the policy's distribution is {distribution}{f' with {keywords}' if keywords else ''}; it "
+                "must be Normal, IndependentNormal or TanhNormal, without arguments that change its form, and with "
+                f"actions in [-1, 1].{hint}"
             )
         squashed = issubclass(distribution, TanhNormal)
     return squashed

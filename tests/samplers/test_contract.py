@@ -615,3 +615,6 @@ def test_small_checks():
         buffer.sampler.sample(buffer.storage, 0)
     with pytest.raises(ValueError, match="num_updates"):
         Anneal(0.4, 1.0, float("nan"))
+    empty = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=ProportionalSampler(), batch_size=2)
+    with pytest.raises(IndexError, match=r"ProportionalSampler.update_priority: the storage is empty"):
+        empty.update_priority(torch.arange(3), torch.ones(3))

@@ -371,6 +371,10 @@ class PrioritySampler(ShowsArguments, Sampler):
             return
         if self.synchronize(storage) and is_initialization(priority, storage, self.state.priorities):
             return
+        raise_if(
+            lambda: self.state.log.is_empty and not self.layout.known,
+            lambda: IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first."),
+        )
         slots = self.flat_slots(index)
         error = td_errors(self.owner, priority, len(slots), self.layout.device)
         if len(slots) and not self.lacks_td_errors(priority, storage):

@@ -205,7 +205,11 @@ class DecoupledSampler(SamplerWrapper):
         if self._scorer.score == "logprob" and self._scorer.has_correlated_noise and not is_stochastic:
             raise ValueError("DecoupledSampler(score='logprob'): noise_scale must be one number or [A].")
         require_continuous_actions(policy, self._action_key, "DecoupledSampler")
-        self._squashed = is_stochastic and is_squashed(policy, "DecoupledSampler")
+        hint = (
+            " For another distribution, name its parameters other than 'loc' and 'scale', and set noise_scale to the "
+            "standard deviation of its actions."
+        )
+        self._squashed = is_stochastic and is_squashed(policy, "DecoupledSampler", hint)
         self._stochastic = is_stochastic
         self._policy: TensorDictModuleBase | None = policy
 
