@@ -177,7 +177,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     for (env, group), members in groups.items():
         ends = [int(run.steps[-1]) for run in members]
         # see draw_curves: a line ends with the first of its runs that did not reach the threshold
-        unsolved = [end for run, end in zip(members, ends, strict=True) if not run.solved]
+        unsolved = [end for run, end in zip(members, ends, strict=True) if not run.stopped]
         if unsolved and min(unsolved) < max(ends):
             found.append(
                 f"{env}, {group}: the line ends at step {min(unsolved)}, the end of its shortest run; the longest has "
@@ -246,11 +246,20 @@ def main() -> None:
     if arguments.smooth < 1:
         parser.error(f"--smooth {arguments.smooth}: must be at least 1")
     columns, by = arguments.columns, arguments.by
+    studies = [path for path in map(str, arguments.runs) if path.startswith("study=")]
     try:
-        if len(arguments.runs) == 1 and str(arguments.runs[0]).startswith("study="):
+        if studies:
+            others = [name for name in vars(arguments) if name not in ("runs", "baseline")]
+            ignored = [f"--{name}" for name in others if getattr(arguments, name) != parser.get_default(name)]
+            if ignored or len(arguments.runs) > 1:
+                what = f"without {', '.join(ignored)}" if ignored else "one study at a time, without other runs"
+                raise ConfigError(
+                    f"{studies[0]}: {what}; a study's table and figure go to its directory. For other figures of its "
+                    f"runs pass --read <directory of the study>/curves.csv --by variant"
+                )
             from recipes.common.report import compare_with, report, study_directory
 
-            out = study_directory(str(arguments.runs[0]).removeprefix("study="))
+            out = study_directory(studies[0].removeprefix("study="))
             print(compare_with(out, arguments.baseline) if arguments.baseline else report(out))
             return
         if arguments.baseline:

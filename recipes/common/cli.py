@@ -271,8 +271,8 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
             problem.
     """
     resumed = cast(DictConfig, OmegaConf.load(run_dir / CONFIG))
-    if other := [group for group in RECIPES.values() if group in resumed and group not in config]:
-        recipe = f"recipes.{other[0]}"
+    if (other := recipe_of(resumed)) != recipe_of(config):
+        recipe = f"recipes.{other}"
         raise ConfigError(f"resume={run_dir}: a run of {recipe}; use python -m {recipe} resume={run_dir}")
     for override in overrides:
         key = override.split("=")[0]
@@ -282,6 +282,13 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
             )
         resumed[key] = config[key]
     return resumed
+
+
+def recipe_of(config: DictConfig) -> str | None:
+    """The recipe that a configuration belongs to; None if it is of none."""
+    # recipes.distributed has the hyperparameters of recipes.dqn
+    names = [name for name, group in RECIPES.items() if group in config]
+    return next((name for name in names if (name == "distributed") == ("num_collectors" in config)), None)
 
 
 def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schema:
@@ -315,6 +322,7 @@ def wrong_type(error: ValidationError, config: DictConfig | ListConfig) -> str:
         ("converted to Integer", f"must be a whole number{_as_integer(value)}"),
         ("converted to Float", "must be a number"),
         ("not a ListConfig", f"must be a list, as in {key}=[{given}]"),
+        ("Cannot assign str to Dict", f"must be a group, as in {key}={{name: {given}}}"),
         ("Incompatible value 'None'", "must have a value"),
     ):
         if pattern in text and key:

@@ -180,9 +180,7 @@ class LearningConfig(ABC):
     """
 
     group: ClassVar[str]  # configuration group of the hyperparameters, such as "dqn"
-    # Not fields here: of recipes that do not let the user choose them.
-    gradient_steps = 1
-    n_step = 1
+    n_step = 1  # not a field: most recipes let the user choose it, see FixedRoundsConfig
 
     total_steps: int = MISSING
     buffer_size: int = MISSING
@@ -259,7 +257,6 @@ class RunConfig(ABC):
     num_envs: int = MISSING
     compile: bool = MISSING
     cudagraphs: bool = MISSING
-    updates_per_graph: int = 1
     stop_at_threshold: bool = MISSING
     video: bool = False
     checkpoint_interval: int | None = MISSING
@@ -274,13 +271,10 @@ class RunConfig(ABC):
         learning = self.learning
         if self.checkpoint_interval is None:
             self.checkpoint_interval = max(10_000, learning.total_steps // 50)
-        for key in ("num_threads", "num_envs", "updates_per_graph", "checkpoint_interval"):
+        for key in ("num_threads", "num_envs", "checkpoint_interval"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
-        for key, multiple in (("num_envs", "train_interval"), ("updates_per_graph", "gradient_steps")):
-            divisor, value = getattr(self, key), getattr(learning, multiple)
-            if value % divisor:
-                raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
+        require_divisor("num_envs", self.num_envs, learning, "train_interval")
         n_step = learning.n_step
         if n_step > 1 and n_step * self.num_envs >= learning.total_steps:
             raise ValueError(
@@ -316,3 +310,28 @@ class RunConfig(ABC):
             raise ValueError(f"sampler=lap: needs the Huber loss; {way}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed={self.seed}: must be in [0, 2^31)")
+
+
+@dataclass
+class FixedRoundsRunConfig(RunConfig):
+    """The options of recipes whose rounds of updates become graphs of `updates_per_graph` updates each."""
+
+    updates_per_graph: int = MISSING
+
+    @property
+    @abstractmethod
+    def learning(self) -> FixedRoundsConfig:
+        """The recipe's hyperparameters."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.updates_per_graph < 1:
+            raise ValueError(f"updates_per_graph={self.updates_per_graph}: must be >= 1")
+        require_divisor("updates_per_graph", self.updates_per_graph, self.learning, "gradient_steps")
+
+
+def require_divisor(key: str, divisor: int, learning: LearningConfig, multiple: str) -> None:
+    """Raise ValueError unless the value of `key`, `divisor`, divides the hyperparameter `multiple`."""
+    value = getattr(learning, multiple)
+    if value % divisor:
+        raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")

@@ -29,16 +29,11 @@ class Run:
     column: str = RETURN
     stopped: bool = False  # it ended early because it had reached the threshold
 
-    @property
-    def solved(self) -> bool:
-        """Whether the last evaluation reached the threshold."""
-        return self.threshold is not None and bool(self.values[self.column][-1] >= self.threshold)
-
     def at(self, steps: np.ndarray, column: str) -> np.ndarray:
-        """The latest value at each of `steps`; NaN before the first evaluation and after the end of an unsolved run."""
+        """The latest value at each of `steps`; NaN before the first evaluation and after the end, unless `stopped`."""
         latest = np.searchsorted(self.steps, steps, side="right") - 1
         values = np.where(latest >= 0, self.values[column][latest], np.nan)
-        return values if self.solved else np.where(steps > self.steps[-1], np.nan, values)
+        return values if self.stopped else np.where(steps > self.steps[-1], np.nan, values)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

@@ -27,7 +27,10 @@ def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium
         ConfigError: if the environment cannot be made with this id and these options, if its spaces do not match, or
             if it does not signal a configured event.
     """
-    env = _make(config, training=training)
+    return _as_discrete(_make(config, training=training), config)
+
+
+def _as_discrete(env: gymnasium.Env, config: EnvConfig) -> gymnasium.Env:
     if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env) or _is_minatar(env)):
         raise ConfigError(
             f"env.id={config.id}: this recipe needs discrete actions and vector observations; "
@@ -50,7 +53,10 @@ def make_continuous_env(config: EnvConfig, *, training: bool = False) -> gymnasi
     Raises:
         ConfigError: see make_discrete_env.
     """
-    env = _make(config, training=training)
+    return _as_continuous(_make(config, training=training), config)
+
+
+def _as_continuous(env: gymnasium.Env, config: EnvConfig) -> gymnasium.Env:
     actions = env.action_space
     if not (isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded() and _observes_vectors(env)):
         raise ConfigError(
@@ -71,10 +77,10 @@ def make_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
     Raises:
         ConfigError: see make_discrete_env.
     """
-    discrete = isinstance(_make(config).action_space, Discrete)
-    make = make_discrete_env if discrete else make_continuous_env
-    env = make(config, training=training)
-    return env if discrete else ClipAction(env)
+    env = _make(config, training=training)
+    if isinstance(env.action_space, Discrete):
+        return _as_discrete(env, config)
+    return ClipAction(_as_continuous(env, config))
 
 
 class FreshWorld(gymnasium.Wrapper):

@@ -16,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.atari_scores import OTHER_GAMES, SCORES
 from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN
+from recipes.common.schemas.acer import FOR_CONTINUOUS, FOR_DISCRETE
+from recipes.common.signatures import SAMPLER_CLASSES, sampler_arguments
 
 CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
@@ -27,6 +29,7 @@ WITH_ACTOR = ("td3", "sac")
 WITH_HUBER_LOSS = ("td3", "dqn", "distributed")
 # The recipe whose buffer has a column for each environment; event tables need a flat buffer.
 WITH_COLUMNS = "r2d2"
+ONE_KIND_OF_ACTIONS = (*FOR_CONTINUOUS, *FOR_DISCRETE)
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 # Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
 OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
@@ -201,8 +204,13 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
     where = path or f"recipes.{recipe}"
     if not isinstance(node, DictConfig):
         return f"{word}: {where} is a value and has no keys"
+    if path == "acer" and part in ONE_KIND_OF_ACTIONS:
+        # the files of the environments set all that apply to their actions
+        return f"{word}: acer.{part} has no effect on the actions of env={config.env.name}; leave it out"
     if part in field_names(type_):
         return f"{word}: {where} does not set {part} by default; write +{word.lstrip('~+')}"
+    if path == "sampler":
+        return _no_such_argument(word, part, config.sampler.name)
     text = f"{word}: {where} has no key {part}"
     names += [name for name in field_names(type_) if name not in names]
     if not path:
@@ -217,6 +225,17 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
         return f"{text}; did you mean {_or(found[:3])}?"
     added = f"; add a keyword that the file does not list with +{word.lstrip('~+')}" if path in OPEN else ""
     return f"{text}; its keys are {', '.join(names)}{added}"
+
+
+def _no_such_argument(word: str, key: str, sampler: str) -> str:
+    """Explain an override of an argument that the file of a sampler does not list."""
+    own, text = sampler_arguments(sampler), f"{word}: sampler has no key {key}"
+    if key in own:
+        return f"{text}; add a keyword that the file does not list with +{word.lstrip('~+')}"
+    if hint := did_you_mean(key, own):
+        return text + hint
+    others = [f"sampler={name}" for name in SAMPLER_CLASSES if key in sampler_arguments(name)]
+    return f"{text}; it is an option of {_or(others)}" if others else f"{text}; its keys are {', '.join(own) or 'none'}"
 
 
 def type_of(type_: Any, name: str) -> Any:

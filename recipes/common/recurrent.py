@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrl.modules import MLP
 
 from recipes.common.collector import EpsilonRandom
+from recipes.common.networks import to_tensor
 
 
 class RecurrentNetwork(nn.Module):
@@ -82,7 +83,7 @@ class RecurrentEpisodes:
     @torch.no_grad()
     def __call__(self, observations: np.ndarray, episodes: Sequence[int]) -> np.ndarray:
         """The greedy actions [n] for the next observations [n, size] of these episodes."""
-        after = self._network.step(torch.as_tensor(observations, device=self.state.device), self.state[episodes])
+        after = self._network.step(to_tensor(observations, self.state.device), self.state[episodes])
         self.state[episodes] = after
         return self._network.values(after).argmax(-1).cpu().numpy()
 

@@ -132,6 +132,7 @@ def read_study(out: Path) -> Study:
                     steps=np.array([int(each["env_steps"]) for each in curve]),
                     values={config.column: np.array([float(each[config.column]) for each in curve])},
                     column=config.column,
+                    stopped=row["reached"] == row["env_steps"],
                 )
     return Study(config, rows, runs)
 

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 
-from recipes.common.config import RunConfig
+from recipes.common.config import FixedRoundsRunConfig
 from torchrl_replay_ext import compile_step
 
 # Writes new transitions to the buffer, unless they are None, and makes a fixed number of updates. Returns the numbers
@@ -36,7 +36,7 @@ def compiled(function: Callable[..., dict[str, Tensor]], *, cudagraphs: bool) ->
 
 
 def make_round(
-    update: Update, replay: TensorDictReplayBuffer, config: RunConfig, device: torch.device
+    update: Update, replay: TensorDictReplayBuffer, config: FixedRoundsRunConfig, device: torch.device
 ) -> Callable[[TensorDictBase], list[dict[str, Tensor]]]:
     """Build the function that writes a batch of transitions and makes the updates that follow it.
 

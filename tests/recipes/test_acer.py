@@ -230,6 +230,15 @@ def test_normalizer():
     assert normalizer(1e6 * data).abs().max() == acer.OBSERVED
 
 
+def test_an_environment_is_made_once(monkeypatch):
+    made = []
+    make = gymnasium.make
+    monkeypatch.setattr(gymnasium, "make", lambda *words, **options: made.append(words) or make(*words, **options))
+    for name in ("CartPole-v1", "Pendulum-v1"):
+        make_env(EnvConfig(name="env", id=name, reward_threshold=None)).close()
+    assert made == [("CartPole-v1",), ("Pendulum-v1",)]
+
+
 def test_actions_out_of_range_count_as_the_bound():
     env = make_env(EnvConfig(name="pendulum", id="Pendulum-v1", reward_threshold=None))
     following = []

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
 from recipes.common import replay, signatures
 from recipes.common.cli import BAD_CONFIG, INTERRUPTED, check_command_line, is_out_of_memory, run_recipe
-from recipes.common.hints import RECIPES, composed, environments, no_such_option, options
+from recipes.common.hints import RECIPES, compose_config, composed, environments, no_such_option, options
 from recipes.experiments import cliffwalk, sset_tabular, stylized
 from tests.recipes.runs import ROOT, command, tiny
 from torchrl_replay_ext import (
@@ -124,6 +124,15 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn env.id=CartPol-v1", "Did you mean: CartPole?"),
         ("dqn env=threerooms +env.options.gama=.9", "env.options.gama: recipes.envs:ThreeRooms-v0 has no option gama"),
         ("dqn env=threerooms +env.evaluations.a.shaping=gpa", "env.evaluations.a: ThreeRooms(shaping='gpa')"),
+        ("dqn sampler=per sampler.omega=1", "sampler has no key omega; it is an option of sampler=reaper"),
+        ("dqn sampler=per sampler.stratifed=true", "sampler has no key stratifed; did you mean stratified?"),
+        ("dqn sampler=per sampler.stratified=true", "add a keyword that the file does not list with +sampler.strat"),
+        ("dqn +dqn.optimizer=adam", "dqn.optimizer=adam: must be a group, as in dqn.optimizer={name: adam}"),
+        ("acer acer.sigma=.1", "acer.sigma has no effect on the actions of env=cartpole; leave it out"),
+        ("acer env=pendulum acer.statistics=logits", "acer.statistics has no effect on the actions of env=pendulum"),
+        ("acer updates_per_graph=2", "recipes.acer has no key updates_per_graph"),
+        ("distributed +updates_per_graph=2", "the configuration has no key updates_per_graph"),
+        ("study study.first_seed=-1", "study.first_seed=-1: must be >= 0"),
         ("dqn sampler=dper", "recipes.dqn does not support it; use recipes.td3 or recipes.sac"),
         ("acer sampler=dper", "recipes.acer does not support it; use recipes.td3 or recipes.sac"),
         ("dqn sampler=sset", "env=cartpole has no events"),
@@ -247,6 +256,14 @@ def test_a_run_of_another_recipe_is_not_resumed(refused, tmp_path):
     (tmp_path / "checkpoint.zip").touch()
     message = f"resume={tmp_path}: a run of recipes.dqn; use python -m recipes.dqn resume={tmp_path}"
     assert message in refused("td3", f"resume={tmp_path}")
+
+
+@pytest.mark.parametrize(("trained", "resumed"), [("dqn", "distributed"), ("distributed", "dqn")])
+def test_recipes_with_the_same_hyperparameters_are_told_apart(refused, tmp_path, trained, resumed):
+    OmegaConf.save(compose_config(trained, []), tmp_path / "config.yaml")
+    (tmp_path / "checkpoint.zip").touch()
+    message = f"resume={tmp_path}: a run of recipes.{trained}; use python -m recipes.{trained} resume={tmp_path}"
+    assert message in refused(resumed, f"resume={tmp_path}")
 
 
 @pytest.mark.parametrize("word", ["sampler=per,reaper,pre", "dqn.gamma=.9,2"])

@@ -45,7 +45,14 @@ def test_runs_make_a_png_and_an_svg(tmp_path, monkeypatch, capsys):
 def test_early_ends_and_repeated_seeds_are_told(tmp_path, monkeypatch, capsys):
     lengths = {("per", 1): 3, ("per", 2): 1, ("reaper", 1): 2, ("uniform", 1): 1, ("uniform", 2): 3}
     runs = [
-        write_run(tmp_path / f"{sampler}{seed}", [5.0] * length, sampler, seed, threshold=9 if sampler == "per" else 5)
+        write_run(
+            tmp_path / f"{sampler}{seed}",
+            [5.0] * length,
+            sampler,
+            seed,
+            threshold=9 if sampler == "per" else 5,
+            stop_at_threshold=True,
+        )
         for (sampler, seed), length in lengths.items()
     ]
     runs.append(write_run(tmp_path / "again", [1.0, 2.0], "reaper"))
@@ -73,6 +80,11 @@ def test_the_ending_of_out_is_checked_first(tmp_path, monkeypatch, capsys):
         ([], "error: pass directories of runs"),
         (["run", "--read", "a.csv"], "error: pass directories of runs"),
         (["run", "--smooth", "0"], "error: --smooth 0: must be at least 1"),
+        (
+            ["study=sset", "--smooth", "3", "--columns", "q_sum"],
+            "study=sset: without --columns, --smooth; a study's table",
+        ),
+        (["study=sset", "study=reaper"], "study=sset: one study at a time, without other runs"),
     ],
 )
 def test_bad_command_lines_are_explained(words, message, monkeypatch, capsys):
@@ -149,8 +161,10 @@ def test_values_between_and_beyond_evaluations(tmp_path):
     steps = np.array([5, 10, 15, 30, 31])
     unfinished = plot.read_run(write_run(tmp_path / "a", [1, 2, 3]))
     np.testing.assert_array_equal(unfinished.at(steps, "return_mean"), [np.nan, 1, 1, 3, np.nan])
-    solved = plot.read_run(write_run(tmp_path / "b", [1, 2, 3], threshold=3))
-    np.testing.assert_array_equal(solved.at(steps, "return_mean"), [np.nan, 1, 1, 3, 3])
+    stopped = plot.read_run(write_run(tmp_path / "b", [1, 2, 3], threshold=3, stop_at_threshold=True))
+    np.testing.assert_array_equal(stopped.at(steps, "return_mean"), [np.nan, 1, 1, 3, 3])
+    ended = plot.read_run(write_run(tmp_path / "c", [1, 2, 3], threshold=3))
+    np.testing.assert_array_equal(ended.at(steps, "return_mean"), [np.nan, 1, 1, 3, np.nan])
 
 
 def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp_path):

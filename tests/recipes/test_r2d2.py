@@ -44,6 +44,25 @@ def test_environments_with_event_flags_train(tmp_path):
     assert r2d2.train(configuration, tmp_path) == DONE
 
 
+class Wide(gymnasium.ObservationWrapper):
+    """CartPole with observations in float64."""
+
+    def __init__(self):
+        super().__init__(gymnasium.make("recipes.envs:CartPolePositions-v0"))
+        self.observation_space = gymnasium.spaces.Box(-10, 10, self.env.observation_space.shape, np.float64)
+
+    def observation(self, observation):
+        return observation.astype(np.float64)
+
+
+def test_observations_in_float64(tmp_path):
+    gymnasium.register("Wide-v0", Wide)
+    try:
+        assert r2d2.train(composer.configuration("env.id=Wide-v0", "sampler=per"), tmp_path) == DONE
+    finally:
+        del gymnasium.registry["Wide-v0"]
+
+
 # --- what the behaviour policy stores
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, RunConfig
+from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, FixedRoundsRunConfig
 
 
 @dataclass
@@ -94,7 +94,7 @@ class DQNConfig(EpsilonGreedyConfig):
 
 
 @dataclass
-class Config(RunConfig):
+class Config(FixedRoundsRunConfig):
     """The configuration in conf/dqn.yaml."""
 
     dqn: DQNConfig = MISSING

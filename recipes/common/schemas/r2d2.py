@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from recipes.common.config import RunConfig
+from recipes.common.config import FixedRoundsRunConfig
 from recipes.common.hints import unsupported_sampler
 from recipes.common.schemas.dqn import EpsilonGreedyConfig
 
@@ -42,7 +42,7 @@ class R2D2Config(EpsilonGreedyConfig):
 
 
 @dataclass
-class Config(RunConfig):
+class Config(FixedRoundsRunConfig):
     """The configuration in conf/r2d2.yaml."""
 
     r2d2: R2D2Config = MISSING

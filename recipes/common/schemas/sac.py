@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from recipes.common.config import FixedRoundsConfig, RunConfig
+from recipes.common.config import FixedRoundsConfig, FixedRoundsRunConfig
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SACConfig(FixedRoundsConfig):
 
 
 @dataclass
-class Config(RunConfig):
+class Config(FixedRoundsRunConfig):
     """The configuration in conf/sac.yaml."""
 
     sac: SACConfig = MISSING

@@ -18,7 +18,7 @@ class StudyConfig:
         variants: variants by name, with the words of their command lines.
         fixed: words of every command line. Default: [].
         seeds: number of runs of each variant in each environment, >= 1.
-        first_seed: seed of the first run; the next runs use the next integers. Default: 0.
+        first_seed: seed of the first run, >= 0; the next runs use the next integers. Default: 0.
         baseline: variant that the others are compared with, seed by seed.
         column: column of progress.csv that runs are judged by. Default: "return_mean".
         also: further columns of progress.csv that curves.csv keeps. Default: [].
@@ -45,6 +45,8 @@ class StudyConfig:
         for key in ("seeds", "in_a_row"):
             if getattr(self, key) < 1:
                 raise ValueError(f"study.{key}={getattr(self, key)}: must be >= 1")
+        if self.first_seed < 0:
+            raise ValueError(f"study.first_seed={self.first_seed}: must be >= 0")
         if not self.envs:
             raise ValueError("study.envs=[]: must have at least one environment")
         if self.recipe not in RECIPES:

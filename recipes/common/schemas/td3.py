@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from recipes.common.config import FixedRoundsConfig, RunConfig
+from recipes.common.config import FixedRoundsConfig, FixedRoundsRunConfig
 
 # θ of the exploration noise; 0.15 is from the DDPG paper (Lillicrap et al. 2016).
 THETA = {"gaussian": 1.0, "ou": 0.15}
@@ -54,7 +54,7 @@ class TD3Config(FixedRoundsConfig):
 
 
 @dataclass
-class Config(RunConfig):
+class Config(FixedRoundsRunConfig):
     """The configuration in conf/td3.yaml."""
 
     td3: TD3Config = MISSING
