@@ -20,13 +20,11 @@ prints a table and writes ``cliffwalk.csv``, with one row per run, and the figur
 
 from __future__ import annotations
 
-import argparse
 import csv
 import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,8 +35,10 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.figures import explain, files_of, label, looks, new_figure, sample_line, save, styled
+from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
 
+COLUMNS = ("num_states", "strategy", "seed", "updates")  # of cliffwalk.csv
 LEARNING_RATE = 0.25
 THRESHOLD = 1e-3
 ALPHA = 0.7
@@ -219,50 +219,27 @@ def plot(rows: list[dict]) -> Figure:
     return figure
 
 
-def read(path: Path) -> list[dict]:
-    """Read the rows that :func:`main` writes."""
-    with path.open(newline="") as file:
-        return [
-            {key: value if key == "strategy" else int(value) for key, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
-
-
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.experiments.cliffwalk", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/cliffwalk"),
-        help="directory of cliffwalk.csv, .png and .svg (default: %(default)s)",
-    )
-    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; train nothing")
+    parser = ExperimentParser("cliffwalk", __doc__, writes="cliffwalk.csv, .png and .svg", reads="draw the figure")
     parser.add_argument("--seeds", type=int, default=10, help="runs of each strategy (default: %(default)s)")
     parser.add_argument(
         "--states", type=int, nargs="+", default=[2, 4, 6, 8, 10], help="numbers of states (default: 2, 4, ..., 10)"
     )
     options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}: must be at least 1")
-    if min(options.states) < 1:
-        parser.error(f"--states {min(options.states)}: must be at least 1")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {options.out}: {error.strerror}")
+    parser.at_least_1(options, "seeds", "states")
+    earlier = None if options.read is None else parser.rows(options.read, COLUMNS)
+    parser.make_directory(options.out)
     figures = files_of(options.out / "cliffwalk")
-    if options.read is not None:
-        rows = read(options.read)
+    if earlier is not None:
+        rows = [{key: value if key == "strategy" else int(value) for key, value in row.items()} for row in earlier]
         print(f"{format_table(rows)}\n\n{conclusion(rows)}")
         save(plot(rows), *figures)
         return rows
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
     rows: list[dict] = []
     with (options.out / "cliffwalk.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=["num_states", "strategy", "seed", "updates"])
+        writer = csv.DictWriter(file, fieldnames=COLUMNS)
         writer.writeheader()
         runs = [(n, strategy, seed) for n in options.states for seed in range(options.seeds) for strategy in STRATEGIES]
         for num_states, strategy, seed in tqdm(runs, desc="cliffwalk", leave=False):

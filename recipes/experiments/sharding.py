@@ -22,12 +22,10 @@ sharding.csv has one row per number of shards and kind of transition. Each numbe
     coordinator           CPU seconds per batch of the learner's thread outside of Ray
 """
 
-import argparse
 import csv
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +33,12 @@ import torch
 from tensordict import TensorDict
 
 from recipes.common.remote import runtime
+from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, ShardedReplayBuffer
 from torchrl_replay_ext.sharding import RayCalls
 
+# of sharding.csv
+COLUMNS = ("shards", "row_bytes", "wall", "cpu", "write_wall", "coordinator")
 BATCH, WRITTEN, STREAMS, BLOCKS = 256, 64, 8, 10
 IMAGE = 4 * 84 * 84
 HOSTS = 1, 4, 16, 64, 256
@@ -156,8 +157,7 @@ def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
     finally:
         buffer.shutdown()
     size = transitions(0, 1, images=images).bytes()
-    names = "shards", "row_bytes", "wall", "cpu", "write_wall", "coordinator"
-    return dict(zip(names, (num_shards, size, wall, cpu, write_wall, coordinator), strict=True))
+    return dict(zip(COLUMNS, (num_shards, size, wall, cpu, write_wall, coordinator), strict=True))
 
 
 def fit(rows: Sequence[dict[str, float]]) -> np.ndarray:
@@ -200,20 +200,14 @@ def report(rows: Sequence[dict[str, float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     """Run the command line; return the rows of sharding.csv."""
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m recipes.experiments.sharding", description=description)
+    parser = ExperimentParser("sharding", __doc__, writes="sharding.csv", reads="print the tables")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of shards [1 2 4]")
     parser.add_argument("--cycles", type=int, default=40, help="batches in each of ten blocks [%(default)s]")
-    parser.add_argument("--read", type=Path, metavar="CSV", help="print the tables of an earlier run")
-    parser.add_argument("--out", type=Path, default=Path("runs/sharding"), help="output directory [%(default)s]")
     options = parser.parse_args(arguments)
-    if min(*options.shards, options.cycles) < 1:
-        parser.error("--shards and --cycles must be at least 1")
+    parser.at_least_1(options, "shards", "cycles")
     if options.read is not None:
-        if not options.read.is_file():
-            parser.error(f"argument --read: {options.read} is not a file")
-        with options.read.open() as file:
-            rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        read = parser.rows(options.read, COLUMNS)
+        rows = [{name: float(value) for name, value in row.items()} for row in read]
         print(report(rows))
         return rows
     torch.set_num_threads(1)
@@ -225,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
             for num_shards in options.shards:
                 rows.append(measure(num_shards, images=images, cycles=options.cycles))
                 print(rows[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
+    parser.make_directory(options.out)
     with (options.out / "sharding.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

@@ -22,13 +22,11 @@ draws the figure of an earlier run.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import logging
 import math
 import statistics
 import sys
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -42,6 +40,7 @@ from tqdm import tqdm
 from recipes.common.curves import BAND, curve_entries
 from recipes.common.figures import count_steps, explain, files_of, looks, new_figure, save, styled, threshold_line
 from recipes.envs.rooms import Rooms, ThreeRooms
+from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
 from torchrl_replay_ext.samplers.event_table import TablePriority
 
@@ -197,39 +196,24 @@ def plot(curves: dict[tuple[str, int], list[float]]) -> Figure:
     return figure
 
 
-def read(path: Path) -> dict[tuple[str, int], list[float]]:
-    """Read the curves by method and seed that :func:`main` writes."""
-    with path.open(newline="") as file:
-        return {
-            (row["method"], int(row["seed"])): [float(value) for key, value in row.items() if key.startswith("error_")]
-            for row in csv.DictReader(file)
-        }
-
-
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.experiments.sset_tabular", description=(__doc__ or "").splitlines()[0]
+    parser = ExperimentParser(
+        "sset_tabular", __doc__, writes="sset_tabular.csv, .png and .svg", reads="draw the figure"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/sset_tabular"),
-        help="directory of sset_tabular.csv, .png and .svg (default: %(default)s)",
-    )
-    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; train nothing")
     parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}: must be at least 1")
+    parser.at_least_1(options, "seeds")
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {options.out}: {error.strerror}")
+    columns = ["method", "seed", f"error_{CHECK_INTERVAL}"]
+    earlier = None if options.read is None else parser.rows(options.read, columns)
+    parser.make_directory(options.out)
     figures = files_of(options.out / "sset_tabular")
-    if options.read is not None:
-        curves = read(options.read)
+    if earlier is not None:
+        curves = {
+            (row["method"], int(row["seed"])): [float(value) for key, value in row.items() if key.startswith("error_")]
+            for row in earlier
+        }
         rows = [{"method": method, "seed": seed, "steps": steps_needed(e)} for (method, seed), e in curves.items()]
         print(format_table(rows))
         save(plot(curves), *figures)

@@ -22,7 +22,6 @@ run.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from collections.abc import Callable
@@ -35,8 +34,11 @@ from torch import Tensor
 
 from recipes.common.curves import BAND, curve_entries
 from recipes.common.figures import explain, files_of, looks, new_figure, save, styled
+from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext.functional import reliability
 
+# columns of stylized.csv with numbers
+KINDS = {"length": int, "updates": float, "extra": float, "extra_std": float}
 PERIODS = {"high": None, "medium": 4, "low": 2}
 """Reliability condition -> period p: every p-th initial Q-value is 1. None: all are 0."""
 
@@ -204,25 +206,9 @@ def plot(rows: list[dict]) -> Figure:
     return figure
 
 
-def read(path: Path) -> list[dict]:
-    """Read the rows that :func:`write_csv` writes."""
-    kinds = {"length": int, "updates": float, "extra": float, "extra_std": float}
-    with path.open(newline="") as file:
-        return [{key: kinds.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
-
-
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.experiments.stylized", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/stylized"),
-        help="directory of stylized.csv, .png and .svg (default: %(default)s)",
-    )
-    parser.add_argument("--read", type=Path, metavar="CSV", help="draw the figure of an earlier run; run nothing")
+    parser = ExperimentParser("stylized", __doc__, writes="stylized.csv, .png and .svg", reads="draw the figure")
     parser.add_argument("--seeds", type=int, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     parser.add_argument(
@@ -233,16 +219,14 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         help="episode lengths (default: 10, 20, ..., 100)",
     )
     options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}: must be at least 1")
-    if min(options.lengths) < 1:
-        parser.error(f"--lengths {min(options.lengths)}: must be at least 1")
-    rows = run(options.lengths, options.seeds, options.seed) if options.read is None else read(options.read)
+    parser.at_least_1(options, "seeds", "lengths")
+    earlier = None if options.read is None else parser.rows(options.read, [*KINDS])
+    parser.make_directory(options.out)
+    if earlier is None:
+        rows = run(options.lengths, options.seeds, options.seed)
+    else:
+        rows = [{key: KINDS.get(key, str)(value) for key, value in row.items()} for row in earlier]
     print(format_table(rows))
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {options.out}: {error.strerror}")
     written = files_of(options.out / "stylized")
     save(plot(rows), *written)
     if options.read is None:

@@ -1,0 +1,54 @@
+"""The part of the command line that all experiments with --out and --read share."""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class ExperimentParser(argparse.ArgumentParser):
+    """A parser with the options --out and --read.
+
+    Args:
+        name: the experiment; names its module, its files and the default directory, runs/<name>.
+        doc: docstring of its module; the first line describes the command.
+        writes: the files in the output directory, for the help.
+        reads: what --read does, for the help.
+    """
+
+    def __init__(self, name: str, doc: str | None, *, writes: str, reads: str):
+        super().__init__(prog=f"python -m recipes.experiments.{name}", description=(doc or "").splitlines()[0])
+        self.add_argument(
+            "--out",
+            type=Path,
+            default=Path("runs") / name,
+            help=f"directory of {writes} (default: %(default)s)",
+        )
+        self.add_argument("--read", type=Path, metavar="CSV", help=f"{reads} of an earlier run; run nothing")
+
+    def at_least_1(self, options: argparse.Namespace, *names: str) -> None:
+        """Refuse options, numbers or lists of numbers, with values below 1."""
+        for name in names:
+            value = getattr(options, name)
+            least = min(value) if isinstance(value, list) else value
+            if least < 1:
+                self.error(f"--{name} {least}: must be at least 1")
+
+    def make_directory(self, out: Path) -> None:
+        """Create the output directory; refuse one that cannot be created."""
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.error(f"--out {out}: {error.strerror}")
+
+    def rows(self, path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+        """The rows of the CSV for --read; refuse a file that cannot be read, or lacks rows or one of `columns`."""
+        try:
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError) as error:
+            self.error(f"--read {path}: {getattr(error, 'strerror', None) or 'not a CSV'}")
+        missing = [column for column in columns if not rows or column not in rows[0]]
+        if missing:
+            self.error(f"--read {path}: no column {', '.join(missing)}; pass a file that this experiment has written")
+        return rows
