@@ -1,4 +1,8 @@
-"""Operations that differ between eager code and graphs (torch.compile or CUDA capture), which cannot read values."""
+"""Operations that differ between eager code and graphs (torch.compile or CUDA capture), which cannot read values.
+
+:func:`is_traced` tells whether values can be read: neither the compiler nor a CUDA capture has any. Where
+``torch.compiler.is_compiling`` stands instead, the reason is the code that the compiler generates.
+"""
 
 from __future__ import annotations
 

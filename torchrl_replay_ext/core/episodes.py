@@ -120,7 +120,10 @@ class EpisodeIndex:
         self._totals.prepare()
 
     def remove(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], the oldest first. Unfinished episodes do not continue afterwards."""
+        """Remove ``slots`` [n], the oldest first.
+
+        In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
+        """
         self.lanes.mark_ends_missed()
         position = self.positions(slots)
         self._evict(slots, slots % self.num_lanes)

@@ -29,14 +29,14 @@ class _Draw:
         slots: int64 [n].
         num_writes: the number of writes before the draw; a tensor where it cannot be read.
         waiting: number of rows that have not been updated yet; the draw is pending if it is positive.
-        real: False for padded rows, bool [n]; None: no padded rows.
+        is_unpadded: False for padded rows, bool [n]; None: no padded rows.
         counted: True if the draw is included in the counts per slot.
     """
 
     slots: Tensor
     num_writes: int | Tensor
     waiting: int
-    real: Tensor | None = None
+    is_unpadded: Tensor | None = None
     counted: bool = False
 
 
@@ -74,36 +74,38 @@ class PendingDraws:
         self._present = self._earlier = self._earlier_draw = torch.empty(0)
 
     def add(
-        self, slots: Tensor, num_writes: int | Tensor, *, real: Tensor | None = None, comes_back: bool = True
+        self, slots: Tensor, num_writes: int | Tensor, *, is_unpadded: Tensor | None = None, expects_update: bool = True
     ) -> None:
         """Remember a draw.
 
         Args:
             slots: int64 [n].
             num_writes: the number of writes before the draw; a tensor [] where it cannot be read.
-            real: False for padded rows, bool [n]. None (default): no padded rows.
-            comes_back: True (default) if an update with this draw is expected.
+            is_unpadded: False for padded rows, bool [n]. None (default): no padded rows.
+            expects_update: True (default) if an update with this draw is expected.
         """
         memory = memory_of(slots)
         self._draws.pop(memory, None)
         if len(self._draws) >= _REMEMBERED:
             self._draws.popitem(last=False)
         self._num_draws += 1
-        self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if comes_back else 0, real)
+        self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if expects_update else 0, is_unpadded)
 
-    def real_rows(self, slots: Tensor) -> Tensor | None:
+    def unpadded_rows(self, slots: Tensor) -> Tensor | None:
         """False for padded rows of ``slots`` [n], bool [n]; None if ``slots`` belong to no remembered draw.
 
         ``slots`` may be a draw, a contiguous part of a draw, or a copy of a draw.
         """
         draw = self._draws.get(memory_of(slots))
-        if draw is not None and draw.real is not None and slots.is_contiguous():
+        if draw is not None and draw.is_unpadded is not None and slots.is_contiguous():
             begin = slots.storage_offset() - draw.slots.storage_offset()
-            return draw.real[begin : begin + len(slots)]
-        return next((draw.real for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots)), None)
+            return draw.is_unpadded[begin : begin + len(slots)]
+        return next(
+            (draw.is_unpadded for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots)), None
+        )
 
-    def come_back(self, slots: Tensor) -> None:
-        """Register an update of ``slots`` [n] that includes their generations."""
+    def register_update(self, slots: Tensor) -> None:
+        """Register an update of ``slots`` [n] whose late rows are known from write stamps."""
         draw = self._draws.get(memory_of(slots))
         if draw is None and values_can_be_read(slots):
             # in a storage of several dimensions, slots are computed anew from the index
@@ -112,7 +114,7 @@ class PendingDraws:
         if draw is not None:
             draw.waiting -= slots.shape[0]
 
-    def judge(self, slots: Tensor, num_writes: int | Tensor) -> tuple[bool, Tensor | None]:
+    def find_late_rows(self, slots: Tensor, num_writes: int | Tensor) -> tuple[bool, Tensor | None]:
         """Decide whether the rows of an update were drawn, and which of them are late.
 
         Args:
@@ -129,17 +131,17 @@ class PendingDraws:
         if not is_drawn:
             return False, None
         if draw is None:
-            return True, self._judge_by_slot(slots)
-        comes_back_again = draw.waiting <= 0
+            return True, self._find_late_rows_by_slot(slots)
+        was_updated_before = draw.waiting <= 0
         draw.waiting -= slots.shape[0]
         late = None
         if isinstance(num_writes, Tensor) or draw.num_writes != num_writes:
             generation = self._log.generation.index_select(0, self._in_range(slots))
             late = (generation > draw.num_writes) | (generation == 0)
-        if draw.counted and not comes_back_again:
+        if draw.counted and not was_updated_before:
             slots = self._in_range(slots)
             self._age(slots)
-            self._come_back(slots, torch.ones_like(slots, dtype=torch.bool) if late is None else ~late)
+            self._subtract_updated(slots, torch.ones_like(slots, dtype=torch.bool) if late is None else ~late)
         return True, late
 
     def _in_range(self, slots: Tensor) -> Tensor:
@@ -222,7 +224,7 @@ class PendingDraws:
         self._earlier[slots] = earlier
         self._present[slots] = present * ~overwritten
 
-    def _judge_by_slot(self, slots: Tensor) -> Tensor:
+    def _find_late_rows_by_slot(self, slots: Tensor) -> Tensor:
         """The mask of late rows if the draws of the rows are unknown, bool [n]."""
         self._count()
         late = self._log.generation.index_select(0, slots) == 0
@@ -230,10 +232,10 @@ class PendingDraws:
             return late
         self._age(slots)
         late |= self._earlier.index_select(0, slots) > 0
-        self._come_back(slots, torch.ones_like(late))
+        self._subtract_updated(slots, torch.ones_like(late))
         return late
 
-    def _come_back(self, slots: Tensor, is_present: Tensor) -> None:
+    def _subtract_updated(self, slots: Tensor, is_present: Tensor) -> None:
         """Subtract updated rows from the counts of pending draws.
 
         Where ``is_present``, a draw of the present content is subtracted if there is one. For an ambiguous row this

@@ -87,7 +87,7 @@ class Priorities:
             self._updated.prepare()
 
     def insert(self, slots: Array) -> None:
-        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.places`."""
+        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
         scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
 
     def exclude(self, slots: Tensor) -> None:

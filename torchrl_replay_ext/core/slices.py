@@ -134,7 +134,7 @@ class SliceIndex:
         self._run.fill_(0 if marks.ended[-1] else min(run, length))
 
     def remove(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], the oldest. Unfinished episodes do not continue afterwards."""
+        """Remove ``slots`` [n], the oldest. Slices do not continue across the removed slots."""
         self.lanes.mark_ends_missed()
         scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
         self.starts.write(slots, torch.zeros_like(slots))

@@ -24,14 +24,15 @@ class RingWrite(NamedTuple):
     """Where a write lies in the ring.
 
     Args:
-        places: its slots as an index, see :func:`~torchrl_replay_ext.indices.as_index`.
+        slots_as_index: its slots as a slice or NumPy array where values can be read, see
+            :func:`~torchrl_replay_ext.indices.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         newest: the step that was last written to the storage; -1 if unknown.
         last_seen: the step at which the last write ended that the log has seen, or a special value.
     """
 
-    places: Array
+    slots_as_index: Array
     first: int
     last: int
     smallest: int
@@ -81,7 +82,7 @@ class WriteLog(Recoverable):
         return (self.generation > 0).nonzero().squeeze(1)
 
     def record(self, slots: Array) -> None:
-        """Register one write of ``slots``, an index as :attr:`RingWrite.places`."""
+        """Register one write of ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
         increase(self.num_writes, 1)
         if not isinstance(slots, Tensor):
             self.generation.numpy()[slots] = self.num_writes.item()
@@ -103,14 +104,14 @@ class WriteLog(Recoverable):
             return self.num_writes
         return torch.full((), self.num_writes.item(), device=self.generation.device)
 
-    def announce(self, index: int | Tensor | None, places: Array | None = None) -> None:
-        """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.places`.
+    def announce(self, index: int | Tensor | None, slots_as_index: Array | None = None) -> None:
+        """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.slots_as_index`.
 
         None: no update for its rows is expected.
         """
         self._announced = index
         # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = None if isinstance(places, Tensor) else copy.copy(places)
+        self._written = None if isinstance(slots_as_index, Tensor) else copy.copy(slots_as_index)
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
         """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
@@ -171,16 +172,16 @@ class WriteLog(Recoverable):
 
     def locate(self, slots: Tensor, newest: int | Tensor | None) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring. ``newest``: see :class:`RingWrite`; None: unknown."""
-        newest, lanes, places = -1 if newest is None else newest, self.layout.slots_per_step, as_index(slots)
-        if isinstance(places, slice):
-            first, last = places.start, places.stop - 1
+        newest, lanes, index = -1 if newest is None else newest, self.layout.slots_per_step, as_index(slots)
+        if isinstance(index, slice):
+            first, last = index.start, index.stop - 1
             others = [first, last, *read(newest, self.last_seen_step)]
-        elif isinstance(places, np.ndarray):
-            first, last, *others = map(int, (places[0], places[-1], places.min(), places.max()))
+        elif isinstance(index, np.ndarray):
+            first, last, *others = map(int, (index[0], index[-1], index.min(), index.max()))
             others += read(newest, self.last_seen_step)
         else:
             first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
-        return RingWrite(places, first // lanes, last // lanes, *others)
+        return RingWrite(index, first // lanes, last // lanes, *others)
 
     def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor | None]:
         """Find the step of the ring at which a write ends, and the slots that it skipped.
@@ -215,8 +216,8 @@ class WriteLog(Recoverable):
             ValueError: if the rows are new and not consecutive in the ring.
         """
         size = self.layout.num_slots
-        if isinstance(write.places, slice):
-            were_stored, consecutive = bool(gather_in_bounds(self.generation, write.places).all()), True
+        if isinstance(write.slots_as_index, slice):
+            were_stored, consecutive = bool(gather_in_bounds(self.generation, write.slots_as_index).all()), True
         else:
             order = torch.arange(slots.shape[0], device=slots.device)
             were_stored, consecutive = read(

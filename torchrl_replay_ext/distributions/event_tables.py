@@ -47,7 +47,7 @@ class EventTableMixture(Distribution):
         beta: exponent of weights; None: all weights are 1.
     """
 
-    requires_sequential_writer = True
+    treats_gaps_as_lost = True
     writes_in_graphs = False
     settings = ("eta",)
 
@@ -119,6 +119,10 @@ class EventTableMixture(Distribution):
         mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
         self._entries.write(positions, mass, mask)
 
+    def _set_new(self, positions: Tensor, slots: Tensor, priority: Tensor) -> None:
+        """Set the masses of new transitions ``slots`` [n] at ``positions`` [n]; a negative priority marks them."""
+        self._set(positions, slots, priority=-priority.float().expand(len(slots)))
+
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """All positions of ``slots`` [n], and the slot of each position."""
         positions = self._tables.positions(slots)
@@ -160,14 +164,16 @@ class EventTableMixture(Distribution):
         self._within.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
         self._within.count_changes(len(slots))
-        # in a write, the writer removes the slots from the event tables next, and fills pinned tables later
-        everywhere = self._is_incomplete or not self._tables.is_changing
-        if not everywhere and (self._plain or not self.slots_in_ring_order):
-            if self.slots_in_ring_order:
-                self._entries.write(rows.places, SumTree.UNIT)
-            return
-        positions, repeated = self._everywhere(slots) if everywhere else (slots, slots)
-        self._set(positions, repeated, priority=-priority.float().expand(len(repeated)))
+        if self._is_incomplete or not self._tables.is_changing:
+            # no write of the writer is under way: the lists of all tables are up to date
+            self._set_new(*self._everywhere(slots), priority)
+        elif self.slots_in_ring_order:
+            # the default table; the writer removes the slots from the event tables after this call
+            if self._plain:
+                self._entries.write(rows.slots_as_index, SumTree.UNIT)
+            else:
+                self._set_new(slots, slots, priority)
+        # else pinned tables: the writer inserts the slots after this call, see on_insert
 
     def remove(self, slots: Tensor) -> None:
         self._tables.overwrite(slots.cpu().numpy())

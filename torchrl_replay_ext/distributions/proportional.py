@@ -56,9 +56,9 @@ class PowerTree:
             priority = priority.astype(np.float64, copy=False)
         return SumTree.to_mass(priority ** self._alpha.current())
 
-    def insert(self, places: Array, priority: Tensor) -> None:
-        """Set the masses of new transitions in the slots ``places`` (:attr:`RowView.places`) from ``priority`` [1]."""
-        self.tree.write(places, self.mass(scalar(priority)), lazy=True, distinct=True)
+    def insert(self, index: Array, priority: Tensor) -> None:
+        """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
+        self.tree.write(index, self.mass(scalar(priority)), lazy=True, distinct=True)
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
@@ -127,7 +127,7 @@ class Proportional(Distribution):
         return self._power.max_priority
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        self._power.insert(rows.places, priority)
+        self._power.insert(rows.slots_as_index, priority)
 
     def remove(self, slots: Tensor) -> None:
         self._power.remove(slots)

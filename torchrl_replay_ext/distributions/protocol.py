@@ -83,11 +83,12 @@ class RowView(Protocol):
 
     Args:
         slots: int64 [n].
-        places: the same slots as an index, see :func:`~torchrl_replay_ext.indices.as_index`.
+        slots_as_index: the same slots as a slice or NumPy array where values can be read, see
+            :func:`~torchrl_replay_ext.indices.as_index`.
     """
 
     slots: Tensor
-    places: Array
+    slots_as_index: Array
 
     def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
         """One number per row, [n]; None if the entry is missing.
@@ -119,10 +120,10 @@ class RowView(Protocol):
 class WriteObserver(ABC):
     """State that is updated at each write to the slots of a buffer."""
 
-    # True if slots must be written one after the other in the order of the ring
+    # True if a write that is not next in the ring is an error: ValueError
     needs_order = False
-    # True if any gap between writes means that a write was interrupted, for every type of writer
-    requires_sequential_writer = False
+    # True if slots between two writes count as lost, with any writer, and are removed
+    treats_gaps_as_lost = False
 
     @abstractmethod
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
@@ -171,7 +172,7 @@ class Distribution(WriteObserver):
     has none. On accelerators, methods should not read values either: the host must wait for the device.
     """
 
-    # True if slots are written in the order of their numbers
+    # True if the writer fills the slots in the order of the ring; False for pinned event tables, which choose the slots
     slots_in_ring_order = True
     # True if writes in a graph have the same result as outside of it
     writes_in_graphs = True

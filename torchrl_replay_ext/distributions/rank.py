@@ -144,8 +144,8 @@ class RankBased(Distribution):
             self._sort_if_due()
         if not is_traced() and int(self._written) + count > self._size:
             self.sort()
-        if isinstance(rows.places, slice):
-            self._place_consecutive(rows.places, self._size - int(self._written))
+        if isinstance(rows.slots_as_index, slice):
+            self._place_consecutive(rows.slots_as_index, self._size - int(self._written))
         else:
             number = torch.arange(count, device=self._device)
             place = self._size - 1 - (self._written + number) % self._size

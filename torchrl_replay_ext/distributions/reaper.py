@@ -31,7 +31,7 @@ class ReliabilityAdjusted(Distribution):
         may_be_zero: True if all TD errors of an episode may be 0.
     """
 
-    needs_order = requires_sequential_writer = rejects = True
+    needs_order = treats_gaps_as_lost = rejects = True
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ReliabilityAdjusted(Distribution):
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._reliability.insert(slots, priority, rows)
-        self._power.insert(rows.places, priority)
+        self._power.insert(rows.slots_as_index, priority)
 
     def remove(self, slots: Tensor) -> None:
         self._reliability.remove(slots)

@@ -35,7 +35,7 @@ class SliceStarts(Distribution):
         pad: if True, slices may be shorter than ``slice_len``.
     """
 
-    needs_order = requires_sequential_writer = True
+    needs_order = treats_gaps_as_lost = True
     takes_priorities = False
     # True after a draw that found a transition where a slice may begin
     _had_starts = False

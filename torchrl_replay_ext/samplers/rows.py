@@ -31,7 +31,8 @@ class StoredRows:
         owner: class name of the sampler, for error messages.
         storage: the storage.
         slots: int64 [n].
-        places: the same slots as an index, see :func:`~torchrl_replay_ext.indices.as_index`.
+        slots_as_index: the same slots as a slice or NumPy array where values can be read, see
+            :func:`~torchrl_replay_ext.indices.as_index`.
         log: the log of earlier writes.
         write: where the write lies in the ring. None: the rows are known to be new, or are written in a graph.
     """
@@ -41,11 +42,11 @@ class StoredRows:
         owner: str,
         storage: Storage | None,
         slots: Tensor,
-        places: Array,
+        slots_as_index: Array,
         log: WriteLog,
         write: RingWrite | None,
     ):
-        self.owner, self.slots, self.places = owner, slots, places
+        self.owner, self.slots, self.slots_as_index = owner, slots, slots_as_index
         self._storage, self._log, self._num_slots = storage, log, log.layout.num_slots
         self._write, self._is_rewrite = write, None if write is not None else False
 

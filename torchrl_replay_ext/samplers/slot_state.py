@@ -226,7 +226,7 @@ class SlotState:
             require_in_range(self.owner, slots, self.layout.num_slots, self.layout.shape)
         if slots.device != self.layout.device:
             slots = to_device(slots, self.layout.device)
-            write = write._replace(places=as_index(slots))
+            write = write._replace(slots_as_index=as_index(slots))
         self.recover(storage, slots)
         self._write_has_effects = False
         try:
@@ -239,7 +239,7 @@ class SlotState:
             raise
         if sets is not None and end == write.newest:
             self._seen_sets.fill_(sets)
-        self.log.announce(index if slots.numel() == count else None, write.places)
+        self.log.announce(index if slots.numel() == count else None, write.slots_as_index)
 
     def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> int:
         """Apply a write of ``slots`` [n]; returns the ring position after it, as :meth:`WriteLog.place_write`.
@@ -267,7 +267,7 @@ class SlotState:
                 part.before_full_overwrite()
             self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
             slots = slots[-self.layout.num_slots :]
-            write = write._replace(places=as_index(slots))
+            write = write._replace(slots_as_index=as_index(slots))
         self.insert(slots, storage, write)
         # last, because the write may be rejected
         log.see_step(end)
@@ -282,9 +282,7 @@ class SlotState:
         end, skipped = self.log.place_write(
             count,
             write,
-            lambda: (
-                any(part.requires_sequential_writer for part in self._parts) or _torchrl.has_round_robin_writer(storage)
-            ),
+            lambda: any(part.treats_gaps_as_lost for part in self._parts) or _torchrl.has_round_robin_writer(storage),
         )
         if end == OUT_OF_ORDER and self._needs_order:
             raise ValueError(
@@ -294,8 +292,8 @@ class SlotState:
 
     def insert(self, slots: Tensor, storage: Storage | None, write: RingWrite | None = None) -> None:
         """Insert the transitions in ``slots`` [n]. Without ``write``, all of them count as new."""
-        places = as_index(slots) if write is None else write.places
-        rows = StoredRows(self.owner, storage, slots, places, self.log, write)
+        index = as_index(slots) if write is None else write.slots_as_index
+        rows = StoredRows(self.owner, storage, slots, index, self.log, write)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.exclude(slots)
         accepted = False
@@ -308,8 +306,8 @@ class SlotState:
             if largest is not None:
                 self.priorities.undo_exclude(slots, largest)
             raise
-        self.log.record(places)
-        self.priorities.insert(places)
+        self.log.record(index)
+        self.priorities.insert(index)
 
     def remove(self, slots: Tensor) -> None:
         """Mark ``slots`` [n], without duplicates, as empty."""

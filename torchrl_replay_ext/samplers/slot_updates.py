@@ -60,16 +60,16 @@ class SlotUpdates:
         """Called after hyperparameters were changed."""
         self._max_priority.fill_(self._distribution.max_priority)
 
-    def remember_draw(self, slots: Tensor, *, real: Tensor | None = None, comes_back: bool = True) -> None:
+    def remember_draw(self, slots: Tensor, *, is_unpadded: Tensor | None = None, expects_update: bool = True) -> None:
         """Outside graphs, record a draw.
 
         Args:
             slots: int64 [n].
-            real: which rows are not padding, bool [n]; None (default): all.
-            comes_back: True (default) if an update of the rows is expected.
+            is_unpadded: which rows are not padding, bool [n]; None (default): all.
+            expects_update: True (default) if an update of the rows is expected.
         """
         if not is_traced():
-            self.pending.add(slots, self._num_writes(), real=real, comes_back=comes_back)
+            self.pending.add(slots, self._num_writes(), is_unpadded=is_unpadded, expects_update=expects_update)
 
     def _num_writes(self) -> int | Tensor:
         number = scalar(self._log.num_writes)
@@ -83,7 +83,7 @@ class SlotUpdates:
         if values_can_be_read(slots):
             late, generation = self._late_rows(slots, None), self._generation_in_range(slots)
         else:
-            late = self.pending.judge(slots, self._num_writes())[1]
+            late = self.pending.find_late_rows(slots, self._num_writes())[1]
             generation = self._generation(slots.clamp(0, self._layout.size - 1))
         return generation if late is None else torch.where(late, _NO_WRITE, generation)
 
@@ -101,10 +101,10 @@ class SlotUpdates:
             IndexError: if a slot is out of range, or is empty and was never drawn.
         """
         if stamp is not None:
-            self.pending.come_back(slots)
+            self.pending.register_update(slots)
             late = self._generation_in_range(slots) != stamp.reshape(-1)
             return late if bool(late.any()) else None
-        is_drawn, late = self.pending.judge(slots, self._num_writes())
+        is_drawn, late = self.pending.find_late_rows(slots, self._num_writes())
         if is_drawn:
             return late
         missing = self._generation_in_range(slots) == 0
@@ -183,7 +183,7 @@ class SlotUpdates:
         if stamp is None:
             wrong = ~valid
             if not is_traced() and not is_own_write:
-                is_drawn, late = self.pending.judge(given, self._num_writes())
+                is_drawn, late = self.pending.find_late_rows(given, self._num_writes())
         else:
             stamp = stamp.reshape(-1)
             # padded rows, marked by -1, are not counted
@@ -192,7 +192,7 @@ class SlotUpdates:
             wrong = valid ^ is_real
             is_current = is_current & (generation == stamp)
             if not is_traced():
-                self.pending.come_back(given)
+                self.pending.register_update(given)
         if late is not None:
             is_current = is_current & ~late
         self._require_valid(given, error, wrong if is_drawn else wrong | (generation == 0))

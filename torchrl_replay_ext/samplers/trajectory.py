@@ -33,6 +33,8 @@ _NO_SEQUENCES = (
 
 
 class _UniformStarts(PrioritySampler):
+    """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
+
     def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
         super().__init__(capacity, make, hyperparameters={}, validate=validate)
 
@@ -294,7 +296,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 # a stamp that no write has
                 info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
             # an update with the batch of newest() is not expected
-            self._sampler.state.updates.remember_draw(slots, real=mask, comes_back=drawn is not None)
+            self._sampler.state.updates.remember_draw(slots, is_unpadded=mask, expects_update=drawn is not None)
         return unravel(slots, self._sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
@@ -368,7 +370,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             return
         if stamp is not None:
             stamp = stamp.to(slots.device)
-        mask = sampler.state.updates.pending.real_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
+        mask = sampler.state.updates.pending.unpadded_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return

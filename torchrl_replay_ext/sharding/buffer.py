@@ -229,7 +229,7 @@ class ShardedReplayBuffer:
             rows = self._receive(request)
             parts += rows
             new = sum(map(num_rows, rows)) // self._unit
-            self._joint.see(request.rows, new)
+            self._joint.update_acceptance(request.rows, new)
             found += new
             if found >= wanted:
                 break
@@ -276,12 +276,12 @@ class ShardedReplayBuffer:
         """Wait for the answers to :meth:`_send`."""
         while self._sent:
             answers, incarnations, updates = self._sent.popleft()
-            self._group.take(answers, incarnations)
+            self._group.collect_rows(answers, incarnations)
             self._included = max(self._included, updates)
 
     def _receive(self, request: Request) -> list[Arrays]:
         self._receive_updates()
-        rows = self._group.take(request.answers, request.incarnations)
+        rows = self._group.collect_rows(request.answers, request.incarnations)
         self._included = max(self._included, request.updates)
         written = sum(report.written for report in self._group.reports)
         self._stale = {

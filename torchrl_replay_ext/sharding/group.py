@@ -92,7 +92,7 @@ class ShardGroup:
         """Send each shard its part of an update and of a draw; see :meth:`ReplayShard.exchange`.
 
         Returns:
-            References to the answers, for :meth:`take`, and the incarnation that each is meant for.
+            References to the answers, for :meth:`collect_rows`, and the incarnation that each is meant for.
         """
         priority = _largest_of_others([report.largest_priority for report in self.reports])
         episode = _largest_of_others([report.largest_episode for report in self.reports])
@@ -103,7 +103,7 @@ class ShardGroup:
             answers.append(None if number in self._waiting else shard.exchange.remote(call.pack()))
         return answers, [*self.incarnations]
 
-    def take(self, answers: list[Any], incarnations: list[int]) -> list[Arrays]:
+    def collect_rows(self, answers: list[Any], incarnations: list[int]) -> list[Arrays]:
         """Wait for the answers of :meth:`exchange`, note the reports and return the rows with the numbers of shards."""
         rows = []
         for number, answer in enumerate(get_all(self._calls, answers)):
@@ -112,31 +112,34 @@ class ShardGroup:
             if isinstance(answer, Lost):
                 if is_known:
                     self._mark_lost(number)
-            elif answer is not None and self._is_current(number, answer[0], is_known):
+            elif answer is not None:
                 report, part = answer
-                self._note(number, report)
-                if num_rows(part):
+                if is_known:
+                    self._check_incarnation(number, report)
+                if self._accept(number, report) and num_rows(part):
                     rows.append({**part, SHARD_KEY: np.full(num_rows(part), number)})
         return rows
-
-    def _is_current(self, number: int, report: Report, is_new: bool = True) -> bool:
-        """Whether a report is one of the known incarnation. If it is of a new one, the loss of the old one is noted."""
-        is_current = report.incarnation == self.incarnations[number]
-        if not is_current and is_new:
-            self._mark_lost(number)
-        return is_current
 
     def note(self, reports: Sequence[Report | None]) -> None:
         """Note the reports that a writer has received."""
         for number, report in enumerate(reports):
-            if report is not None and report.incarnation == self.incarnations[number]:
-                self._note(number, report)
+            if report is not None:
+                self._accept(number, report)
 
-    def _note(self, number: int, report: Report) -> None:
+    def _check_incarnation(self, number: int, report: Report) -> None:
+        """Mark a shard as lost if its report is that of a new process."""
+        if report.incarnation != self.incarnations[number]:
+            self._mark_lost(number)
+
+    def _accept(self, number: int, report: Report) -> bool:
+        """Note a report of the known process, if it is newer; return whether it is of that process."""
+        if report.incarnation != self.incarnations[number]:
+            return False
         # Answers may arrive late: after newer ones, or after the process has ended.
         if number not in self._waiting and report.number >= self.reports[number].number:
             self.reports[number] = report
             self._schedules = report.schedules or self._schedules
+        return True
 
     def call(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> list[tuple[Report, Any]]:
         """Call a method of all shards that are not lost.
@@ -157,9 +160,10 @@ class ShardGroup:
         for number, answer in enumerate(get_all(self._calls, calls)):
             if isinstance(answer, Lost):
                 self._mark_lost(number)
-            elif answer is not None and self._is_current(number, answer[0]):
-                self._note(number, answer[0])
-                results.append(answer)
+            elif answer is not None:
+                self._check_incarnation(number, answer[0])
+                if self._accept(number, answer[0]):
+                    results.append(answer)
         return results
 
     def call_all(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> list[Any]:
@@ -222,7 +226,7 @@ class ShardGroup:
         except Exception as error:
             self._on_loss(f"shard {number} could not be restored and goes on empty: {error}")
         if self._schedules:
-            report, _ = self._calls.get(shard.answer.remote("follow", self._schedules))
+            report, _ = self._calls.get(shard.answer.remote("load_schedules", self._schedules))
         return report
 
     def _source(self, number: int) -> dict[str, Any] | str | None:

@@ -51,8 +51,8 @@ class JointDraw:
             return rows
         return int(rows / self._acceptance * _SPARE_SHARE) + _SPARE
 
-    def see(self, proposed: int, accepted: int) -> None:
-        """Learn how many of the proposals of a round were accepted."""
+    def update_acceptance(self, proposed: int, accepted: int) -> None:
+        """Update the running mean by the numbers of proposed and of accepted rows of a round."""
         if self._distribution is not None and self._distribution.rejects and proposed:
             self._acceptance += 0.1 * (max(accepted, 1) / proposed - self._acceptance)
 

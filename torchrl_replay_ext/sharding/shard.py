@@ -356,7 +356,7 @@ class ReplayShard:
         # not the buffer's dumps(), which writes memory-mapped files: on a full disk, that kills the process
         torch.save(self._buffer.state_dict(), path)
 
-    def follow(self, schedules: dict[str, list]) -> None:
+    def load_schedules(self, schedules: dict[str, list]) -> None:
         """Continue the schedules of another shard."""
         if drawing := drawing_sampler(self._buffer.sampler):
             drawing.load_schedules(schedules)
