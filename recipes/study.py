@@ -58,13 +58,12 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config, reason
-from recipes.common.files import locked
-from recipes.common.progress import PROGRESS, append_rows, read_progress, rewrite, steps_to_reach, was_stopped
+from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite, steps_to_reach, was_stopped
+from recipes.common.files import code_version, locked
+from recipes.common.report import report
 from recipes.common.schemas.study import Config, StudyConfig
+from recipes.common.study_files import CURVES, KEYS, RUNS, STUDY, key_of, read_rows
 
-RUNS, CURVES, STUDY = "runs.csv", "curves.csv", "study.yaml"
-# columns of runs.csv and curves.csv that identify a run
-KEYS = ("recipe", "env", "variant", "seed")
 # settings of a study that decide how its runs are judged, and which columns are kept
 JUDGED_BY = ("column", "also", "least", "in_a_row")
 
@@ -186,7 +185,7 @@ class Pool:
 
     def _evaluations(self, job: Job) -> list[dict[str, str]]:
         """The rows of progress.csv of a finished run."""
-        rows = read_progress(self.directory(job) / PROGRESS)
+        rows = read_csv(self.directory(job) / PROGRESS)
         for key, columns in (("column", [self._study.column]), ("also", self._study.also)):
             if missing := [column for column in columns if column not in rows[0]]:
                 raise ConfigError(
@@ -206,16 +205,6 @@ def cpu_time_of(row: dict[str, str]) -> float:
     return round(float(row.get("cpu_time", math.nan)), 1)
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV; an empty list if the file does not exist."""
-    return read_progress(path) if path.is_file() else []
-
-
-def key_of(row: dict[str, str]) -> tuple[str, ...]:
-    """The key (see Job.key) of the run that a row of runs.csv or curves.csv belongs to."""
-    return tuple(row[name] for name in KEYS)
-
-
 def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
     """The keys of the runs in runs.csv. Removes incomplete rows, and curves without a row, left by a killed study."""
     for path in (out / RUNS, out / CURVES):
@@ -227,19 +216,6 @@ def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
     if len(whole) < len(curves):
         rewrite(out / CURVES, whole)
     return done
-
-
-def code_version() -> str:
-    """The commit of this checkout, followed by "+" if files have changed since; "unknown" without git."""
-    root = Path(__file__).parent
-    try:
-        commit, changes = (
-            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + "+" * bool(changes)
 
 
 @contextmanager
@@ -330,8 +306,6 @@ def _run_missing(config: Config, out: Path) -> int:
 
 def show(out: Path) -> None:
     """Write table and figure of the runs that have finished, if any, and print the table and its conclusions."""
-    from recipes.common.report import report  # it imports this module
-
     if not (out / RUNS).is_file():
         return
     try:

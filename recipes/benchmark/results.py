@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recipes.study import code_version
+from recipes.common.files import code_version
 
 LIBRARIES = ("torch", "torchrl", "tensordict", "torchrl_replay_ext", "gymnasium", "numpy")
 PEERS = ("cpprb", "tianshou", "flashbax", "jax", "stable-baselines3")

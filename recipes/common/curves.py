@@ -1,23 +1,45 @@
-"""Learning curves: the evaluations of runs, and panels that show them."""
+"""Learning curves: reads the evaluations of runs, and draws them. Does not import torch."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from omegaconf import MISSING, OmegaConf
 
-from recipes.common.figures import Look, label, sample_line
+from recipes.common.cli import CONFIG, ConfigError
+from recipes.common.csv_files import PROGRESS, read_csv, was_stopped
+from recipes.common.figures import (
+    PANEL_HEIGHT,
+    Look,
+    count_steps,
+    env_label,
+    explain,
+    label,
+    looks,
+    new_figure,
+    sample_line,
+    save,
+    styled,
+    threshold_line,
+)
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
 
 RETURN = "return_mean"
+SAMPLER = ("sampler.name",)
+_NAMED = (*SAMPLER, "variant")  # keys whose values name a group of runs without the key
+KEYS = ("env", "seed", "env_steps")  # columns of a CSV with the evaluations of many runs
 BAND = {"alpha": 0.16, "linewidth": 0}
 MARKERS = 8  # about so many on a line
 
 
 @dataclass
-class Run:
+class Curve:
     """The evaluations of one run."""
 
     env: str
@@ -44,7 +66,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def draw_curves(
-    axes: Axes, groups: Mapping[str, Sequence[Run]], column: str, looks: Mapping[str, Look], window: int = 1
+    axes: Axes, groups: Mapping[str, Sequence[Curve]], column: str, looks: Mapping[str, Look], window: int = 1
 ) -> None:
     """Draw a line and a band for each group of runs; the caller labels the x axis, see `figures.count_steps`.
 
@@ -81,7 +103,7 @@ def curve_entries(groups: Iterable[str], looks: Mapping[str, Look]) -> dict[str,
     return {label(group): (Patch(color=looks[group].color, **BAND), sample_line(looks[group])) for group in groups}
 
 
-def curve_note(groups: Iterable[Sequence[Run]], window: int = 1) -> str:
+def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     """A sentence on what lines and bands are."""
     sizes = sorted({len(runs) for runs in groups})
     each = f"smoothed over {window} evaluations" if window > 1 else ""
@@ -91,3 +113,141 @@ def curve_note(groups: Iterable[Sequence[Run]], window: int = 1) -> str:
     mean = "interquartile mean" if sizes[-1] >= 4 else "mean"
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     return f"Line: {mean} of {count} seeds{f', each {each}' if each else ''}; band: 95 % bootstrap interval over seeds."
+
+
+def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Curve:
+    """Read the evaluations of a run.
+
+    Args:
+        run_dir: directory of the run.
+        columns: columns of progress.csv to read. Default: the mean return.
+        by: configuration keys that name the group of the run. Default: the sampler.
+
+    Raises:
+        ConfigError: if the directory holds no evaluations, or a column or key is missing.
+    """
+    for name in (CONFIG, PROGRESS):
+        if not (run_dir / name).is_file():
+            raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run with logger=csv")
+    config = OmegaConf.load(run_dir / CONFIG)
+    rows = read_csv(run_dir / PROGRESS)
+    if not rows:
+        raise ConfigError(f"{run_dir}: {PROGRESS} has no rows yet")
+    for column in columns:
+        if column not in rows[0]:
+            raise ConfigError(f"{run_dir}: {PROGRESS} has no column {column}, only {', '.join(rows[0])}")
+    values = {key: OmegaConf.select(config, key, default=MISSING) for key in by}
+    if missing := [key for key, value in values.items() if value == MISSING]:
+        raise ConfigError(f"{run_dir}: {CONFIG} has no {', '.join(missing)}")
+    return Curve(
+        env=config.env.name,
+        group=group_name(values),
+        seed=config.seed,
+        threshold=config.env.reward_threshold,
+        steps=np.array([int(row["env_steps"]) for row in rows]),
+        values={column: np.array([float(row[column]) for row in rows]) for column in {RETURN, *columns}},
+        stopped=was_stopped(config, rows),
+    )
+
+
+def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> list[Curve]:
+    """Read the evaluations of many runs from a CSV; it has no thresholds.
+
+    Args:
+        path: a CSV with a row per evaluation.
+        columns: columns of values to read. Default: the mean return.
+        by: columns that name the group of a run. Default: the sampler.
+
+    Raises:
+        ConfigError: if the file has no rows or lacks a column.
+    """
+    names = [name.removesuffix(".name") for name in by]
+    rows = read_csv(path)
+    if not rows:
+        raise ConfigError(f"{path}: no rows")
+    if missing := [name for name in (*KEYS, *names, *columns) if name not in rows[0]]:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}, only {', '.join(rows[0])}")
+    curves: dict[tuple[str, str, int], list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        group = group_name({key: row[name] for key, name in zip(by, names, strict=True)})
+        curves[row["env"], group, int(row["seed"])].append(row)
+    return [
+        Curve(
+            env=env,
+            group=group,
+            seed=seed,
+            threshold=None,
+            steps=np.array([int(row["env_steps"]) for row in curve]),
+            values={column: np.array([float(row[column]) for row in curve]) for column in columns},
+        )
+        for (env, group, seed), curve in curves.items()
+    ]
+
+
+def group_name(values: Mapping[str, object]) -> str:
+    """The name of the runs with these values of the keys in `--by`."""
+    texts = {key: "null" if value is None else str(value) for key, value in values.items()}
+    names = [text if key in _NAMED else f"{key.split('.')[-1]} {text}" for key, text in texts.items()]
+    return ", ".join(names)
+
+
+@styled
+def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window: int = 1) -> Figure:
+    """Draw a panel per environment and column.
+
+    Args:
+        runs: at least one run.
+        columns: the values to draw. Default: the mean return.
+        window: evaluations of a run that are averaged. Default: 1.
+    """
+    by_env: dict[str, dict[str, list[Curve]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        by_env[run.env][run.group].append(run)
+    panels = [(env, column) for env in by_env for column in columns]
+    width = len(columns) if 1 < len(columns) <= 3 else min(2, len(panels))
+    height = -(-len(panels) // width)
+    figure = new_figure(0.8 + height * (PANEL_HEIGHT if width > 1 else 3.4))
+    chosen = looks(dict.fromkeys(run.group for run in runs))
+    entries: dict = curve_entries(chosen, chosen)
+    for axes, panel in zip(figure.subplots(height, width, squeeze=False).flat, panels, strict=False):
+        env, column = panel
+        draw_curves(axes, by_env[env], column, chosen, window)
+        axes.set_xlabel(count_steps(axes.xaxis, max(run.steps[-1] for group in by_env[env].values() for run in group)))
+        if len(by_env) > 1:
+            axes.set_title(env_label(env))
+        first = next(iter(by_env[env].values()))[0]
+        if first.threshold is not None and column == first.column:
+            threshold_line(axes, first.threshold, entries, len(by_env) > 1)
+    if len(by_env) == 1:
+        figure.suptitle(env_label(panels[0][0]))
+    for axes in figure.axes[len(panels) :]:
+        axes.remove()
+    explain(figure, entries, curve_note([group for groups in by_env.values() for group in groups.values()], window))
+    return figure
+
+
+def remarks(runs: Sequence[Curve]) -> list[str]:
+    """What a reader of the figure should know of its lines: early ends, and runs with the same seed."""
+    groups: dict[tuple[str, str], list[Curve]] = defaultdict(list)
+    for run in runs:
+        groups[run.env, run.group].append(run)
+    found = []
+    for (env, group), members in groups.items():
+        ends = [int(run.steps[-1]) for run in members]
+        # see draw_curves: a line ends with the first of its runs that did not reach the threshold
+        unsolved = [end for run, end in zip(members, ends, strict=True) if not run.stopped]
+        if unsolved and min(unsolved) < max(ends):
+            found.append(
+                f"{env}, {group}: the line ends at step {min(unsolved)}, the end of its shortest run; the longest has "
+                f"{max(ends)}"
+            )
+        repeated = sorted(seed for seed, count in Counter(run.seed for run in members).items() if count > 1)
+        if repeated:
+            seeds = ", ".join(map(str, repeated))
+            found.append(f"{env}, {group}: several runs have seed {seeds}; they count as runs of different seeds")
+    return found
+
+
+def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draw the mean returns of runs into the PNG or SVG `out`."""
+    save(draw_runs([read_run(run_dir) for run_dir in run_dirs]), out)

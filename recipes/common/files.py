@@ -1,7 +1,8 @@
-"""Atomic replacement of files, and locks of directories."""
+"""Atomic replacement of files, locks of directories, and the version of the code."""
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,3 +63,16 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def code_version() -> str:
+    """The commit of this checkout, followed by "+" if files have changed since; "unknown" without git."""
+    root = Path(__file__).parents[1]
+    try:
+        commit, changes = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + "+" * bool(changes)

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.cli import ConfigError, parse_config
-from recipes.common.curves import Run, curve_entries, curve_note, draw_curves
+from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves
 from recipes.common.figures import (
     GREY,
     PANEL_HEIGHT,
@@ -44,8 +44,8 @@ from recipes.common.intervals import (
     median_of,
     median_with_bound,
 )
-from recipes.common.schemas.study import Config
-from recipes.study import CURVES, RUNS, STUDY, StudyConfig, key_of, read_rows
+from recipes.common.schemas.study import Config, StudyConfig
+from recipes.common.study_files import CURVES, RUNS, STUDY, key_of, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves
@@ -65,7 +65,7 @@ class Study:
 
     config: StudyConfig
     rows: Mapping[str, Mapping[str, Mapping[int, dict[str, str]]]]
-    runs: Mapping[str, Mapping[str, Mapping[int, Run]]]
+    runs: Mapping[str, Mapping[str, Mapping[int, Curve]]]
 
     def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
         """The number that `of` computes from the row of each run, [seeds]."""
@@ -115,7 +115,7 @@ def read_study(out: Path) -> Study:
     curves: dict[tuple[str, ...], dict[int, dict[str, str]]] = defaultdict(dict)
     for row in read_rows(out / CURVES):
         curves[key_of(row)][int(row["env_steps"])] = row
-    runs: defaultdict[str, defaultdict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
+    runs: defaultdict[str, defaultdict[str, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
     for env, variants in rows.items():
         for variant, seeds in variants.items():
             for seed, row in seeds.items():
@@ -124,7 +124,7 @@ def read_study(out: Path) -> Study:
                     row[f"final {column}"] = str(
                         np.mean([float(each[column]) for each in curve][-math.ceil(len(curve) / 10) :])
                     )
-                runs[env][variant][seed] = Run(
+                runs[env][variant][seed] = Curve(
                     env=env,
                     group=variant,
                     seed=seed,

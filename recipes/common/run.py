@@ -36,12 +36,13 @@ from recipes.common.cli import (
 )
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
+from recipes.common.csv_files import reaches
+from recipes.common.curves import plot_runs
 from recipes.common.evaluation import Evaluation, Policy
 from recipes.common.files import atomic_write, locked
-from recipes.common.progress import Means, Progress, reaches, warn
+from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
 from recipes.common.video import Camera
-from recipes.plot import plot_runs
 
 if TYPE_CHECKING:
     # recipes.common.remote imports Ray if it is installed, which takes a second

@@ -13,11 +13,12 @@ import zipfile
 import pytest
 
 from recipes import dqn
-from recipes.common import progress
+from recipes.common import csv_files
 from recipes.common import run as training
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.csv_files import read_csv
 from recipes.common.files import locked
-from recipes.common.progress import Progress, read_progress
+from recipes.common.progress import Progress
 from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
 composer = Composer("dqn", dqn.Config, [*tiny("dqn"), "sampler=per"])
@@ -92,7 +93,7 @@ def test_what_a_kill_leaves_does_no_harm(tmp_path, stopped):
     for more in (f"64{line[2:]}\r\n32,4", "4", f"{line}\r"):
         with (stopped / "progress.csv").open("a", newline="") as file:
             file.write(more)
-        assert read_progress(stopped / "progress.csv")[0]["env_steps"] == "32"
+        assert read_csv(stopped / "progress.csv")[0]["env_steps"] == "32"
     assert dqn.train(composer.resumed(stopped), stopped) == DONE
     assert {*contents(stopped)} == {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
     assert_same_runs(whole(tmp_path), stopped)
@@ -168,7 +169,7 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.os, "fsync", full)
+        patch.setattr(csv_files.os, "fsync", full)
         for step in (2, 3):
             record.write({"env_steps": step, "loss": 0.25})
         with pytest.raises(OSError, match="No space left"):

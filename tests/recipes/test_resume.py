@@ -10,7 +10,7 @@ import torch
 from recipes import acer, dqn, r2d2, sac, td3
 from recipes.common import run
 from recipes.common.cli import DONE, INTERRUPTED
-from recipes.common.progress import rewrite
+from recipes.common.csv_files import rewrite
 from tests.recipes.runs import TINY_R2D2, Composer, assert_same_runs, needs, rows, stop_after, tiny
 
 RECIPES = {
