@@ -246,7 +246,7 @@ class FixedRoundsConfig(LearningConfig):
 
 @dataclass
 class RunConfig(ABC):
-    """The options in the top-level file of a recipe (conf/dqn.yaml, conf/sac.yaml ...), without its hyperparameters."""
+    """The options of conf/run.yaml, which all recipes share; the comments there explain them."""
 
     env: EnvConfig = MISSING
     sampler: dict[str, Any] = MISSING

@@ -180,7 +180,7 @@ def _group(recipe: str, group: str, default: str) -> str:
 
 
 def _source(path: Path, prefix: str) -> Source:
-    """Read a YAML file of recipes/conf and, if it begins with `defaults: [<file>]`, the file that it inherits from.
+    """Read a YAML file of recipes/conf, and the file that it inherits from, the first one in its defaults list.
 
     Empty if there is no file: the games have none of their own.
     """
@@ -188,7 +188,7 @@ def _source(path: Path, prefix: str) -> Source:
     header = []
     while lines and lines[0].startswith("#"):
         header.append(lines.pop(0).removeprefix("#").strip())
-    parent = re.match(r"defaults: \[(\w+)", lines[0]) if lines else None
+    parent = re.match(r"defaults:(?: \[|\n  - )(\w+)\b(?!:)", "\n".join(lines))
     base = _source(path.with_stem(parent[1]), prefix) if parent else Source("", {}, {})
     values, comments, parents = dict(base.values), dict(base.comments), []
     for line in lines:

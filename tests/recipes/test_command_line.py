@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
 from recipes.common import replay, signatures
-from recipes.common.cli import BAD_CONFIG, INTERRUPTED, check_command_line, is_out_of_memory, run_recipe
+from recipes.common.cli import BAD_CONFIG, DONE, INTERRUPTED, check_command_line, is_out_of_memory, run_recipe
 from recipes.common.hints import RECIPES, compose_config, composed, environments, no_such_option, options
 from recipes.experiments import cliffwalk, sset_tabular, stylized
 from tests.recipes.runs import ROOT, command, tiny
@@ -269,6 +269,18 @@ def test_recipes_with_the_same_hyperparameters_are_told_apart(refused, tmp_path,
 @pytest.mark.parametrize("word", ["sampler=per,reaper,pre", "dqn.gamma=.9,2"])
 def test_all_jobs_of_a_sweep_are_checked_before_the_first_starts(refused, word):
     assert f"{word.split('=')[0]}={word.split(',')[-1]}" in refused("dqn", "-m", "seed=1,2", word)
+
+
+@pytest.mark.parametrize("words", [["seed=3"], ["-m", "seed=3,4"]])
+def test_runs_get_a_directory_named_after_recipe_environment_sampler_and_seed(tmp_path, words):
+    running = command("td3", *words, *tiny("td3"), cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    _, errors = running.communicate(timeout=300)
+    assert running.returncode == DONE, errors
+    found = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("config.yaml"))
+    seeds = words[-1].removeprefix("seed=").split(",")
+    assert [name.rpartition("-")[0].rpartition("-")[0] for name in found] == [
+        f"runs/td3/pendulum/per/seed{seed}" for seed in seeds
+    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
