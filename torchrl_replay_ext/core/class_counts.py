@@ -111,12 +111,12 @@ class ClassCounts:
         change = torch.cat([held, known.unsqueeze(0)]).to(torch.int64)
         self._counts.index_add_(1, self._class[slots], change, alpha=sign)
 
-    def weight(self, slots: Tensor, share: Tensor, default_size: int | Tensor) -> Tensor:
+    def weight(self, slots: Tensor, per_entry: Tensor, default_size: int | Tensor) -> Tensor:
         """For the class of each slot: rate at which it is written / probability that a draw is of this class.
 
         Args:
             slots: int64 [n].
-            share: η_k / |B_k| of each table, float64 [tables]; 0 if no rows are drawn from the table.
+            per_entry: η_k / |B_k| of each table, float64 [tables]; 0 if no rows are drawn from the table.
             default_size: |B_0|, the number of transitions in the default table.
 
         Returns:
@@ -125,7 +125,7 @@ class ClassCounts:
         label = gather_in_bounds(self._class, slots)
         rows = torch.arange(len(self._counts), device=slots.device).unsqueeze(1) * self._counts.shape[1]
         counts = gather_in_bounds(self._counts.view(-1), (rows + label).view(-1)).view(-1, slots.shape[0])
-        drawn = (counts[:-1] * share.unsqueeze(1)).sum(0)
+        drawn = (counts[:-1] * per_entry.unsqueeze(1)).sum(0)
         # some table that the class has entered still holds all transitions of the class from number ``first`` on
         entered = (label & self._bits.unsqueeze(1)) > 0
         newest = self._complete_from[0]

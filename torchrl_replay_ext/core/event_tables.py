@@ -338,11 +338,11 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     def _is_listed(self, slots: np.ndarray) -> np.ndarray:
         return np.logical_or.reduce(self.holding(slots))
 
-    def share(self, slots: Tensor, of_table: list[float]) -> Tensor:
-        """Sum of ``of_table`` over the tables that hold each of ``slots`` [n], float32 [n]. For the CPU only."""
+    def sum_over_tables(self, slots: Tensor, per_table: list[float]) -> Tensor:
+        """Sum of ``per_table`` over the tables that hold each of ``slots`` [n], float32 [n]. For the CPU only."""
         held = self._state.places_on_device.index_select(1, slots) != self.nowhere
-        result = torch.tensor(of_table[self._first :]) @ held.to(torch.float32)
-        return result if self._pinned else result.add_(of_table[0])
+        result = torch.tensor(per_table[self._first :]) @ held.to(torch.float32)
+        return result if self._pinned else result.add_(per_table[0])
 
     def runs(self) -> list[tuple[int, int, int, int]] | None:
         """First position, number of positions, number of the oldest entry and size of each table.

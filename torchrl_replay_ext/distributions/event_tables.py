@@ -276,8 +276,8 @@ class EventTableMixture(Distribution):
         if any(wrapped):
             offset = torch.where(position >= before, offset, begin)
         slots = self._tables.slot_at.index_select(0, position.add_(offset)).to(torch.int64)
-        share = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
-        return slots, table, self._tables.share(slots, share), share
+        per_entry = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
+        return slots, table, self._tables.sum_over_tables(slots, per_entry), per_entry
 
     def _tables_of_rows(
         self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None
@@ -301,8 +301,8 @@ class EventTableMixture(Distribution):
         if self._on_cpu and self._plain and not in_graph:
             plain = self._plain_rows(batch_size, generator)
             if plain is not None:
-                slots, table, probability, share = plain
-                weight = self._weights.of_plain(slots, probability, share)
+                slots, table, probability, per_entry = plain
+                weight = self._weights.of_plain(slots, probability, per_entry)
                 self.count_batch()
                 extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
                 return Draw(slots, extras=extras)
@@ -345,8 +345,8 @@ class EventTableMixture(Distribution):
         """p(i) of ``slots`` [n], float64 [n]."""
         positions, _ = self._everywhere(slots)
         density = self._within.density(self._tree.get(positions).view(-1, slots.shape[0]), slots)
-        share = eta / torch.where(total > 0, total, 1.0)
-        return (density * share[: density.shape[0]].unsqueeze(1)).sum(0)
+        per_mass = eta / torch.where(total > 0, total, 1.0)
+        return (density * per_mass[: density.shape[0]].unsqueeze(1)).sum(0)
 
     def _has_holes(self) -> bool:
         """True if the default table may have slots whose content is unknown."""

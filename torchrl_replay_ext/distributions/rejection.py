@@ -173,15 +173,16 @@ class Rejection:
 
     def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: TableRows) -> Tensor:
         """Choose a proposal for each row by repeating accepted proposals, see :meth:`draw`; int64 [B]."""
-        share = _with_zero(factor.cumsum(0))
+        cumulative = _with_zero(factor.cumsum(0))
         edges = _with_zero(ends)
-        ahead, low = gather_in_bounds(_with_zero(accepted), edges), gather_in_bounds(share, edges)
+        ahead, low = gather_in_bounds(_with_zero(accepted), edges), gather_in_bounds(cumulative, edges)
         found, width = gather_in_bounds(ahead.diff(), rows.table), gather_in_bounds(low.diff(), rows.table)
         row = torch.arange(len(found), device=self._device) - gather_in_bounds(_with_zero(rows.ends), rows.table)
         number = gather_in_bounds(ahead, rows.table) + row % found.clamp_min(1) + 1
         target = gather_in_bounds(low, rows.table) + uniform(len(found), device=self._device) * width
         # the target may have been rounded up to the end, and all factors of a table may be 0
-        by_factor = torch.minimum(torch.searchsorted(share, target, right=True), gather_in_bounds(ends, rows.table)) - 1
+        behind = torch.searchsorted(cumulative, target, right=True)
+        by_factor = torch.minimum(behind, gather_in_bounds(ends, rows.table)) - 1
         return where_int64(found > 0, torch.searchsorted(accepted, number), by_factor)
 
     def _from_all(self, generator: torch.Generator | None, rows: TableRows) -> tuple[Tensor, Tensor]:
@@ -189,13 +190,13 @@ class Rejection:
         leaves = self._tree.leaves.nonzero().squeeze(1)
         mass = self._tree.leaves[leaves]
         density = mass * self._factor(leaves)
-        share, running = _with_zero(density.cumsum(0)), mass.cumsum(0)
+        cumulative, running = _with_zero(density.cumsum(0)), mass.cumsum(0)
         begin = torch.searchsorted(running, rows.low, right=True)[rows.table]
         end = torch.searchsorted(running, rows.low + rows.total, right=True)[rows.table]
         u = uniform(len(begin), device=self._device, generator=generator)
-        target = share[begin] + u * (share[end] - share[begin])
+        target = cumulative[begin] + u * (cumulative[end] - cumulative[begin])
         # the target may have been rounded up to the end
-        place = torch.minimum(torch.searchsorted(share, target, right=True), end) - 1
+        place = torch.minimum(torch.searchsorted(cumulative, target, right=True), end) - 1
         return leaves[place], density[place]
 
     def acceptance(self) -> Tensor:

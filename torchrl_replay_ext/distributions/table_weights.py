@@ -108,13 +108,13 @@ class TableWeights:
 
     # --- weights
 
-    def of_plain(self, slots: Tensor, probability: Tensor, share: list[float]) -> Tensor:
-        """Weights without priorities, float32 [n]; ``probability``: p(i), [n]; ``share``: η_k / |B_k|."""
+    def of_plain(self, slots: Tensor, probability: Tensor, per_entry: list[float]) -> Tensor:
+        """Weights without priorities, float32 [n]; ``probability``: p(i), [n]; ``per_entry``: η_k / |B_k|."""
         if self._correction is None:
             return torch.ones_like(probability)
         weight = 1 / probability
         if self._classes is not None:
-            of_table = torch.tensor(share, dtype=torch.float64, device=probability.device)
+            of_table = torch.tensor(per_entry, dtype=torch.float64, device=probability.device)
             weight = self._classes.weight(slots, of_table, self._tables.counts[0])
         return self._normalized(weight).to(torch.float32)
 
@@ -136,8 +136,8 @@ class TableWeights:
         elif self._correction == "mixture":
             weight = 1 / probability if self._classes is None else self._by_class(slots, probability, eta)
         elif self._correction == "priority":
-            share = 1 - self._shares.current[0]
-            weight = 1 / torch.where(self._in_event_table(slots), 1 + share, 1 - share)
+            event_share = 1 - self._shares.current[0]
+            weight = 1 / torch.where(self._in_event_table(slots), 1 + event_share, 1 - event_share)
         else:
             assert self._pairs is not None
             of_pair = self._pairs.of(slots)
@@ -145,9 +145,10 @@ class TableWeights:
                 per_copy = eta / self._tables.counts.clamp_min(1)
                 weight = (of_pair[:-1] * per_copy.unsqueeze(1)).sum(0) / of_pair[0] / probability
             else:
-                share = 1 - eta[0]
+                event_share = 1 - eta[0]
                 outside = 1 - of_pair[-1] / of_pair[0]
-                weight = torch.where(self._in_event_table(slots), 1 - share * outside, 1 / (1 - share))
+                inside = 1 - event_share * outside
+                weight = torch.where(self._in_event_table(slots), inside, 1 / (1 - event_share))
         return self._normalized(weight)
 
     def _in_event_table(self, slots: Tensor) -> Tensor:
@@ -156,12 +157,12 @@ class TableWeights:
     def _by_class(self, slots: Tensor, probability: Tensor, eta: Tensor) -> Tensor:
         """Weights for pinned tables, up to a factor, float64 [n]."""
         assert self._classes is not None
-        share = eta / self._tables.counts.clamp_min(1)
-        weight = self._classes.weight(slots, share, self._tables.counts[0])
+        per_entry = eta / self._tables.counts.clamp_min(1)
+        weight = self._classes.weight(slots, per_entry, self._tables.counts[0])
         if not self._prioritized:
             return weight
         # within a class, correct for the priorities inside the tables
-        return weight * (self._tables.holds(slots) * share.unsqueeze(1)).sum(0) / probability
+        return weight * (self._tables.holds(slots) * per_entry.unsqueeze(1)).sum(0) / probability
 
     def _normalized(self, weight: Tensor) -> Tensor:
         """``weight`` [n] to the power of β, divided by the largest; 0 if all are 0."""

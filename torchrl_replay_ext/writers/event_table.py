@@ -312,19 +312,19 @@ class EventTableWriter(CompilableWriter):
     def _fill_ring(self, slots: np.ndarray, timeline: Timeline, entering: Entering) -> None:
         """Remove overwritten entries and insert new ones. The result is the same as for one write per row."""
         tables = self._tables
-        alive = timeline.number >= tables.oldest + len(slots)
-        dying = tables.holding(slots)
+        is_stored = timeline.number >= tables.oldest + len(slots)
+        overwritten = tables.holding(slots)
         row_by_row = False
         for table, (places, _) in entering.items():
             full = tables.size(table) + len(places) > tables.capacity_of(table)
-            if full and (dying[table - 1].any() or not alive[places].all()):
+            if full and (overwritten[table - 1].any() or not is_stored[places].all()):
                 # in an ordered list, the overwritten entries are the oldest, which are removed first in any case
                 row_by_row |= not tables.list_of(table).stays_ordered(timeline.number[places])
         if not row_by_row:
             tables.overwrite(slots)
             for table, (places, _) in entering.items():
-                if alive[places].any():
-                    self._insert(table, timeline, places[alive[places]])
+                if is_stored[places].any():
+                    self._insert(table, timeline, places[is_stored[places]])
             return
         done = 0
         for row in np.unique(np.concatenate([at for _, at in entering.values()])).tolist():
