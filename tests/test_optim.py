@@ -1,10 +1,12 @@
 """Optimizer steps for compiled graphs, against torch's own optimizers."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from torchrl_replay_ext import AdamStep, clip_gradients
+from torchrl_replay_ext import AdamStep, clip_gradients, compile_step
 
 
 def pair(lr=1e-3, **options):
@@ -197,3 +199,44 @@ def test_an_empty_entry_in_the_state_of_an_optimizer_is_filled():
     assert not optimizer.state[parameter]
     AdamStep(optimizer)([torch.ones(3)])
     assert optimizer.state[parameter]["step"] == 1
+
+
+@pytest.mark.usefixtures("from_scratch")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_steps_go_on_with_a_state_that_is_loaded(is_compiled, rate):
+    def make(rate):
+        weight = torch.tensor([1.0, -2.0], requires_grad=True)
+        optimizer = torch.optim.Adam([weight], lr=rate)
+        step = AdamStep(optimizer)
+
+        def update():
+            step(torch.autograd.grad(weight.square().sum(), step.parameters))
+
+        return weight, optimizer, compile_step(update) if is_compiled else update
+
+    # the state of an optimizer before its first step, and one after three steps
+    other = make(rate.clone() if isinstance(rate, torch.Tensor) else rate)
+    states = [{**copy.deepcopy(other[1].state_dict()), "state": {}}]
+    for _ in range(3):
+        other[2]()
+    states.append(copy.deepcopy(other[1].state_dict()))
+    if isinstance(rate, torch.Tensor):
+        states[1]["param_groups"][0]["lr"] = torch.tensor(0.01)
+    weight, optimizer, update = make(rate)
+    update()
+    for state in (states[1], states[0], states[1]):
+        reference = weight.detach().clone().requires_grad_()
+        expected = torch.optim.Adam([reference], lr=0.1)
+        expected.load_state_dict(copy.deepcopy(state))
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for _ in range(2):
+            update()
+            expected.zero_grad()
+            reference.square().sum().backward()
+            expected.step()
+            torch.testing.assert_close(weight, reference)
+        ours, theirs = optimizer.state_dict(), expected.state_dict()
+        assert float(ours["param_groups"][0]["lr"]) == pytest.approx(float(theirs["param_groups"][0]["lr"]))
+        for name, value in theirs["state"][0].items():
+            torch.testing.assert_close(ours["state"][0][name], value)

@@ -368,6 +368,33 @@ def test_a_learning_rate_that_changes_must_be_a_tensor(fused):
     assert float(before - weight.detach()) == pytest.approx(0.05, rel=0.02)
 
 
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_learning_rate_that_changes_is_found_through_arguments(passed):
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    step = AdamStep(optimizer)
+
+    def update(step=step):
+        step(torch.autograd.grad(weight.square().sum(), step.parameters))
+
+    compiled = compile_step(update)
+    arguments = (step,) if passed else ()
+    compiled(*arguments)
+    compiled(*arguments)
+    optimizer.param_groups[0]["lr"] = 0.01
+    with pytest.raises(RuntimeError, match=r"step._group.lr was 0.1 when update was compiled and is 0.01 now"):
+        compiled(*arguments)
+
+
+def test_errors_keep_their_arguments():
+    def step(x):
+        raise ValueError(r"n=3: \path 'x'", 2)
+
+    with pytest.raises(ValueError, match="path") as caught:
+        compile_step(step)(torch.ones(1))
+    assert caught.value.args == (r"n=3: \path 'x'", 2)
+
+
 def test_a_buffer_of_torchrl_is_named_as_what_cannot_be_compiled():
     rb = buffer_of(ProportionalSampler, 10, batch_size=4)
     rb.extend(learnable(8))

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -172,8 +172,8 @@ def assumptions_of(guards: Sequence[Any]) -> Iterator[Assumption]:
 
 
 def broken_assumptions(step: FunctionType, assumptions: Iterable[Assumption]) -> dict[Assumption, str]:
-    """The assumptions that do not hold now, with the messages of the errors."""
-    scope = _scope(step)
+    """The assumptions that do not hold now, with the messages of the errors. Arguments are compared at each call."""
+    scope = guard_functions() | _scope(step)
     broken = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -189,44 +189,64 @@ def broken_assumptions(step: FunctionType, assumptions: Iterable[Assumption]) ->
 
 
 class LearningRates:
-    """The learning rates that a graph keeps as numbers; a scheduler may change them between any two calls.
+    """The learning rates that a graph has read; a scheduler may change them between any two calls.
+
+    The graph keeps a number, and reads the value of a tensor at each call.
 
     Args:
         step: the step.
         assumptions: what its graph assumes.
+        args, kwargs: the arguments of the first call.
     """
 
-    def __init__(self, step: FunctionType, assumptions: Iterable[Assumption]):
-        self._scope = _scope(step)
-        self._rates = []
-        for assumption in assumptions:
-            if assumption.name.endswith("['lr']"):
-                # skip what cannot be evaluated
-                with suppress(Exception):
-                    expression = compile(assumption.name, assumption.name, "eval")
-                    rate = eval(expression, self._scope)
-                    if isinstance(rate, _Constant):
-                        self._rates.append((expression, rate, assumption.name))
+    def __init__(
+        self, step: FunctionType, assumptions: Iterable[Assumption], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
+        self._step, self._functions = step, dict(guard_functions())
+        self._rates: list[tuple[CodeType, str, Any]] = []
+        scope = _scope(step, _arguments(step, args, kwargs))
+        for name in {assumption.name for assumption in assumptions if assumption.name.endswith("['lr']")}:
+            # skip what cannot be evaluated
+            with suppress(Exception):
+                expression = compile(name, name, "eval")
+                self._rates.append((expression, name, eval(expression, self._functions, scope)))
 
-    def require_unchanged(self, step: str) -> None:
-        """RuntimeError if a learning rate is another number than before."""
-        for expression, rate, name in self._rates:
-            now = eval(expression, self._scope)
-            if now is not rate and now != rate:
+    def require_unchanged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """RuntimeError if a learning rate is another number than at the first call, or a number instead of a tensor."""
+        if not self._rates:
+            return
+        scope = _scope(self._step, _arguments(self._step, args, kwargs))
+        for expression, name, before in self._rates:
+            try:
+                now = eval(expression, self._functions, scope)
+            except Exception:
+                # a variable that was deleted: the graph still has its object
+                continue
+            if now is before or (isinstance(now, Tensor) and isinstance(before, Tensor)):
+                continue
+            if isinstance(now, Tensor) or isinstance(before, Tensor) or now != before:
                 raise RuntimeError(
-                    f"compile_step: {_path(name)} was {rate} when {step} was compiled and is {now} now, but the graph "
-                    "keeps the number. Make the optimizer with a tensor on the device of the parameters, "
-                    "lr=torch.tensor(...); schedulers change it in place, and the graph reads its value."
+                    f"compile_step: {_path(name)} was {before} when {self._step.__name__} was compiled and is {now} "
+                    "now, but the graph keeps what it read before. Make the optimizer with a tensor on the device of "
+                    "the parameters, lr=torch.tensor(...): schedulers change its value, which the graph reads."
                 )
 
 
-def _scope(step: FunctionType) -> dict[str, Any]:
-    """The variables for :func:`eval` of torch's names. Arguments are left out: each call compares them."""
-    variables = {}
+def _scope(step: FunctionType, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The variables for :func:`eval` of torch's names: globals, the closure of the step, and these arguments."""
+    variables = {} if arguments is None else arguments
     for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
         with suppress(ValueError):  # an empty cell
             variables[name] = cell.cell_contents
-    return {**guard_functions(), "G": step.__globals__, "L": variables}
+    return {"G": step.__globals__, "L": variables}
+
+
+def _arguments(step: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with their defaults."""
+    code, defaults = step.__code__, step.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    arguments = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    return arguments | (step.__kwdefaults__ or {}) | dict(zip(names, args, strict=False)) | kwargs
 
 
 def _differ(before: Any, now: Any) -> bool:

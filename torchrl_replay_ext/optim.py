@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ class AdamStep:
     on a CPU: it computes βᵗ again for every few entries of every parameter.)
 
     Both change the parameters and the state of the optimizer in place. ``optimizer.state_dict()``, checkpoints and
-    steps of the optimizer therefore see every step. After ``optimizer.load_state_dict``, make a new AdamStep.
+    steps of the optimizer therefore see every step. ``optimizer.load_state_dict`` copies a state into the same tensors,
+    so a compiled graph goes on with it; only a learning rate that is a number in the graph must be as before.
 
     On a GPU, an optimizer that is not ``fused`` becomes ``capturable``: its step counts move there. With step counts on
     the CPU, a graph would wait for the GPU, and only parts of it could be replayed as CUDA graphs. The optimizer's
@@ -66,11 +68,39 @@ class AdamStep:
             raise ValueError("AdamStep: complex parameters are not supported; use their torch.view_as_real.")
         _place_counts(optimizer, self.parameters)
         self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
+        self._require_equal_counts()
+        itself = ref(self)
+
+        def take_loaded_state(_: torch.optim.Optimizer) -> None:
+            if step := itself():
+                step._take_loaded_state()
+
+        optimizer.register_load_state_dict_post_hook(take_loaded_state)
+
+    def _require_equal_counts(self) -> None:
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(
                 "AdamStep: the optimizer has made different numbers of steps for its parameters, because some had no "
                 "gradient in some steps; the number must be the same for all. Make a new optimizer."
             )
+
+    @torch.no_grad()
+    def _take_loaded_state(self) -> None:
+        """Keep the tensors, and the dict of the parameter group, that graphs know: copy what was loaded into them."""
+        optimizer, group = self._optimizer, self._group
+        _place_counts(optimizer, self.parameters)
+        loaded, optimizer.param_groups[0] = optimizer.param_groups[0], group
+        if isinstance(group["lr"], Tensor):
+            loaded["lr"] = group["lr"].copy_(torch.as_tensor(loaded["lr"]))
+        group.update(loaded)
+        tensors = zip(self._means, self._squares, self._counts, strict=True)
+        for parameter, own in zip(self.parameters, tensors, strict=True):
+            state = optimizer.state[parameter]
+            for name, tensor in zip(("exp_avg", "exp_avg_sq", "step"), own, strict=True):
+                # the state of an optimizer before its first step is empty
+                tensor.copy_(state[name]) if name in state else tensor.zero_()
+                state[name] = tensor
+        self._require_equal_counts()
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> None:

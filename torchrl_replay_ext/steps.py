@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -132,7 +133,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             raise RuntimeError(messages[0])
         given = forms_of(args, kwargs)
         if rates is not None:
-            rates.require_unchanged(step.__name__)
+            rates.require_unchanged(args, kwargs)
             # the step's own entries may be there; all others must be as at the first call
             if given != first and given != {key: form for key, form in after.items() if key in given} | first:
                 raise changed_argument(step.__name__, first, given)
@@ -140,7 +141,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         with _compiling():
             result = compiled(*args, **kwargs)
         first, after = given, forms_of(args, kwargs)
-        broken, rates = broken_assumptions(step, assumptions), LearningRates(step, assumptions)
+        broken, rates = broken_assumptions(step, assumptions), LearningRates(step, assumptions, args, kwargs)
         assumptions.clear()
         return result
 
@@ -230,7 +231,7 @@ def _compiling() -> Iterator[None]:
         except Unsupported as error:
             if raised := _raised_error(error):
                 raise raised from error
-            if "RLock" in str(error):
+            if re.search(r"Dynamo does not know how to enter a `\w*Lock` context", str(error)):
                 raise RuntimeError(
                     f"compile_step: {_culprit(error)} takes a lock, which cannot be part of a graph. TorchRL's replay "
                     "buffers do this; use CompilableReplayBuffer with storage=CompilableTensorStorage(capacity)."
@@ -247,9 +248,12 @@ def _compiling() -> Iterator[None]:
 
 def _raised_error(error: Unsupported) -> Exception | None:
     """The error that the traced code raised; None if the compiler failed for another reason."""
-    found = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", str(error))
+    found = re.search(r"raised exception (\w+)\((.*)\)$", str(error), re.MULTILINE)
     kind = getattr(builtins, found[1], None) if found else None
-    return kind(found[3]) if found and isinstance(kind, type) and issubclass(kind, Exception) else None
+    with suppress(Exception):  # arguments that cannot be read
+        if found and isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration:
+            return kind(*ast.literal_eval(f"({found[2]},)"))
+    return None
 
 
 def _culprit(error: Unsupported) -> str:

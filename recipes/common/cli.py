@@ -272,6 +272,8 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
     """
     resumed = cast(DictConfig, OmegaConf.load(run_dir / CONFIG))
     if (other := recipe_of(resumed)) != recipe_of(config):
+        if other is None:
+            raise ConfigError(f"resume={run_dir}: {CONFIG} there is not that of a training run")
         recipe = f"recipes.{other}"
         raise ConfigError(f"resume={run_dir}: a run of {recipe}; use python -m {recipe} resume={run_dir}")
     for override in overrides:

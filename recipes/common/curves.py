@@ -234,11 +234,11 @@ def remarks(runs: Sequence[Curve]) -> list[str]:
     found = []
     for (env, group), members in groups.items():
         ends = [int(run.steps[-1]) for run in members]
-        # see draw_curves: a line ends with the first of its runs that did not reach the threshold
-        unsolved = [end for run, end in zip(members, ends, strict=True) if not run.stopped]
-        if unsolved and min(unsolved) < max(ends):
+        # see draw_curves: a line ends with the first of its runs that was not stopped at its threshold
+        others = [end for run, end in zip(members, ends, strict=True) if not run.stopped]
+        if others and min(others) < max(ends):
             found.append(
-                f"{env}, {group}: the line ends at step {min(unsolved)}, the end of its shortest run; the longest has "
+                f"{env}, {group}: the line ends at step {min(others)}, the end of its shortest run; the longest has "
                 f"{max(ends)}"
             )
         repeated = sorted(seed for seed, count in Counter(run.seed for run in members).items() if count > 1)

@@ -204,7 +204,7 @@ def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> st
     where = path or f"recipes.{recipe}"
     if not isinstance(node, DictConfig):
         return f"{word}: {where} is a value and has no keys"
-    if path == "acer" and part in ONE_KIND_OF_ACTIONS:
+    if path == "acer" and part in ONE_KIND_OF_ACTIONS and not any("env.id=" in word for word in words):
         # the files of the environments set all that apply to their actions
         return f"{word}: acer.{part} has no effect on the actions of env={config.env.name}; leave it out"
     if part in field_names(type_):

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.cli import ConfigError, parse_config
+from recipes.common.csv_files import reaches
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves
 from recipes.common.figures import (
     GREY,
@@ -132,7 +133,7 @@ def read_study(out: Path) -> Study:
                     steps=np.array([int(each["env_steps"]) for each in curve]),
                     values={config.column: np.array([float(each[config.column]) for each in curve])},
                     column=config.column,
-                    stopped=row["reached"] == row["env_steps"],
+                    stopped=row["threshold"] != "" and reaches(float(row["last"]), float(row["threshold"])),
                 )
     return Study(config, rows, runs)
 

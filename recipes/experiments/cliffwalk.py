@@ -38,7 +38,7 @@ from recipes.common.figures import explain, files_of, label, looks, new_figure, 
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
 
-COLUMNS = ("num_states", "strategy", "seed", "updates")  # of cliffwalk.csv
+COLUMNS = {"num_states": int, "strategy": str, "seed": int, "updates": int}  # of cliffwalk.csv
 LEARNING_RATE = 0.25
 THRESHOLD = 1e-3
 ALPHA = 0.7
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.make_directory(options.out)
     figures = files_of(options.out / "cliffwalk")
     if earlier is not None:
-        rows = [{key: value if key == "strategy" else int(value) for key, value in row.items()} for row in earlier]
+        rows = earlier
         print(f"{format_table(rows)}\n\n{conclusion(rows)}")
         save(plot(rows), *figures)
         return rows

@@ -2,8 +2,9 @@
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 class ExperimentParser(argparse.ArgumentParser):
@@ -41,14 +42,22 @@ class ExperimentParser(argparse.ArgumentParser):
         except OSError as error:
             self.error(f"--out {out}: {error.strerror}")
 
-    def rows(self, path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-        """The rows of the CSV for --read; refuse a file that cannot be read, or lacks rows or one of `columns`."""
+    def rows(self, path: Path, kinds: Mapping[str, Callable[[str], Any]]) -> list[dict[str, Any]]:
+        """The rows of the CSV for --read; refuse a file that cannot be read, or lacks rows or columns.
+
+        Args:
+            path: the file.
+            kinds: a type for each column that the file must have. Other columns stay text.
+        """
         try:
             with path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, UnicodeDecodeError) as error:
             self.error(f"--read {path}: {getattr(error, 'strerror', None) or 'not a CSV'}")
-        missing = [column for column in columns if not rows or column not in rows[0]]
+        missing = [column for column in kinds if not rows or column not in rows[0]]
         if missing:
             self.error(f"--read {path}: no column {', '.join(missing)}; pass a file that this experiment has written")
-        return rows
+        try:
+            return [{name: kinds.get(name, str)(value) for name, value in row.items()} for row in rows]
+        except ValueError as error:
+            self.error(f"--read {path}: {error}")

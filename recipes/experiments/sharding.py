@@ -206,10 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "shards", "cycles")
     if options.read is not None:
-        read = parser.rows(options.read, COLUMNS)
-        rows = [{name: float(value) for name, value in row.items()} for row in read]
+        rows = parser.rows(options.read, dict.fromkeys(COLUMNS, float))
         print(report(rows))
         return rows
+    parser.make_directory(options.out)
     torch.set_num_threads(1)
     rows = []
     with runtime(None, 0, max(options.shards)):
@@ -219,7 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
             for num_shards in options.shards:
                 rows.append(measure(num_shards, images=images, cycles=options.cycles))
                 print(rows[-1], flush=True)
-    parser.make_directory(options.out)
     with (options.out / "sharding.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

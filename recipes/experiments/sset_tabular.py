@@ -205,13 +205,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "seeds")
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    columns = ["method", "seed", f"error_{CHECK_INTERVAL}"]
+    columns = {"method": str, "seed": int, f"error_{CHECK_INTERVAL}": float}
     earlier = None if options.read is None else parser.rows(options.read, columns)
     parser.make_directory(options.out)
     figures = files_of(options.out / "sset_tabular")
     if earlier is not None:
         curves = {
-            (row["method"], int(row["seed"])): [float(value) for key, value in row.items() if key.startswith("error_")]
+            (row["method"], row["seed"]): [float(value) for key, value in row.items() if key.startswith("error_")]
             for row in earlier
         }
         rows = [{"method": method, "seed": seed, "steps": steps_needed(e)} for (method, seed), e in curves.items()]

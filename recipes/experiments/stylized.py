@@ -37,8 +37,8 @@ from recipes.common.figures import explain, files_of, looks, new_figure, save, s
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext.functional import reliability
 
-# columns of stylized.csv with numbers
-KINDS = {"length": int, "updates": float, "extra": float, "extra_std": float}
+# columns of stylized.csv
+KINDS = {"condition": str, "length": int, "strategy": str, "updates": float, "extra": float, "extra_std": float}
 PERIODS = {"high": None, "medium": 4, "low": 2}
 """Reliability condition -> period p: every p-th initial Q-value is 1. None: all are 0."""
 
@@ -220,12 +220,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     )
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "seeds", "lengths")
-    earlier = None if options.read is None else parser.rows(options.read, [*KINDS])
+    earlier = None if options.read is None else parser.rows(options.read, KINDS)
     parser.make_directory(options.out)
-    if earlier is None:
-        rows = run(options.lengths, options.seeds, options.seed)
-    else:
-        rows = [{key: KINDS.get(key, str)(value) for key, value in row.items()} for row in earlier]
+    rows = run(options.lengths, options.seeds, options.seed) if earlier is None else earlier
     print(format_table(rows))
     written = files_of(options.out / "stylized")
     save(plot(rows), *written)

@@ -130,6 +130,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn +dqn.optimizer=adam", "dqn.optimizer=adam: must be a group, as in dqn.optimizer={name: adam}"),
         ("acer acer.sigma=.1", "acer.sigma has no effect on the actions of env=cartpole; leave it out"),
         ("acer env=pendulum acer.statistics=logits", "acer.statistics has no effect on the actions of env=pendulum"),
+        ("acer env.id=Pendulum-v1 acer.sigma=.1", "acer does not set sigma by default; write +acer.sigma=.1"),
         ("acer updates_per_graph=2", "recipes.acer has no key updates_per_graph"),
         ("distributed +updates_per_graph=2", "the configuration has no key updates_per_graph"),
         ("study study.first_seed=-1", "study.first_seed=-1: must be >= 0"),
@@ -256,6 +257,12 @@ def test_a_run_of_another_recipe_is_not_resumed(refused, tmp_path):
     (tmp_path / "checkpoint.zip").touch()
     message = f"resume={tmp_path}: a run of recipes.dqn; use python -m recipes.dqn resume={tmp_path}"
     assert message in refused("td3", f"resume={tmp_path}")
+
+
+def test_a_directory_of_something_else_is_not_resumed(refused, tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    (tmp_path / "checkpoint.zip").touch()
+    assert f"resume={tmp_path}: config.yaml there is not that of a training run" in refused("dqn", f"resume={tmp_path}")
 
 
 @pytest.mark.parametrize(("trained", "resumed"), [("dqn", "distributed"), ("distributed", "dqn")])

@@ -366,6 +366,10 @@ def test_exponents_without_effect_do_not_exist():
         plain.sampler.beta = 0.5
     assert {"alpha", "beta"}.isdisjoint(plain.sampler.stats().keys())
     assert corrected.sampler.beta == 1.0
+    for beta in (0.5, Anneal(0.4, 1.0, 10)):
+        for priority in (None, {"kind": "proportional"}):
+            with pytest.raises(ValueError, match=r"beta is the exponent of correction=; .*priority=dict"):
+                make(beta=beta, priority=priority)
     assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.7, 0.4)
 
 

@@ -372,7 +372,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         if self.synchronize(storage) and is_initialization(priority, storage, self.state.priorities):
             return
         raise_if(
-            lambda: self.state.log.is_empty and not self.layout.known,
+            lambda: self.state.log.is_empty and self._shape is None,
             lambda: IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first."),
         )
         slots = self.flat_slots(index)

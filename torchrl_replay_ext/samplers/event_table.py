@@ -166,7 +166,7 @@ class EventTableSampler(PrioritySampler):
             ``"largest_remainder"``, see :func:`~torchrl_replay_ext.functional.allocate`.
         correction: see above. Default: None.
         beta: exponent of the correction in [0, 1], or :class:`~torchrl_replay_ext.Anneal`, whose schedule counts
-            priority updates, or drawn batches if there are no priorities. Not used without correction. Default: 1.
+            priority updates, or drawn batches if there are no priorities. Without correction it must be 1. Default: 1.
         priority: see above. Default: None, transitions of a table are drawn uniformly.
         pair_keys: entries with the state and the action, for ``"conditional"`` and ``"lemma2"``. They can have any
             dtype; equal states and actions must have exactly equal values. Pairs are counted by hash: for D different
@@ -216,6 +216,11 @@ class EventTableSampler(PrioritySampler):
         values = (beta.start, beta.end) if isinstance(beta, Anneal) else (beta,)
         if not all(is_number(value) and 0 <= value <= 1 for value in values):
             raise ValueError(f"EventTableSampler(beta={beta!r}): beta must be in [0, 1].")
+        if correction is None and values != (1,):
+            raise ValueError(
+                f"EventTableSampler(beta={beta!r}): beta is the exponent of correction=; for the weights of priorities "
+                "pass priority=dict(kind=..., beta=...)."
+            )
         if not (isinstance(pair_keys, (tuple, list)) and pair_keys and all(map(is_key, pair_keys))):
             raise TypeError(
                 f"EventTableSampler(pair_keys={pair_keys!r}): pair_keys must be a tuple of the names of entries, "
