@@ -147,7 +147,12 @@ class Pool:
         if code != DONE:
             return None
         run_dir.with_suffix(".log").unlink()
-        return self.row(job)
+        try:
+            return self.row(job)
+        except ConfigError:
+            # a column that no run has: start no other run
+            self.stopped = True
+            raise
 
     def row(self, job: Job) -> dict[str, Any]:
         """The row of a finished run in runs.csv."""

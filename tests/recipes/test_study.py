@@ -174,10 +174,10 @@ def test_curves_keep_further_columns(tmp_path, processes):
 
 @pytest.mark.parametrize("words", ["study.column=return_min", "+study.also=[updates,return_min]"])
 def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes, words):
-    """With the first run, not after all."""
+    """With the first run: no other is started."""
     with pytest.raises(ConfigError, match=r"progress.csv has no column return_min, only env_steps, "):
         study.run_study(configuration("study.envs=[cartpole]", "seeds=5", "workers=1", words), tmp_path)
-    assert len(processes.started) < 4
+    assert len(processes.started) == 1
     assert not study.read_rows(tmp_path / study.RUNS)
     # the mended command goes on
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
