@@ -73,7 +73,6 @@ class Case:
         pinned: True for event tables with retention="pinned".
         frames: True if the storage stores each frame once.
         ranked: True if draws are by rank, so a TD error cannot be too large.
-        reliable: True if the sampler has an exponent omega.
     """
 
     parts: Callable[[int, int, random.Random, bool], dict[str, Any]]
@@ -82,7 +81,6 @@ class Case:
     pinned: bool = False
     frames: bool = False
     ranked: bool = False
-    reliable: bool = False
 
 
 def proportional(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
@@ -165,18 +163,18 @@ def slices(
 CASES = {
     "proportional": Case(proportional, NaivePER),
     "rank": Case(rank, ranked=True),
-    "reaper": Case(reaper, NaiveReaPER, reliable=True),
+    "reaper": Case(reaper, NaiveReaPER),
     "recency": Case(recency),
     "tables": Case(partial(events, None, "ring")),
     "tables, pinned": Case(partial(events, None, "pinned"), ndims=(1,), pinned=True),
     "tables, proportional": Case(partial(events, "proportional", "ring")),
     "tables, proportional, pinned": Case(partial(events, "proportional", "pinned"), ndims=(1,), pinned=True),
     "tables, rank": Case(partial(events, "rank", "ring"), ranked=True),
-    "tables, reaper": Case(partial(events, "reaper", "ring"), reliable=True),
+    "tables, reaper": Case(partial(events, "reaper", "ring")),
     "decoupled": Case(decoupled, NaivePER),
     "slices": Case(partial(slices, None)),
     "slices, proportional": Case(partial(slices, proportional)),
-    "slices, reaper": Case(partial(slices, reaper), reliable=True),
+    "slices, reaper": Case(partial(slices, reaper)),
     "frames": Case(proportional, NaivePER, ndims=(1,), frames=True),
     "frames, slices": Case(partial(slices, rank), ndims=(1,), frames=True, ranked=True),
 }
@@ -587,7 +585,7 @@ class Driven:
                 share = self.rng.choice([0.0, 0.25, 0.9])
                 sampler.eta = {"default": 1 - share, "a": share / 2, "b": share / 2}
             return
-        if (name == "omega" and not self.case.reliable) or (name == "alpha" and not part.takes_priorities):
+        if name not in part.hyperparameters:
             return
         value = self.rng.choice([0.0, 0.3, 0.7, 1.0])
         setattr(part, name, value)
