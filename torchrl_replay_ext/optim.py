@@ -86,7 +86,7 @@ class AdamStep:
 
     @torch.no_grad()
     def _take_loaded_state(self) -> None:
-        """Keep the tensors, and the dict of the parameter group, that graphs know: copy what was loaded into them."""
+        """Copy the loaded state into the tensors that graphs read, and put these back into the optimizer."""
         optimizer, group = self._optimizer, self._group
         _place_counts(optimizer, self.parameters)
         loaded, optimizer.param_groups[0] = optimizer.param_groups[0], group

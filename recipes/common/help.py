@@ -182,7 +182,7 @@ def _group(recipe: str, group: str, default: str) -> str:
 def _source(path: Path, prefix: str) -> Source:
     """Read a YAML file of recipes/conf, and the file that it inherits from, the first one in its defaults list.
 
-    Empty if there is no file: the games have none of their own.
+    Atari games have no files of their own; for them the result is empty.
     """
     lines = path.read_text().splitlines() if path.is_file() else []
     header = []

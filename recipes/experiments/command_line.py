@@ -1,10 +1,11 @@
 """The part of the command line that all experiments with --out and --read share."""
 
 import argparse
-import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from recipes.common.csv_files import read_csv
 
 
 class ExperimentParser(argparse.ArgumentParser):
@@ -50,8 +51,7 @@ class ExperimentParser(argparse.ArgumentParser):
             kinds: a type for each column that the file must have. Other columns stay text.
         """
         try:
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
+            rows = read_csv(path)
         except (OSError, UnicodeDecodeError) as error:
             self.error(f"--read {path}: {getattr(error, 'strerror', None) or 'not a CSV'}")
         missing = [column for column in kinds if not rows or column not in rows[0]]

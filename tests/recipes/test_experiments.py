@@ -21,7 +21,7 @@ def test_a_wrong_file_to_read_is_named_before_anything_is_written(experiment, tm
     # numbers that are none
     broken = tmp_path / "broken.csv"
     lines = (RESULTS / f"{experiment.__name__.rpartition('.')[2]}.csv").read_text().splitlines()
-    broken.write_text("\n".join([lines[0], ",".join(["x"] * lines[0].count(",")) + ",x"]))
+    broken.write_text("\n".join([lines[0], ",".join(["x"] * lines[0].count(",")) + ",x\n"]))
     with pytest.raises(SystemExit, match="2"):
         experiment.main(["--out", str(tmp_path / "out"), "--read", str(broken)])
     assert f"--read {broken}: " in capsys.readouterr().err

@@ -100,9 +100,8 @@ class PendingDraws:
         if draw is not None and draw.is_unpadded is not None and slots.is_contiguous():
             begin = slots.storage_offset() - draw.slots.storage_offset()
             return draw.is_unpadded[begin : begin + len(slots)]
-        return next(
-            (draw.is_unpadded for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots)), None
-        )
+        same = (draw for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots))
+        return next((draw.is_unpadded for draw in same), None)
 
     def register_update(self, slots: Tensor) -> None:
         """Register an update of ``slots`` [n] whose late rows are known from write stamps."""
