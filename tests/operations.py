@@ -485,6 +485,8 @@ class Driven:
         if position is None:
             position = self.rng.randrange(len(self.late)) if self.setting.compilable else 0
         batch, stamps = self.late.pop(position)
+        if self.reference is not None:
+            stamps = self.expected_stamps(self.slots(batch["index"]), stamps)
         batch["td_error"] = self.td_errors(len(batch))
         self.buffer.update_tensordict_priority(batch)
         if self.reference is not None:
@@ -492,6 +494,20 @@ class Driven:
             for slot, error, stamp in rows:
                 if slot in self.reference.transitions:
                     self.reference.update([slot], [error], [stamp])
+
+    def expected_stamps(self, slots: list[int], stamps: list[int]) -> list[int]:
+        """The stamps of an update, -1 for rows that the sampler leaves out because it cannot tell their draw.
+
+        In a TorchRL buffer with several dimensions, it cannot tell two pending batches with equal slots apart. It then
+        leaves out rows whose slot had other content in any pending batch.
+        """
+        pending = [(self.slots(batch["index"]), drawn) for batch, drawn in self.late]
+        if self.setting.ndim == 1 or self.setting.compilable or all(other != slots for other, _ in pending):
+            return stamps
+        rows = {row for other, drawn in pending for row in zip(other, drawn, strict=True)}
+        stored = self.reference.transitions
+        outdated = {slot for slot, stamp in rows if slot not in stored or stored[slot].written != stamp}
+        return [-1 if slot in outdated else stamp for slot, stamp in zip(slots, stamps, strict=True)]
 
     def update_all(self) -> None:
         """Update the priorities of all drawn batches."""
@@ -606,9 +622,10 @@ class Driven:
         if kind == "state_dict":
             # load an older state over a newer one
             state = copy.deepcopy(self.buffer.state_dict())
-            if self.sampler is self.buffer.sampler and len(self.buffer):
-                self.sample()
+            batch = self.sample() if self.sampler is self.buffer.sampler and len(self.buffer) else None
             self.buffer.load_state_dict(state)
+            if batch is not None:
+                self.update_after_load(batch)
         elif kind == "into another":
             other = self.make()
             other.load_state_dict(copy.deepcopy(self.buffer.state_dict()))
@@ -629,6 +646,13 @@ class Driven:
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
         self.restored = True
+
+    def update_after_load(self, batch: TensorDict) -> None:
+        """Update a batch that was drawn before a checkpoint was loaded: all rows are late, unless they have stamps."""
+        batch["td_error"] = self.td_errors(len(batch))
+        self.buffer.update_tensordict_priority(batch)
+        if self.reference is not None and self.setting.compilable:
+            self.reference.update(self.slots(batch["index"]), batch["td_error"].tolist())
 
     def empty(self) -> None:
         self.update_all()

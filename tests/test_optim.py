@@ -175,6 +175,25 @@ def test_gradients_are_not_clipped_to_a_norm_that_is_not_positive(max_norm):
         clip_gradients([torch.ones(2)], max_norm)
 
 
+@pytest.mark.parametrize("shapes", [[(2,)], [(2,), (3,)], [(2,), (1,), (1,)]])
+def test_gradients_that_do_not_fit_are_refused(shapes):
+    parameters = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    parameters[0].grad = torch.full((2,), 5.0)
+    optimizer = torch.optim.Adam(parameters)
+    step = AdamStep(optimizer)
+    with pytest.raises(ValueError, match=r"the gradients have shapes .*, the parameters \[\(2,\), \(1,\)\]"):
+        step([torch.zeros(shape) for shape in shapes])
+    assert parameters[0].grad.tolist() == [5.0, 5.0]
+    assert float(optimizer.state[parameters[0]]["step"]) == 0
+
+
+def test_betas_that_are_tensors_are_refused():
+    weight = torch.ones(1, requires_grad=True)
+    betas = (torch.tensor(0.9), torch.tensor(0.999))
+    with pytest.raises(ValueError, match="betas must be numbers"):
+        AdamStep(torch.optim.Adam([weight], lr=torch.tensor(0.1), betas=betas, capturable=True))
+
+
 def test_complex_parameters_are_refused():
     parameter = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
     with pytest.raises(ValueError, match="complex"):

@@ -386,6 +386,32 @@ def test_a_learning_rate_that_changes_is_found_through_arguments(passed):
         compiled(*arguments)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("cycle_momentum", [False, True])
+def test_betas_must_not_change(cycle_momentum):
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.1))
+    step = AdamStep(optimizer)
+    arguments = {"max_lr": 0.2, "total_steps": 10, "cycle_momentum": cycle_momentum}
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **arguments)
+
+    def update():
+        step(torch.autograd.grad(weight.square().sum(), step.parameters))
+
+    compiled = compile_step(update)
+    for _ in range(2):
+        compiled()
+    scheduler.step()
+    if cycle_momentum:
+        with pytest.raises(RuntimeError, match=r"betas was \(0.95, 0.999\) when update .*cycle_momentum=False"):
+            compiled()
+        return
+    compiled()
+    optimizer.param_groups[0]["eps"] = 1e-3
+    with pytest.raises(RuntimeError, match=r"eps was 1e-08 when update was compiled and is 0.001 now"):
+        compiled()
+
+
 def test_errors_keep_their_arguments():
     def step(x):
         raise ValueError(r"n=3: \path 'x'", 2)

@@ -33,6 +33,9 @@ _INNER = (
     "__getattribute__",
 )
 
+# torch's name of a setting of a parameter group
+_OPTIMIZER_SETTING = re.compile(r"(.*)\['(?:lr|betas|eps)'\](?:\[\d\])?")
+
 
 class _TensorForm(NamedTuple):
     """What a graph assumes of a tensor: all but its values. ``strides`` is None if the tensor is contiguous."""
@@ -133,7 +136,7 @@ def _text(form: Any, other: Any) -> str:
     return "contiguous memory" if form.strides is None else f"strides {form.strides}"
 
 
-# What the step reads besides its arguments; checked after the first call, learning rates at each call.
+# What the step reads besides its arguments; checked after the first call, settings of optimizers at each call.
 
 
 class Assumption(NamedTuple):
@@ -188,10 +191,10 @@ def broken_assumptions(step: FunctionType, assumptions: Iterable[Assumption]) ->
     return broken
 
 
-class LearningRates:
-    """The learning rates that a graph has read; a scheduler may change them between any two calls.
+class OptimizerSettings:
+    """The settings of optimizers that a graph has read; a scheduler may change them between any two calls.
 
-    The graph keeps a number, and reads the value of a tensor at each call.
+    The graph keeps numbers, and reads the value of a tensor at each call.
 
     Args:
         step: the step.
@@ -203,33 +206,35 @@ class LearningRates:
         self, step: FunctionType, assumptions: Iterable[Assumption], args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
         self._step, self._functions = step, dict(guard_functions())
-        self._rates: list[tuple[CodeType, str, Any]] = []
+        # code for a parameter group, its name, and the settings that were read
+        self._groups: list[tuple[CodeType, str, dict[str, Any]]] = []
         scope = _scope(step, _arguments(step, args, kwargs))
-        for name in {assumption.name for assumption in assumptions if assumption.name.endswith("['lr']")}:
+        names = {match[1] for assumption in assumptions if (match := _OPTIMIZER_SETTING.fullmatch(assumption.name))}
+        for name in sorted(names):
             # skip what cannot be evaluated
             with suppress(Exception):
                 expression = compile(name, name, "eval")
-                self._rates.append((expression, name, eval(expression, self._functions, scope)))
+                group = eval(expression, self._functions, scope)
+                settings = {key: group[key] for key in ("lr", "betas", "eps") if key in group}
+                self._groups.append((expression, name, settings))
 
     def require_unchanged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """RuntimeError if a learning rate is another number than at the first call, or a number instead of a tensor."""
-        if not self._rates:
+        """RuntimeError if a number is another one than at the first call, or replaces or is replaced by a tensor."""
+        if not self._groups:
             return
         scope = _scope(self._step, _arguments(self._step, args, kwargs))
-        for expression, name, before in self._rates:
+        for expression, name, settings in self._groups:
             try:
-                now = eval(expression, self._functions, scope)
+                group = eval(expression, self._functions, scope)
             except Exception:
                 # a variable that was deleted: the graph still has its object
                 continue
-            if now is before or (isinstance(now, Tensor) and isinstance(before, Tensor)):
-                continue
-            if isinstance(now, Tensor) or isinstance(before, Tensor) or now != before:
-                raise RuntimeError(
-                    f"compile_step: {_path(name)} was {before} when {self._step.__name__} was compiled and is {now} "
-                    "now, but the graph keeps what it read before. Make the optimizer with a tensor on the device of "
-                    "the parameters, lr=torch.tensor(...): schedulers change its value, which the graph reads."
-                )
+            for key, before in settings.items():
+                now = group.get(key)
+                if now is before or (isinstance(now, Tensor) and isinstance(before, Tensor)):
+                    continue
+                if isinstance(now, Tensor) or isinstance(before, Tensor) or now != before:
+                    raise RuntimeError(_changed_setting(self._step.__name__, f"{_path(name)}.{key}", before, now))
 
 
 def _scope(step: FunctionType, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -274,6 +279,19 @@ def _changed_value(step: str, assumption: Assumption, now: Any) -> str:
     return (
         f"{what} Keep what changes in a tensor, and change it in place. If the step does not depend on the old value, "
         "set it before the first call to what the step leaves there."
+    )
+
+
+def _changed_setting(step: str, setting: str, before: Any, now: Any) -> str:
+    remedy = "Schedulers that cycle the momentum need cycle_momentum=False."
+    if setting.endswith(".lr"):
+        remedy = (
+            "Make the optimizer with a tensor on the device of the parameters, lr=torch.tensor(...): schedulers change "
+            "its value, which the graph reads."
+        )
+    return (
+        f"compile_step: {setting} was {before} when {step} was compiled and is {now} now, but the graph keeps what it "
+        f"read before. {remedy}"
     )
 
 

@@ -30,10 +30,10 @@ class AdamStep:
     Args:
         optimizer: an Adam with one parameter group, without ``amsgrad``, ``maximize`` and ``weight_decay``. If a
             learning rate scheduler changes ``lr``, make it a tensor on the parameters' device: each step reads the
-            value of the tensor, while a compiled graph treats a number as a constant.
+            value of the tensor, while a compiled graph treats numbers as constants, also ``betas`` and ``eps``.
 
     Raises:
-        ValueError: if the optimizer is not such an Adam, none of its parameters requires gradients, one of them is
+        ValueError: if the optimizer is not such an Adam, or has tensors as ``betas``, none of its parameters requires gradients, one of them is
             complex, or the optimizer has made different numbers of steps for them.
 
     Attributes:
@@ -50,7 +50,10 @@ class AdamStep:
 
     def __init__(self, optimizer: torch.optim.Adam):
         if not isinstance(optimizer, torch.optim.Adam):
-            raise ValueError(f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}.")
+            raise ValueError(
+                f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}. Use others outside "
+                "graphs; CompilableReplayBuffer(compile=True) still compiles writes, draws and priority updates."
+            )
         if len(optimizer.param_groups) != 1:
             raise ValueError(
                 f"AdamStep: the optimizer has {len(optimizer.param_groups)} parameter groups; one is supported. Make "
@@ -60,6 +63,8 @@ class AdamStep:
         for name in ("amsgrad", "maximize", "weight_decay"):
             if self._group[name]:
                 raise ValueError(f"AdamStep: {name}={self._group[name]} is not supported; make the Adam without it.")
+        if any(isinstance(beta, Tensor) for beta in self._group["betas"]):
+            raise ValueError("AdamStep: betas must be numbers, not tensors.")
         # TorchRL's parameter collections also contain buffers, such as the bounds of a tanh policy
         self.parameters: list[Tensor] = [entry for entry in self._group["params"] if entry.requires_grad]
         if not self.parameters:
@@ -109,7 +114,16 @@ class AdamStep:
         Args:
             gradients: one per parameter, in the parameter's shape, as ``torch.autograd.grad(loss, step.parameters)``
                 returns them.
+
+        Raises:
+            ValueError: if their number or a shape differs; nothing is changed then.
         """
+        shapes, expected = ([entry.shape for entry in entries] for entries in (gradients, self.parameters))
+        if shapes != expected:
+            raise ValueError(
+                f"AdamStep: the gradients have shapes {list(map(tuple, shapes))}, the parameters "
+                f"{list(map(tuple, expected))}; pass torch.autograd.grad(loss, step.parameters)."
+            )
         if not torch.compiler.is_compiling():
             _step_with(self._optimizer, self.parameters, gradients)
             return

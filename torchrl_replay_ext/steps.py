@@ -21,7 +21,7 @@ from torch._dynamo.variables import TensorVariable
 from torchrl_replay_ext.graph_inputs import (
     Assumption,
     Forms,
-    LearningRates,
+    OptimizerSettings,
     assumptions_of,
     broken_assumptions,
     changed_argument,
@@ -70,8 +70,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     assumptions of the graph still hold. That takes as long as a replay cycle and is skipped here. Instead, tensors,
     numbers, strings and lengths of lists are checked once, after the first call, and what that call has changed is an
     error, even if the change has no effect. Later changes are not noticed, such as ``module.eval()`` or another value
-    of a global number, and neither are new attributes, entries and objects. Only learning rates are checked at each
-    call: make one that a scheduler changes a tensor.
+    of a global number, and neither are new attributes, entries and objects. Only the settings of
+    optimizers (``lr``, ``betas``, ``eps``) are checked at each call: make a learning rate that a scheduler changes a
+    tensor, and pass ``cycle_momentum=False`` to ``OneCycleLR`` and ``CyclicLR``.
 
     So create what eager code creates lazily before the first call: the storage (write to the buffer once) and the value
     estimator of a TorchRL loss (``loss.make_value_estimator(gamma=0.99, device=device)``; without ``device``, its first
@@ -99,7 +100,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
             ``torch.optim``; at a later call, if the first one has changed a number, string or list that the step reads,
-            or more of a tensor than its values, or if a learning rate is another number now. Other errors of torch's
+            or more of a tensor than its values, or if a setting of an optimizer is another number now. Other errors of torch's
             compiler, and errors that the step raises, are passed on.
 
     Examples:
@@ -123,17 +124,17 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     after: Forms = {}
     # what the first call itself has broken
     broken: dict[Assumption, str] = {}
-    rates: LearningRates | None = None
+    settings: OptimizerSettings | None = None
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal first, after, broken, rates
+        nonlocal first, after, broken, settings
         # other code may have restored the values since
         if broken and (messages := list(broken_assumptions(step, broken).values())):
             raise RuntimeError(messages[0])
         given = forms_of(args, kwargs)
-        if rates is not None:
-            rates.require_unchanged(args, kwargs)
+        if settings is not None:
+            settings.require_unchanged(args, kwargs)
             # the step's own entries may be there; all others must be as at the first call
             if given != first and given != {key: form for key, form in after.items() if key in given} | first:
                 raise changed_argument(step.__name__, first, given)
@@ -141,7 +142,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         with _compiling():
             result = compiled(*args, **kwargs)
         first, after = given, forms_of(args, kwargs)
-        broken, rates = broken_assumptions(step, assumptions), LearningRates(step, assumptions, args, kwargs)
+        broken = broken_assumptions(step, assumptions)
+        settings = OptimizerSettings(step, assumptions, args, kwargs)
         assumptions.clear()
         return result
 

@@ -346,3 +346,30 @@ def test_updates_by_index_need_no_draw(name, ndim, stock):
         model.buffer.update_priority(index, torch.tensor(list(errors.values())))
         model.check({slot: {errors.get(slot, old)} for slot, old in model.priority.items()})
         assert model.stats("dropped_updates") == 0
+
+
+def sorted_by_index(batch: TensorDict) -> list[TensorDict]:
+    index = batch["index"].reshape(len(batch), -1)
+    return [batch[(index[:, 0] * LANES + index[:, -1]).argsort()]]
+
+
+def two_epochs(batch: TensorDict) -> list[TensorDict]:
+    return [part for _ in range(2) for part in batch[torch.randperm(len(batch))].split(8)]
+
+
+@every_sampler
+@both_buffers
+@pytest.mark.parametrize("way", [sorted_by_index, two_epochs])
+def test_copied_rows_do_not_reach_new_content(name, ndim, stock, way):
+    """All slots are overwritten before the rows come back in increasing order, or in shuffled parts, twice."""
+    model = Model(name, ndim, stock, steps=40)
+    batch = model.draw(16).batch
+    model.write(40)
+    before = model.buffer.sampler.probabilities(model.buffer.storage)
+    real = int(batch.get(("collector", "mask"), torch.ones(len(batch))).sum())
+    batch["td_error"] = torch.full((len(batch),), 7.0)
+    parts = way(batch)
+    for part in parts:
+        model.buffer.update_tensordict_priority(part)
+    assert torch.equal(model.buffer.sampler.probabilities(model.buffer.storage), before)
+    assert model.stats("dropped_updates") >= real * sum(map(len, parts)) / len(batch)

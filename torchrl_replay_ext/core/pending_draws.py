@@ -18,7 +18,7 @@ _UNMISTAKABLE = 8
 # If several draws together contain all rows, each must contain at least so many rows on average.
 _PER_DRAW = 4
 # Number of recent pending draws that are compared with an update first.
-_COMPARED = 4
+_COMPARED = 8
 
 
 @dataclass
@@ -56,9 +56,11 @@ class PendingDraws:
       whole batch, belong to that draw. A row is late if its slot was written after the draw. A copy of a batch of less
       than 8 rows is only recognized at its first update: later, the caller may mean the same slots by chance.
     * Other indices of at least 8 rows are treated as parts of draws if one of the last 256 draws, or a few of them
-      together, contain all rows. A row is then late if a draw of its slot's earlier content is still pending: the row
-      may belong to that draw, and new content must not get an old TD error.
-    * All other indices, and indices in increasing order, are treated as made by the caller: no row is late.
+      together, contain all rows. A row is then late if its slot was written after all of these draws, or if a draw of
+      its slot's earlier content is still pending: the row may belong to that draw, and new content must not get an old
+      TD error.
+    * All other indices, and indices in increasing order that are not all slots of a draw, are treated as made by the
+      caller: no row is late.
 
     Args:
         log: the generations of the slots.
@@ -161,11 +163,17 @@ class PendingDraws:
     def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
         """For few rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
         waiting = [draw for draw in self._draws.values() if draw.waiting > 0 and len(draw.slots) == len(slots)]
-        equal = [draw for draw in waiting if torch.equal(draw.slots, slots)]
-        if len(equal) == 1:
-            return equal[0], True
-        order = slots.sort().values
-        return None, any(torch.equal(draw.slots.sort().values, order) for draw in waiting)
+        alike = [draw for draw in waiting if torch.equal(draw.slots, slots)]
+        if len(alike) == 1:
+            return alike[0], True
+        if not alike:
+            order = slots.sort().values
+            alike = [draw for draw in waiting if torch.equal(draw.slots.sort().values, order)]
+        if alike:
+            self._count()
+            # the oldest ones stay pending: their rows are the most likely to be late
+            alike[-1].waiting -= len(slots)
+        return None, bool(alike)
 
     def _attribute_many(self, slots: Tensor) -> tuple[_Draw | None, bool]:
         """For many rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
@@ -174,7 +182,10 @@ class PendingDraws:
         for draw in waiting[:_COMPARED]:
             if torch.equal(draw.slots, slots):
                 return draw, True
-        if not draws or (_is_increasing(slots) and not bool((draws[-1].slots.diff() >= 0).all())):
+        if not draws:
+            return None, False
+        draws_are_in_order = bool((draws[-1].slots.diff() >= 0).all())
+        if _is_increasing(slots) and not draws_are_in_order and not any(_has_slots(draw, slots) for draw in draws):
             return None, False
         inside = _membership(slots.unique(), draws).cpu()
         containing = [draws[number] for number in inside.all(1).nonzero().flatten().tolist()]
@@ -199,10 +210,7 @@ class PendingDraws:
             self._drawn_at, self._earlier_draw = torch.zeros_like(generation), torch.zeros_like(generation)
             self._present = torch.zeros_like(generation, dtype=torch.int32)
             self._earlier = torch.zeros_like(self._present)
-        slots = torch.cat([draw.slots for draw in draws])
-        lengths = to_device(torch.tensor([len(draw.slots) for draw in draws]), slots.device)
-        at = _stacked([draw.num_writes for draw in draws], slots.device)
-        at = at.repeat_interleave(lengths, output_size=len(slots))
+        slots, at = self._rows_of(draws)
         self._age(slots)
         is_present = at >= generation.index_select(0, slots)
         self._drawn_at.scatter_reduce_(0, slots, at, "amax")
@@ -226,13 +234,29 @@ class PendingDraws:
     def _find_late_rows_by_slot(self, slots: Tensor) -> Tensor:
         """The mask of late rows if the draws of the rows are unknown, bool [n]."""
         self._count()
-        late = self._log.generation.index_select(0, slots) == 0
+        generation = self._log.generation.index_select(0, slots)
+        late = (generation == 0) | (generation > self._last_draw_of(slots))
         if self._drawn_at is None:
             return late
         self._age(slots)
         late |= self._earlier.index_select(0, slots) > 0
         self._subtract_updated(slots, torch.ones_like(late))
         return late
+
+    def _last_draw_of(self, slots: Tensor) -> Tensor:
+        """The number of writes before the last remembered draw of each of ``slots`` [n], int64 [n]."""
+        distinct, place = slots.unique(return_inverse=True)
+        drawn, at = self._rows_of(list(self._draws.values()))
+        position = torch.searchsorted(distinct, drawn).clamp_max(len(distinct) - 1)
+        at = torch.where(distinct[position] == drawn, at, -1)
+        return torch.full_like(distinct, -1).scatter_reduce_(0, position, at, "amax")[place]
+
+    def _rows_of(self, draws: list[_Draw]) -> tuple[Tensor, Tensor]:
+        """The slots of all draws, int64 [n], and the number of writes before the draw of each, int64 [n]."""
+        slots = torch.cat([draw.slots for draw in draws])
+        lengths = to_device(torch.tensor([len(draw.slots) for draw in draws]), slots.device)
+        at = _stacked([draw.num_writes for draw in draws], slots.device)
+        return slots, at.repeat_interleave(lengths, output_size=len(slots))
 
     def _subtract_updated(self, slots: Tensor, is_present: Tensor) -> None:
         """Subtract updated rows from the counts of pending draws.
@@ -267,6 +291,11 @@ def _stacked(numbers: list[int | Tensor], device: torch.device) -> Tensor:
 
 def _is_increasing(slots: Tensor) -> bool:
     return bool((slots.diff() > 0).all())
+
+
+def _has_slots(draw: _Draw, slots: Tensor) -> bool:
+    """True if a draw has exactly ``slots`` [n], which are in increasing order."""
+    return len(draw.slots) == len(slots) and torch.equal(draw.slots.sort().values, slots)
 
 
 def _membership(distinct: Tensor, draws: list[_Draw]) -> Tensor:

@@ -25,8 +25,8 @@ def as_float32(number: float) -> float:
 class Priorities:
     """The priority d = max(|δ| + eps, min_priority) of each slot, and the priority of new transitions.
 
-    New transitions get the largest d seen so far, max(1, min_priority) before the first update. With ``within_buffer``
-    they get the largest d of the stored transitions that have been updated; if there are none, the last such value is
+    New transitions get the largest d seen so far, at least max(1, min_priority). With ``within_buffer`` they get the
+    largest d of the stored transitions that have been updated; if there are none, the last such value is
     kept.
 
     Args:

@@ -62,7 +62,6 @@ class PrioritySampler(ShowsArguments, Sampler):
     # read by CompilableReplayBuffer: samples carry the generation of each row
     takes_stamps = True
     _bound: Storage | None = None
-    _shape: tuple[int, ...] | None = None
     # True for a copy in a spawned process; its tensors are shared with the learner's process
     _is_spawned = False
 
@@ -115,6 +114,11 @@ class PrioritySampler(ShowsArguments, Sampler):
 
     # --- the storage
 
+    @property
+    def _shape(self) -> tuple[int, ...] | None:
+        """Shape of the storage; None if unknown."""
+        return self.layout.shape if self.layout.known else None
+
     def bind(self, storage: Storage | None) -> None:
         """Adopt the shape and the device of the storage as soon as they are known."""
         if storage is None or storage is self._bound:
@@ -130,7 +134,8 @@ class PrioritySampler(ShowsArguments, Sampler):
             raise ValueError(
                 f"{name}: the sampler's state is for a storage of shape {self._shape}, not {layout.shape}."
             )
-        if layout != self.layout._replace(known=True, validate=False) or is_new:
+        layout = layout._replace(validate=self._validate)
+        if layout != self.layout._replace(known=True) or is_new:
             if self._is_spawned:
                 raise RuntimeError(
                     f"{name}: a process started by the learner cannot create the state for a storage of shape "
@@ -141,7 +146,7 @@ class PrioritySampler(ShowsArguments, Sampler):
             self._set_up(layout)
             if state is not None:
                 self.load_state_dict(state)
-        self._shape, self._bound = layout.shape, storage
+        self.layout, self._bound = layout, storage
         # named separately, because a distribution may be defined outside this package
         mark_static(vars(self), vars(self.distribution))
 
@@ -438,12 +443,10 @@ class PrioritySampler(ShowsArguments, Sampler):
         """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
         name = f"{self.owner}.load_state_dict"
         saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
-        layout = saved_state.layout_of(name, state_dict, self.layout, self._shape, self.capacity)
+        layout = saved_state.layout_of_state(name, state_dict, self.layout, self.capacity)
         before, num_writes = vars(self).copy(), int(self.state.log.num_writes)
-        if layout is not None:
-            self._shape = layout.shape if layout.known else None
-            if layout != self.layout:
-                self._set_up(layout)
+        if layout not in (None, self.layout):
+            self._set_up(layout)
         tensors = self.state.tensors()
         restored = tensors if layout is not None else {key: tensors[key] for key in self.distribution.settings}
         try:

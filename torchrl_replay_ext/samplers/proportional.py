@@ -19,8 +19,9 @@ class ProportionalSampler(PrioritySampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).
 
     P(i) = d_i^α / Σ_k d_k^α with d_i = \|δ_i\| + eps, and w_i = (N · P(i))^−β divided by the largest weight. New
-    transitions get the largest d seen so far, 1 before the first update. A single outlier then determines the priority
-    of all later transitions; ``max_priority_within_buffer`` limits this.
+    transitions get the largest d seen so far, at least 1. Where all \|δ\| are much smaller than 1, they are drawn much
+    more often than others until their first update; scale the rewards then. A single outlier determines the priority of
+    all later transitions; ``max_priority_within_buffer`` limits this.
 
     LAP (Fujimoto et al. 2020) is ``ProportionalSampler(alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0)`` with a Huber
     loss: P(i) ∝ max(\|δ_i\|^α, 1) and no importance-sampling weights.

@@ -41,16 +41,13 @@ def require_shapes(call: str, state: dict[str, Any], tensors: dict[str, Tensor])
             )
 
 
-def layout_of(
-    call: str, state: dict[str, Any], current: Layout, shape: tuple[int, ...] | None, capacity: int | None
-) -> Layout | None:
+def layout_of_state(call: str, state: dict[str, Any], current: Layout, capacity: int | None) -> Layout | None:
     """The layout that a state needs; None if an empty sampler without a storage saved the state.
 
     Args:
         call: the method that error messages name.
         state: the saved state.
         current: the current layout of the sampler.
-        shape: shape of the sampler's storage; None if unknown.
         capacity: capacity of the sampler; None if not given.
 
     Raises:
@@ -61,6 +58,7 @@ def layout_of(
     is_empty = int(state["num_writes"]) == int(state["num_writes_at_clear"])
     if is_empty and (size < current.size or (saved is None and current.known)):
         return None
+    shape = current.shape if current.known else None
     if shape is not None and saved not in (None, shape):
         raise ValueError(f"{call}: the state belongs to a storage of shape {saved}, not {shape}.")
     if capacity is not None and size < capacity:
