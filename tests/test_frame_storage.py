@@ -252,7 +252,7 @@ class TestErrors:
             pool = FramePool(4, 8, num_stacked=2, shape=(2,))
             pool.check_valid()
             getattr(pool, name).sub_(1)
-            with pytest.raises(RuntimeError, match="are wrong"):
+            with pytest.raises(AssertionError, match="are wrong"):
                 pool.check_valid()
 
 
@@ -548,3 +548,15 @@ def test_frames_of_floats_are_kept_bit_by_bit(dtype):
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[frames.itemsize]
     for key in ("observation", ("next", "observation")):
         assert torch.equal(rb[:][key].view(bits), data[key].view(bits))
+
+
+def test_a_state_without_frames_is_refused():
+    """The rows of another storage have no frames; without the error, all observations would be zeros."""
+    once, plain = pair(20)
+    data = StackedStreams(1, seed=0).chunk("any", 10)
+    for rb in (once, plain):
+        rb.extend(data.clone())
+    state = plain.storage.state_dict()
+    with pytest.raises(RuntimeError, match="the loaded state has no frames"):
+        once.storage.load_state_dict(state)
+    assert_same(once, plain)

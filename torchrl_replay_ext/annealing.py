@@ -120,3 +120,21 @@ class Hyperparameter:
     def load(self, state: Tensor) -> None:
         """Restore a state that :meth:`state` returned."""
         self._assign(*state.tolist())
+
+
+def make_exponents(owner: str, **values: float | Anneal) -> dict[str, Hyperparameter]:
+    """Make the hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler.
+
+    Args:
+        owner: the class that error messages name.
+        **values: the values by name.
+
+    Returns:
+        The hyperparameters by name.
+    """
+    hints = {"alpha": "; use 0 for uniform sampling", "omega": "; use 0 for plain PER"}
+    limits = {"beta": 1.0}
+    return {
+        name: Hyperparameter(owner, name, value, high=limits.get(name, math.inf), hint=hints.get(name, ""))
+        for name, value in values.items()
+    }

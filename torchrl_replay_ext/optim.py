@@ -33,8 +33,8 @@ class AdamStep:
             value of the tensor, while a compiled graph treats numbers as constants, also ``betas`` and ``eps``.
 
     Raises:
-        ValueError: if the optimizer is not such an Adam, or has tensors as ``betas``, none of its parameters requires gradients, one of them is
-            complex, or the optimizer has made different numbers of steps for them.
+        ValueError: if the optimizer is not such an Adam, or has tensors as ``betas``, none of its parameters requires
+            gradients, one of them is complex, or the optimizer has made different numbers of steps for them.
 
     Attributes:
         parameters: the parameters of the optimizer that require gradients now, in the order in which gradients are

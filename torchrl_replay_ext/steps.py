@@ -100,8 +100,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             itself adds to a TensorDict may be there from the start.
         RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
             ``torch.optim``; at a later call, if the first one has changed a number, string or list that the step reads,
-            or more of a tensor than its values, or if a setting of an optimizer is another number now. Other errors of torch's
-            compiler, and errors that the step raises, are passed on.
+            or more of a tensor than its values, or if a setting of an optimizer is another number now. Other errors of
+            torch's compiler, and errors that the step raises, are passed on.
 
     Examples:
         >>> counter = torch.zeros(1)

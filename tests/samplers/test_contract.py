@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, TensorDictMaxValueWriter
 
 from tests.data import buffer_with, rows
 from tests.operations import CASES, SLICE, Driven
@@ -19,9 +20,12 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    RecencySampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw
 from torchrl_replay_ext.functional import reliability
+from torchrl_replay_ext.samplers.adapter import PrioritySampler
 
 
 def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):
@@ -618,3 +622,56 @@ def test_small_checks():
     empty = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=ProportionalSampler(), batch_size=2)
     with pytest.raises(IndexError, match=r"ProportionalSampler.update_priority: the storage is empty"):
         empty.update_priority(torch.arange(3), torch.ones(3))
+
+
+class Uniform(Distribution):
+    """All stored slots; the priorities of updates are kept, and draws do not depend on them."""
+
+    def __init__(self, log, priorities):
+        self._log, self.updated = log, torch.zeros(log.layout.size, device=log.layout.device)
+
+    def insert(self, slots, priority, rows): ...
+
+    def remove(self, slots): ...
+
+    def clear(self): ...
+
+    def rebuild(self): ...
+
+    def check_valid(self): ...
+
+    def tensors(self):
+        return {"updated": self.updated}
+
+    def update(self, slots, priority, mask):
+        self.updated[slots] = priority
+
+    def density(self, slots):
+        return (self._log.generation[slots] > 0).double()
+
+    def draw(self, batch_size, generator):
+        slots = torch.randint(int((self._log.generation > 0).sum()), (batch_size,), generator=generator)
+        return Draw(slots, self.density(slots))
+
+
+@pytest.mark.parametrize("beta", [0.5, Anneal(0.5, 1.0, num_updates=10)])
+def test_a_sampler_of_ones_own_gets_td_errors(beta):
+    class Own(PrioritySampler):
+        def __init__(self):
+            super().__init__(20, Uniform, hyperparameters={"beta": beta})
+
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=Own(), batch_size=8)
+    rb.extend(TensorDict({"number": torch.arange(20)}, [20]))
+    batch = rb.sample()
+    assert torch.equal(batch["priority_weight"], torch.ones(8))
+    batch["td_error"] = torch.full((8,), 3.0)
+    rb.update_tensordict_priority(batch)
+    assert rb.sampler.distribution.updated[batch["index"]].tolist() == [3.0] * 8
+    assert float(rb.sampler.stats()["beta"]) == pytest.approx(0.5 if beta == 0.5 else 0.55)
+
+
+@pytest.mark.parametrize("sampler", [RecencySampler(), TrajectoryRetraceSampler(8, slice_len=2, behaviour_keys=())])
+def test_samplers_without_priorities(sampler):
+    """TorchRL's buffers write no TD errors for RecencySampler; slices may have anchors with priorities."""
+    assert isinstance(sampler, PrioritizedSampler) == isinstance(sampler, TrajectoryRetraceSampler)
+    assert not sampler.takes_priorities

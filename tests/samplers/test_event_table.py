@@ -535,6 +535,29 @@ def test_hashes_tell_rows_apart():
     assert torch.equal(hash_rows([torch.tensor([[0.0]])]), hash_rows([torch.tensor([[-0.0]])]))
 
 
+@pytest.mark.parametrize(("pairs", "wrong"), [(100, 0.0), (1000, 0.002), (5000, 0.02)])
+def test_counts_of_many_pairs(pairs, wrong):
+    from torchrl_replay_ext.core.pair_counts import PairCounts
+
+    generator = torch.Generator().manual_seed(0)
+    size = 10_000
+    counts = PairCounts(size, 2, device=torch.device("cpu"))
+    stored = torch.randint(pairs, (size,), generator=generator)
+    counts.write(torch.arange(size), [stored])
+    listed = torch.rand(1, size, generator=generator) < 0.3
+    counts.set_tables(torch.arange(size), listed)
+    changed = torch.randperm(size, generator=generator)[:3000]
+    stored[changed] = torch.randint(pairs, (3000,), generator=generator)
+    listed[0, changed] = False
+    counts.write(changed, [stored[changed]])
+    expected = torch.stack(
+        [torch.bincount(stored, minlength=pairs), torch.bincount(stored[listed[0]], minlength=pairs)]
+    )
+    found = counts.of(torch.arange(size))
+    assert bool((found[:2] >= expected[:, stored]).all()) and torch.equal(found[1], found[2])
+    assert float((found[:2] != expected[:, stored]).any(0).double().mean()) <= wrong
+
+
 # --- priorities inside tables
 
 

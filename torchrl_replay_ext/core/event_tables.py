@@ -56,8 +56,9 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     sampler are built separately (from a configuration, in a Ray actor), build the tables of both with equal arguments;
     the sampler then uses the tables of the writer. The table ``"default"`` holds all transitions.
 
-    An entry is the index of a transition. It takes 12 bytes, and each table takes 4 bytes per slot of the storage. The
-    tables are on the CPU; if the storage is on another device, draws read a copy of them there.
+    An entry is the index of a transition. It takes 12 bytes, 24 with ``retention="ring"``. Each table takes 4 bytes per
+    slot of the storage. The tables are on the CPU; if the storage is on another device, draws read a copy of them
+    there.
 
     Each table is first-in-first-out. ``retention`` decides what happens to an entry when its transition becomes old:
 

@@ -279,16 +279,16 @@ class FramePool:
         self._rebuild()
 
     def check_valid(self) -> None:
-        """Raise RuntimeError if reference counts, free places and ids contradict each other. O(size)."""
+        """Raise AssertionError if reference counts, free places and ids contradict each other. O(size)."""
         references = self._counted()
         if not torch.equal(references[1:], self._references[1:]):
-            raise RuntimeError("FramePool: the reference counts are wrong.")
+            raise AssertionError("FramePool: the reference counts are wrong.")
         places = (self._head + torch.arange(int(self._num_free), device=references.device)) % self.capacity
         free = torch.zeros_like(self._references).index_add_(
             0, self._free[places].to(torch.int64), torch.ones_like(places, dtype=torch.int32)
         )
         if not torch.equal(free[1 : self._nowhere], (references[1 : self._nowhere] == 0).to(torch.int32)):
-            raise RuntimeError("FramePool: the free places are wrong.")
+            raise AssertionError("FramePool: the free places are wrong.")
 
 
 def require_one_step(before: Tensor, after: Tensor, *, first_row: int = 0) -> Tensor:

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     @property
     def slots_per_step(self) -> int:
-        """Number of lanes."""
+        """Number of slots per step: the number of columns of the storage, 1 in flat storage."""
         return math.prod(self.shape[1:])
 
     @property

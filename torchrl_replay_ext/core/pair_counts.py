@@ -11,6 +11,9 @@ from torchrl_replay_ext.indices import is_last_occurrence
 # The odd constants of splitmix64, as signed integers.
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
+# Number of counters of each pair.
+_ROWS = 3
+
 
 def _mixed(number: Tensor) -> Tensor:
     """Hash int64 numbers with splitmix64; int64."""
@@ -43,38 +46,48 @@ def hash_rows(columns: list[Tensor]) -> Tensor:
 class PairCounts:
     """Counts the stored transitions of each (state, action): in total, in each event table, and in any event table.
 
+    A count-min sketch (Cormode and Muthukrishnan 2005): each pair has one of at least 2N counters in each of three
+    rows, chosen by hash, and its count is the smallest of the three. It is too large only if the pair shares all three
+    with other pairs.
+
     Args:
-        size: number of slots.
+        size: number of slots, N.
         tables: number of tables, including the default table.
         device: device of the tensors.
     """
 
     def __init__(self, size: int, tables: int, *, device: torch.device):
-        buckets = 1 << (4 * size - 1).bit_length()
+        self._width = 1 << (2 * size - 1).bit_length()
         self._tables = tables
-        self._bucket = torch.full((size,), -1, dtype=torch.int64, device=device)
+        # hash of the pair in each slot, -1 if empty
+        self._hash = torch.full((size,), -1, dtype=torch.int64, device=device)
         # True where an event table holds a slot
         self._listed = torch.zeros((tables - 1, size), dtype=torch.bool, device=device)
-        self._counts = torch.zeros((tables + 1, buckets), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((tables + 1, _ROWS * self._width), dtype=torch.int32, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state."""
-        return {"pair_bucket": self._bucket, "pair_listed": self._listed, "pair_counts": self._counts}
+        return {"pair_hash": self._hash, "pair_listed": self._listed, "pair_counts": self._counts}
 
     def clear_(self) -> None:
         """Reset to an empty storage."""
-        self._bucket.fill_(-1)
+        self._hash.fill_(-1)
         self._listed.zero_()
         self._counts.zero_()
 
-    def _add(self, first: int, buckets: Tensor, change: Tensor) -> None:
-        """Add ``change`` [k, n] to the counts of ``buckets`` [n] in the rows ``first`` to ``first + k - 1``.
+    def _counters(self, hashes: Tensor) -> Tensor:
+        """The counters of pairs with these hashes [n], int64 [rows, n]."""
+        row = torch.arange(_ROWS, device=hashes.device).unsqueeze(1)
+        return row * self._width + (_mixed(hashes + row * _MIX[0]) & (self._width - 1))
 
-        The change must be 0 where a bucket is -1.
+    def _add(self, first: int, hashes: Tensor, change: Tensor) -> None:
+        """Add ``change`` [k, n] to the counts of ``hashes`` [n] in the tables ``first`` to ``first + k - 1``.
+
+        The change must be 0 where a hash is -1.
         """
-        row = first + torch.arange(len(change), device=buckets.device).unsqueeze(1).expand_as(change)
-        buckets = buckets.clamp_min(0).expand_as(change)
-        self._counts.index_put_((row, buckets), change.to(torch.int32), accumulate=True)
+        table = first + torch.arange(len(change), device=hashes.device).view(-1, 1, 1)
+        change = change.to(torch.int32).unsqueeze(1).expand(-1, _ROWS, -1)
+        self._counts.index_put_((table, self._counters(hashes)), change, accumulate=True)
 
     def write(self, slots: Tensor, columns: list[Tensor]) -> None:
         """Replace the transitions in some slots by new ones, which are in no event table yet.
@@ -83,18 +96,18 @@ class PairCounts:
             slots: int64 [n].
             columns: states and actions of the new transitions, tensors [n, ...], equal for equal slots.
         """
-        buckets = hash_rows(columns) & (self._counts.shape[1] - 1)
+        hashes = hash_rows(columns) & (2**63 - 1)
         self.remove(slots)
-        self._bucket[slots] = buckets
-        self._add(0, buckets, is_last_occurrence(slots).unsqueeze(0))
+        self._hash[slots] = hashes
+        self._add(0, hashes, is_last_occurrence(slots).unsqueeze(0))
 
     def remove(self, slots: Tensor) -> None:
         """Remove the transitions in ``slots``, int64 [n], from all counts."""
         self.set_tables(slots, torch.zeros_like(self._listed[:, slots]))
-        buckets = self._bucket[slots]
-        is_counted = (buckets >= 0) & is_last_occurrence(slots)
-        self._add(0, buckets, -is_counted.to(torch.int32).unsqueeze(0))
-        self._bucket.index_fill_(0, slots, -1)
+        hashes = self._hash[slots]
+        is_counted = (hashes >= 0) & is_last_occurrence(slots)
+        self._add(0, hashes, -is_counted.to(torch.int32).unsqueeze(0))
+        self._hash.index_fill_(0, slots, -1)
 
     def set_tables(self, slots: Tensor, listed: Tensor) -> None:
         """Set which event tables hold some slots.
@@ -107,11 +120,11 @@ class PairCounts:
         self._listed[:, slots] = listed
         change = listed.to(torch.int32) - before.to(torch.int32)
         of_any = listed.any(0, keepdim=True).to(torch.int32) - before.any(0, keepdim=True).to(torch.int32)
-        self._add(1, self._bucket[slots], torch.cat([change, of_any]) * is_last_occurrence(slots))
+        self._add(1, self._hash[slots], torch.cat([change, of_any]) * is_last_occurrence(slots))
 
     def of(self, slots: Tensor) -> Tensor:
         """Counts for the pairs in ``slots`` [n]: in total, in each event table, in any; int64 [tables + 1, n]."""
-        buckets = gather_in_bounds(self._bucket, slots)
-        rows = torch.arange(self._tables + 1, device=slots.device).unsqueeze(1) * self._counts.shape[1]
-        flat = gather_in_bounds(self._counts.view(-1), (rows + buckets).view(-1))
-        return flat.view(-1, slots.shape[0]).to(torch.int64)
+        counters = self._counters(gather_in_bounds(self._hash, slots))
+        table = torch.arange(self._tables + 1, device=slots.device).view(-1, 1, 1) * self._counts.shape[1]
+        flat = gather_in_bounds(self._counts.view(-1), (table + counters).view(-1))
+        return flat.view(-1, *counters.shape).amin(1).to(torch.int64)

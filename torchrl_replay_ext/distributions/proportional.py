@@ -78,7 +78,7 @@ class PowerTree:
     def draw_share(self, share: Share) -> tuple[Tensor, Tensor]:
         """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
 
-        None, if all masses are 0.
+        Both are empty if all masses are 0.
         """
         total = self.tree.total().double()
         if not total:

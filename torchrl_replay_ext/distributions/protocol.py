@@ -26,7 +26,7 @@ class Draw(NamedTuple):
     Args:
         slots: int64 [B].
         density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn.
-            Default: None, all slots are equally likely and the batch has no weights.
+            Default: None, no weights are computed; those of ``extras`` stay.
         smallest: the smallest positive density of all stored slots. Default: None, weights are divided by the largest
             weight of the batch.
         extras: further entries of the batch, [B] each. Default: None.
@@ -120,7 +120,8 @@ class RowView(Protocol):
 class WriteObserver(ABC):
     """State that is updated at each write to the slots of a buffer."""
 
-    # True if a write that is not next in the ring is an error: ValueError
+    # True if the order of the writes matters: a write that is not next in the ring is an error (ValueError) unless gaps
+    # count as lost, and rows whose order is unknown are removed
     needs_order = False
     # True if slots between two writes count as lost, with any writer, and are removed
     treats_gaps_as_lost = False
@@ -224,7 +225,7 @@ class Distribution(WriteObserver):
         Args:
             everywhere: the sums of all shards together.
             num_rows: number of rows, n.
-            batch_size: number of rows of the whole batch; the same unless some rows are drawn again.
+            batch_size: number of rows of the whole batch; n may differ, for proposals or rows that are drawn again.
             generator: source of randomness; None: the global generator.
 
         Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any, get_args
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar, to_device, values_can_be_read
 from torchrl_replay_ext.core.layout import Layout
@@ -50,13 +50,17 @@ class PrioritySampler(ShowsArguments, Sampler):
     Args:
         capacity: number of slots, at least the capacity of the storage. None: the capacity of the storage.
         make: creates the distribution from a log and priorities; must be picklable.
-        hyperparameters: by name; their schedules count updates. ``"beta"`` is the exponent of the weights.
+        hyperparameters: by name, a number, an :class:`~torchrl_replay_ext.Anneal`, or the
+            :class:`~torchrl_replay_ext.annealing.Hyperparameter` that the distribution reads; their schedules count
+            updates. ``"beta"`` is the exponent of the weights; without it, batches have none.
         eps, min_priority, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
             Defaults: 0.0, 0.0, ``"absolute"`` and False.
         validate: see :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
         on_bind: called with each new storage; returns True if the distribution must be created again. Default: None.
     """
 
+    # False in subclasses whose distributions do not take priorities: buffers then pass no TD errors
+    expects_td_errors = True
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
     reduction = "max"
     # read by CompilableReplayBuffer: samples carry the generation of each row
@@ -70,7 +74,7 @@ class PrioritySampler(ShowsArguments, Sampler):
         capacity: int | None,
         make: MakeDistribution,
         *,
-        hyperparameters: dict[str, Hyperparameter],
+        hyperparameters: Mapping[str, float | Anneal | Hyperparameter],
         eps: float = 0.0,
         min_priority: float = 0.0,
         td_error: TDError = "absolute",
@@ -91,10 +95,19 @@ class PrioritySampler(ShowsArguments, Sampler):
             within_buffer=max_priority_within_buffer,
             min_priority=require_finite(name, "min_priority", min_priority),
         )
-        self.hyperparameters = hyperparameters
+        self.hyperparameters = {
+            key: value if isinstance(value, Hyperparameter) else make_exponents(name, **{key: value})[key]
+            for key, value in hyperparameters.items()
+        }
         self.make, self._make_observers, self._on_bind = make, list[MakeObserver](), on_bind
         self._default_priority = DefaultPriority()
         self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if cls.expects_td_errors:
+            # TorchRL's buffers pass TD errors to this class alone
+            PrioritizedSampler.register(cls)
 
     def _set_up(self, layout: Layout) -> None:
         layout = layout._replace(validate=self._validate)

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import Storage
 from typing_extensions import Required, TypedDict
 
-from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, is_key, is_number
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
@@ -24,7 +24,7 @@ from torchrl_replay_ext.distributions.table_weights import Correction, TableWeig
 from torchrl_replay_ext.distributions.within_table import ByPriority, ByRank, ByReliability, Uniform
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
-from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
+from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.reaper import make_reliability
 
 Kind = Literal["proportional", "rank", "reaper"]
@@ -86,7 +86,6 @@ class TablePriority(TypedDict, total=False):
     init_key: NestedKey
 
 
-@PrioritizedSampler.register
 class EventTableSampler(PrioritySampler):
     r"""Draws batches from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1).
 
@@ -169,9 +168,9 @@ class EventTableSampler(PrioritySampler):
             priority updates, or drawn batches if there are no priorities. Without correction it must be 1. Default: 1.
         priority: see above. Default: None, transitions of a table are drawn uniformly.
         pair_keys: entries with the state and the action, for ``"conditional"`` and ``"lemma2"``. They can have any
-            dtype; equal states and actions must have exactly equal values. Pairs are counted by hash: for D different
-            pairs in a buffer of N transitions, two pairs share a count with a probability of about D² / 8N. Default:
-            ``("observation", "action")``.
+            dtype; equal states and actions must have exactly equal values. Pairs are counted by hash: with D different
+            pairs in a buffer of N transitions, the counts of about a share of (1 − e^(−D/2N))³ are too large, such as
+            1 % for D = N/2. Default: ``("observation", "action")``.
         validate: raise errors for invalid input on accelerators too, see
             :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
 

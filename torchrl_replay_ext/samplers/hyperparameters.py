@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
 
 ALPHA = """Priority exponent. An assignment applies the new value to all stored transitions, in O(capacity).
@@ -17,24 +16,6 @@ write or update. When the schedule ends, its final value is applied to all store
 :class:`~torchrl_replay_ext.CompilableReplayBuffer` cannot branch on the end of the schedule; there, each update applies
 the current alpha to the next 64 slots instead."""
 BETA = "Exponent of the importance-sampling weights."
-
-
-def make_exponents(owner: str, **values: float | Anneal) -> dict[str, Hyperparameter]:
-    """Make the hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler.
-
-    Args:
-        owner: the class that error messages name.
-        **values: the values by name.
-
-    Returns:
-        The hyperparameters by name.
-    """
-    hints = {"alpha": "; use 0 for uniform sampling", "omega": "; use 0 for plain PER"}
-    limits = {"beta": 1.0}
-    return {
-        name: Hyperparameter(owner, name, value, high=limits.get(name, math.inf), hint=hints.get(name, ""))
-        for name, value in values.items()
-    }
 
 
 class exponent:

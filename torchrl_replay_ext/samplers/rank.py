@@ -5,16 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import get_args
 
-from torchrl.data.replay_buffers import PrioritizedSampler
-
-from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, as_number, require_bool, require_choice
 from torchrl_replay_ext.distributions.rank import RankBased, Segments
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
-from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent, make_exponents
+from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
 
 
-@PrioritizedSampler.register
 class RankBasedSampler(PrioritySampler):
     r"""Draws transitions by the rank of their TD error (Schaul et al. 2016, rank-based variant).
 

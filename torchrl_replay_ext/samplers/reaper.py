@@ -6,15 +6,14 @@ from functools import partial
 from typing import get_args
 
 from tensordict import NestedKey
-from torchrl.data.replay_buffers import PrioritizedSampler
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.reaper import ReliabilityAdjusted
 from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
-from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent, make_exponents
+from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 
 
 def make_reliability(
@@ -41,7 +40,6 @@ def make_reliability(
     )
 
 
-@PrioritizedSampler.register
 class ReaPERSampler(PrioritySampler):
     r"""Draws transitions by TD error, adjusted for how reliable their target is (Pleiss et al., arXiv 2506.18482).
 

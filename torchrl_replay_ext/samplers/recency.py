@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from torchrl_replay_ext.annealing import make_exponents
 from torchrl_replay_ext.arguments import as_number
 from torchrl_replay_ext.distributions.recency import Recency
 from torchrl_replay_ext.samplers.adapter import PrioritySampler
-from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent, make_exponents
+from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
 
 
 class RecencySampler(PrioritySampler):
@@ -46,6 +47,7 @@ class RecencySampler(PrioritySampler):
         tensor([0.0889, 0.1258, 0.1779, 0.2516, 0.3558], dtype=torch.float64)
     """
 
+    expects_td_errors = False
     beta = exponent("beta", BETA)
 
     def __init__(

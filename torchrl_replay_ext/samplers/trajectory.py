@@ -35,6 +35,8 @@ _NO_SEQUENCES = (
 class _UniformStarts(PrioritySampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
+    expects_td_errors = False
+
     def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
         super().__init__(capacity, make, hyperparameters={}, validate=validate)
 

@@ -43,7 +43,7 @@ class Report(NamedTuple):
         dropped: number of rows of updates that were dropped because they belong to an earlier incarnation.
         lost: number of rows that writers have lost with other shards, and reported to this one.
         largest_td_error: the largest TD error that an update may contain.
-        schedules: state of the schedules of annealed hyperparameters; empty if none is annealed.
+        schedules: state of the schedules of annealed hyperparameters; None if there are none.
     """
 
     incarnation: int

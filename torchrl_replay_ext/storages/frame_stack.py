@@ -275,7 +275,7 @@ class FrameStackStorage(CompilableTensorStorage):
         super()._settle()
         pool = self._pool
         if pool is None and self.initialized:
-            raise RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")
+            raise _no_frames()
 
     def _empty(self) -> None:
         super()._empty()
@@ -308,8 +308,11 @@ class FrameStackStorage(CompilableTensorStorage):
             raise ValueError(f"{_OWNER}.load_state_dict: {error}") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict``."""
-        self._restore(state_dict.get("frames", {}))
+        """Restore a ``state_dict``; RuntimeError if it is that of another kind of storage. Nothing is changed then."""
+        frames = state_dict.get("frames", {})
+        if state_dict["_len"] and not frames:
+            raise _no_frames()
+        self._restore(frames)
         super().load_state_dict(state_dict)
 
     def dumps(self, path: Any) -> None:
@@ -322,3 +325,7 @@ class FrameStackStorage(CompilableTensorStorage):
         state = TensorDict.load_memmap(str(Path(path) / "frames"))
         self._restore({str(key): value for key, value in state.items()})
         super().loads(path)
+
+
+def _no_frames() -> RuntimeError:
+    return RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")
