@@ -11,7 +11,6 @@ from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
 from torchrl_replay_ext.compilation import EagerFallback
-from torchrl_replay_ext.core.sum_tree import SumTree
 
 pytest.importorskip("triton")
 
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.usefixtures("from_scratch")
 @pytest.fixture(autouse=True)
 def no_code_for_the_cpu(monkeypatch):
     """Leave out what graphs do on the CPU only."""
-    init = SumTree.__init__
-
-    def without_smallest(self, *arguments, **options):
-        init(self, *arguments, **options)
-        self._smallest = None
-
-    monkeypatch.setattr(SumTree, "__init__", without_smallest)
     monkeypatch.setattr(EagerFallback, "replace", lambda self, condition, results, inputs: results)
 
 

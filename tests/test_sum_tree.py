@@ -99,14 +99,14 @@ class TreeAgainstList(RuleBasedStateMachine):
             self.masses[i] = m
 
     @rule(data=st.data(), ask=st.booleans(), bursts=st.sampled_from([1, 1, 1, 3, 40]))
-    def write_lazily(self, data, ask, bursts):
-        """Several writes in a row, with or without a cached minimum before them."""
+    def write_several_times(self, data, ask, bursts):
+        """Several writes in a row, with or without reading the minimum before them."""
         if ask and self.track_min and sum(self.masses):
             self.tree.min()
         index = self.choose_leaves(data)
         for burst in range(bursts if index else 0):
             mass = [data.draw(st.integers(0, 5)) for _ in index] if burst < 3 else [burst + i for i in index]
-            self.tree.write(torch.tensor(index), torch.tensor(mass), lazy=True)
+            self.tree.write(torch.tensor(index), torch.tensor(mass))
             for i, m in zip(index, mass, strict=True):
                 self.masses[i] = m
 
@@ -289,25 +289,23 @@ def test_duplicates_last_wins_in_a_large_update(capacity):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_duplicates_and_the_minimum(lazy):
+def test_duplicates_and_the_minimum():
     """The minimum ignores a mass that a later duplicate overwrites."""
     tree = SumTree(4, track_min=True)
     tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
     assert int(tree.min()) == 5
-    tree.write(torch.tensor([3, 3]), torch.tensor([1, 9]), lazy=lazy)
+    tree.write(torch.tensor([3, 3]), torch.tensor([1, 9]))
     assert int(tree.min()) == 5
-    tree.write(torch.tensor([0, 0]), torch.tensor([3, 9]), lazy=lazy)
+    tree.write(torch.tensor([0, 0]), torch.tensor([3, 9]))
     assert_same_tree(tree, [9, 6, 7, 9], track_min=True)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_masked_row_does_not_count_for_the_minimum(lazy):
+def test_a_masked_row_does_not_count_for_the_minimum():
     tree = SumTree(4, track_min=True)
     tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
     assert int(tree.min()) == 5
     mask = UpdateMask(torch.tensor([False, True]), torch.tensor([True, True]))
-    tree.write(torch.tensor([1, 2]), torch.tensor([1, 9]), lazy=lazy, mask=mask)
+    tree.write(torch.tensor([1, 2]), torch.tensor([1, 9]), mask=mask)
     assert_same_tree(tree, [5, 6, 9, 8], track_min=True)
 
 
@@ -324,9 +322,9 @@ def test_a_slice_is_written_like_its_leaves(begin, end, paged, is_prepared):
         tree.update(torch.arange(5000), torch.arange(1.0, 5001.0))
         tree.min()
     by_slice, by_leaves = trees
-    for mass, lazy in ((5, False), (3, True), (0, True), (2**40, False)):
-        by_slice.write(slice(begin, end), mass, lazy=lazy)
-        by_leaves.write(torch.arange(begin, end), torch.full((end - begin,), mass), lazy=lazy)
+    for mass in (5, 3, 0, 2**40):
+        by_slice.write(slice(begin, end), mass)
+        by_leaves.write(torch.arange(begin, end), torch.full((end - begin,), mass))
         by_slice.check_valid()
         assert torch.equal(by_slice.get(torch.arange(5000)), by_leaves.get(torch.arange(5000)))
         if int(by_slice.total()):
@@ -674,7 +672,6 @@ def write_directly(tree: SumTree) -> None:
 
 CHANGES = {
     "write": lambda tree: tree.write(torch.tensor([3]), torch.tensor([7])),
-    "lazy write": lambda tree: tree.write(torch.tensor([3]), torch.tensor([7]), lazy=True),
     "update": lambda tree: tree.update(torch.tensor([3]), torch.tensor([7 / UNIT])),
     "leaves and rebuild": write_directly,
     "clear": lambda tree: (tree.clear_(), tree.write(torch.tensor([3]), torch.tensor([7]))),
@@ -689,27 +686,27 @@ def test_the_minimum_after_a_write_of_another_process(change, paged):
     CHANGES[change](other)
     assert int(ours.min()) == int(other.min()) == 7
     CHANGES[change](ours)
-    other.write(torch.tensor([3]), torch.tensor([60]), lazy=True)
+    other.write(torch.tensor([3]), torch.tensor([60]))
     assert int(ours.min()) == int(other.min()) == (60 if change == "clear" else 50)
     ours.check_valid()
     other.check_valid()
 
 
 def test_several_processes_share_a_tree():
-    """Random writes and reads of three processes, with stale minima, against a list."""
+    """Random writes and reads of three processes, against a list."""
     rng = random.Random(0)
     trees, masses = shared_trees(40, count=3), [50] * 40
     for _ in range(2000):
         tree = rng.choice(trees)
         index = [rng.randrange(40) for _ in range(rng.randint(1, 4))]
         mass = [rng.choice([0, *range(40, 60)]) for _ in index]
-        tree.write(torch.tensor(index), torch.tensor(mass), lazy=rng.random() < 0.8)
+        tree.write(torch.tensor(index), torch.tensor(mass))
         for i, m in zip(index, mass, strict=True):
             masses[i] = m
         if rng.random() < 0.02:
             tree.rebuild_()
         if rng.random() < 0.02:
-            # a process ends with its stale minima, and another process starts
+            # a process ends, and another process starts
             trees[rng.randrange(3)] = in_another_process(rng.choice(trees))
         if any(masses):
             asked = rng.choice(trees)

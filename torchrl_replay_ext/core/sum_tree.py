@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, is_traced, scalar, stratify, uniform
 from torchrl_replay_ext.core import _compiled_tree, _eager_tree
-from torchrl_replay_ext.core._smallest_mass import SmallestMass
 from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
 
 
@@ -86,17 +85,8 @@ class SumTree:
         self._sums = ReductionTree(leaves, top=top, kind="sum")
         self._minima = ReductionTree(leaves, top=top, kind="min") if track_min else None
         self._trees = [self._sums] if self._minima is None else [self._sums, self._minima]
-        # not on accelerators, where values cannot be read
-        on_cpu = self.leaves.device.type == "cpu"
-        self._smallest = SmallestMass(self._minima) if self._minima is not None and on_cpu else None
         # the sum of all stored leaves must be below 2^62
         self.max_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._smallest is not None:
-            # a copy in another process must not have the same stale minima
-            self._smallest.catch_up()
-        return vars(self).copy()
 
     @property
     def rows(self) -> Tensor:
@@ -115,10 +105,6 @@ class SumTree:
         """The tensors of a prepared tree that compiled graphs read and change."""
         paged = [] if self.page_table is None else [self.page_table]
         return [self.leaves, *(tree.flat for tree in self._trees), *paged]
-
-    def nbytes(self) -> int:
-        """Memory of the leaves, sums and minima in bytes."""
-        return self.leaves.nbytes + sum(tree.flat.nbytes for tree in self._trees)
 
     @overload
     @classmethod
@@ -154,9 +140,7 @@ class SumTree:
     def min(self) -> int | Tensor:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
         assert self._minima is not None
-        if self.prepared or self._smallest is None:
-            return scalar(_backend().root(self._minima).amin() + 1)
-        return self._smallest.value()
+        return scalar(_backend().root(self._minima).amin() + 1)
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of some leaves.
@@ -184,7 +168,6 @@ class SumTree:
         index: Array,
         mass: Array,
         *,
-        lazy: bool = False,
         mask: UpdateMask | None = None,
         distinct: bool = False,
     ) -> None:
@@ -193,8 +176,6 @@ class SumTree:
         Args:
             index: the leaves, int64 [n] in [0, capacity), or a slice.
             mass: int64 [n] or [1], or one number, >= 0. Without ``mask``, the last one of duplicates wins.
-            lazy: allow the tree to update the minima later. This makes frequent small writes faster in eager code.
-                Default: False.
             mask: selects the rows to apply. Default: None, all rows.
             distinct: True if no two rows change the same leaf. This saves graphs a comparison of all pairs of rows.
                 Default: False.
@@ -205,17 +186,9 @@ class SumTree:
             return
         if mask is None:
             index, mass = as_array(index), mass if isinstance(mass, int) else as_array(mass)
-        smallest = self._smallest
-        late = lazy and mask is None and smallest is not None and not self.prepared and smallest.may_be_late(index)
         block, place = self._leaves.address(index)
-        before = gather_in_bounds(self.leaves, place).tolist() if late else []
         self._leaves.write(place, mass, mask)
-        _backend().refresh(self._trees[:1] if late else self._trees, place, block)
-        if smallest is not None and not self.prepared:
-            if late:
-                smallest.written_lazily(index, before, mass)
-            else:
-                smallest.written()
+        _eager_tree.refresh(self._trees, place, block)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -269,19 +242,11 @@ class SumTree:
         """Recompute all sums from the leaves."""
         for tree in self._trees:
             tree.rebuild()
-        if self._smallest is not None:
-            self._smallest.catch_up()
-            self._smallest.written()
 
     def check_valid(self) -> None:
         """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
-        if self._smallest is not None:
-            positive = self.leaves[self.leaves > 0]
-            if positive.numel() and int(self.min()) != int(positive.min()):
-                raise AssertionError("SumTree: the smallest mass is not that of the leaves")
-            self._smallest.catch_up()
         for tree in self._trees:
             expected = copy.deepcopy(tree)
             expected.rebuild()

@@ -58,7 +58,7 @@ class PowerTree:
 
     def insert(self, index: Array, priority: Tensor) -> None:
         """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
-        self.tree.write(index, self.mass(scalar(priority)), lazy=True, distinct=True)
+        self.tree.write(index, self.mass(scalar(priority)), distinct=True)
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
@@ -133,7 +133,7 @@ class Proportional(Distribution):
         self._power.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._power.mass(as_array(priority)), lazy=True, mask=mask)
+        self._tree.write(slots, self._power.mass(as_array(priority)), mask=mask)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=generator)
