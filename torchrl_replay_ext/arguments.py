@@ -23,6 +23,15 @@ def is_key(value: Any) -> bool:
     )
 
 
+def require_keys(owner: str, **keys: Any) -> None:
+    """TypeError if an argument cannot be the name of an entry."""
+    for name, key in keys.items():
+        if not is_key(key):
+            raise TypeError(
+                f"{owner}({name}={key!r}): {name} must be the name of an entry, a string or a tuple of strings."
+            )
+
+
 def key_path(key: NestedKey) -> tuple[str, ...]:
     """The name of an entry as a tuple, the names of the nested TensorDicts first."""
     return (key,) if isinstance(key, str) else tuple(map(str, key))

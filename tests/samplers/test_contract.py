@@ -360,16 +360,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_a_state_of_an_earlier_version_is_refused_by_name():
-    buffer = buffer_of()
-    buffer.extend(rows(4))
-    before = buffer.sampler.state_dict()
-    earlier = {"stamp": torch.zeros(10), "clock": torch.zeros(()), "storage_shape": torch.tensor([10])}
-    with pytest.raises(ValueError, match=r"an older version .* saved this state; it cannot be loaded"):
-        buffer.sampler.load_state_dict(earlier)
-    assert all(torch.equal(before[key], value) for key, value in buffer.sampler.state_dict().items())
-
-
 @pytest.mark.parametrize("make", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
 def test_a_checkpoint_may_be_loaded_into_a_buffer_in_use(make):
     source, used = (buffer_of(make, capacity=20) for _ in range(2))
@@ -675,3 +665,18 @@ def test_samplers_without_priorities(sampler):
     """TorchRL's buffers write no TD errors for RecencySampler; slices may have anchors with priorities."""
     assert isinstance(sampler, PrioritizedSampler) == isinstance(sampler, TrajectoryRetraceSampler)
     assert not sampler.takes_priorities
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda key: ReaPERSampler(done_key=key), "done_key"),
+        (lambda key: ReaPERSampler(terminated_key=key), "terminated_key"),
+        (lambda key: TrajectoryRetraceSampler(slice_len=2, traj_key=key), "traj_key"),
+        (lambda key: TrajectoryRetraceSampler(slice_len=2, behaviour_keys=[key]), "behaviour_keys"),
+    ],
+)
+@pytest.mark.parametrize("key", [5, ["next", "done"], (), ""])
+def test_keys_are_names_of_entries(make, name, key):
+    with pytest.raises(TypeError, match=rf"{name} must be the name of an entry, a string or a tuple of strings"):
+        make(key)

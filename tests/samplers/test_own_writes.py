@@ -7,7 +7,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
 from tests.data import buffer_of, rows
-from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 
 
 def test_rows_of_a_refused_write_stay_undrawn_if_an_older_row_is_announced_again():
@@ -67,14 +67,3 @@ def test_an_update_with_stamps_leaves_no_draw_pending_in_a_storage_of_two_dimens
     buffer.extend(rows(10, 2, first=20))
     buffer.update_priority(batch["index"].flip(0), torch.full((6,), 4.0))
     assert buffer.sampler.stats()["dropped_updates"] == 0
-
-
-def test_a_storage_that_an_earlier_version_pickled_can_be_written():
-    storage = CompilableTensorStorage(4)
-    storage.set(torch.arange(2), rows(2))
-    state = storage.__getstate__()
-    state.pop("num_sets")
-    loaded = CompilableTensorStorage.__new__(CompilableTensorStorage)
-    loaded.__setstate__(state)
-    loaded.set(torch.arange(2, 4), rows(2))
-    assert len(loaded) == 4

@@ -613,17 +613,6 @@ def test_a_state_of_other_tables_is_refused():
         other.writer.load_state_dict(state)
 
 
-def test_a_state_with_a_ring_position_of_its_own_is_refused():
-    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
-    rb.extend(scripted(20))
-    state = rb.writer.state_dict()
-    before = rb.writer.state_dict()
-    state["tables"]["next"] = torch.tensor(20)
-    with pytest.raises(ValueError, match=r"saved by an earlier version .* start with an empty buffer"):
-        rb.writer.load_state_dict(state)
-    assert_equal_states(before, rb.writer.state_dict())
-
-
 def fell_to_the_left(data):
     return data["next", "terminated"].reshape(-1) & (data["next", "observation"][..., 2] < 0)
 

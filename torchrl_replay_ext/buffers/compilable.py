@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 import torchrl
@@ -12,7 +12,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, Sequence, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Sequence
 from torchrl.envs import Compose
 
 from torchrl_replay_ext._torchrl import count_sample, expands_draws, stored_data
@@ -35,16 +35,6 @@ _CANNOT_WAIT = (
     f"CompilableReplayBuffer.sample(wait=True): torchrl {torchrl.__version__} cannot wait for data. Leave wait= out "
     "and write before the first sample, or install a later release of torchrl."
 )
-
-
-class _TakesStamps(Protocol):
-    """A sampler that uses write stamps to drop updates of overwritten rows."""
-
-    def update_priority(self, index: Tensor, priority: Tensor, *, storage: Storage, stamp: Tensor) -> None: ...
-
-
-def _takes_stamps(sampler: object) -> TypeGuard[_TakesStamps]:
-    return getattr(sampler, "takes_stamps", False)
 
 
 class CompilableReplayBuffer(TensorDictReplayBuffer):
@@ -285,7 +275,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
         anchored = expands_draws(self) and data.get("anchor_index", None) is not None
-        stamped = data.get(STAMP_KEY, None) is not None and _takes_stamps(sampler)
+        stamped = data.get(STAMP_KEY, None) is not None and getattr(sampler, "takes_stamps", False)
         if anchored or (stamped and data.ndim != 1):
             # TorchRL would take the largest TD error of each row of a batch [slices, steps]
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)

@@ -541,9 +541,9 @@ class Lanes:
         return {
             "lane_trajectory": self._trajectory,
             "lane_written": self._written,
-            "lane_old": self._ids_restarted,
-            "lane_doubtful": self._end_may_be_missed,
-            "lane_cut_off": self._recently_preempted,
+            "lane_ids_restarted": self._ids_restarted,
+            "lane_end_may_be_missed": self._end_may_be_missed,
+            "lane_recently_preempted": self._recently_preempted,
             "max_trajectory": self._max_trajectory,
             "zero_seen": self._zero_seen,
             "broken_off": self.broken_off,
@@ -553,4 +553,4 @@ class Lanes:
         """Forget all trajectories."""
         self._was_loaded.zero_()
         for name, tensor in self.tensors().items():
-            tensor.fill_(-1 if name in ("lane_trajectory", "lane_cut_off", "max_trajectory") else 0)
+            tensor.fill_(-1 if name in ("lane_trajectory", "lane_recently_preempted", "max_trajectory") else 0)

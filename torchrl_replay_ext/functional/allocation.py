@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import require_choice, require_integer
 from torchrl_replay_ext.compilation import raise_if
 
 Allocation = Literal["systematic", "multinomial", "largest_remainder"]
@@ -45,10 +46,8 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
         >>> allocate(torch.tensor([0.5, 0.2, 0.3]), 32, "largest_remainder")
         tensor([16,  6, 10])
     """
-    if method not in METHODS:
-        raise ValueError(f"allocate(method={method!r}): method must be one of {', '.join(METHODS)}.")
-    if batch_size < 1:
-        raise ValueError(f"allocate(batch_size={batch_size}): batch_size must be >= 1.")
+    require_choice("allocate", "method", method, METHODS)
+    require_integer("allocate", "batch_size", batch_size)
     raise_if(
         lambda: not (eta >= 0).all() or not 0 < float(eta.sum()) < math.inf,
         lambda: ValueError(f"allocate(eta={eta.tolist()}): eta must be >= 0 and finite, and one of them > 0."),

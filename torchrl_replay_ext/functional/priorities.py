@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from torchrl_replay_ext.arguments import require_finite, require_integer
 
 
 def importance_weights(
@@ -49,9 +49,7 @@ def rank_probabilities(num_items: int, alpha: float) -> Tensor:
         >>> rank_probabilities(3, 1.0)
         tensor([0.5455, 0.2727, 0.1818], dtype=torch.float64)
     """
-    if num_items < 1:
-        raise ValueError(f"rank_probabilities(num_items={num_items}): num_items must be >= 1.")
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"rank_probabilities(alpha={alpha}): alpha must be >= 0 and finite.")
+    require_integer("rank_probabilities", "num_items", num_items)
+    alpha = require_finite("rank_probabilities", "alpha", alpha)
     mass = torch.arange(1, num_items + 1, dtype=torch.float64) ** -alpha
     return mass / mass.sum()

@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Storage
 from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal, make_exponents
-from torchrl_replay_ext.arguments import TDError, is_key, is_number
+from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -203,19 +203,9 @@ class EventTableSampler(PrioritySampler):
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableSampler: tables must be EventTables, not {type(tables).__name__}.")
-        if allocation not in METHODS:
-            raise ValueError(
-                f"EventTableSampler(allocation={allocation!r}): allocation must be one of {', '.join(METHODS)}."
-            )
-        if correction not in _CORRECTIONS:
-            raise ValueError(
-                f"EventTableSampler(correction={correction!r}): correction must be None, 'mixture', 'conditional', "
-                "'lemma2' or 'priority'."
-            )
-        values = (beta.start, beta.end) if isinstance(beta, Anneal) else (beta,)
-        if not all(is_number(value) and 0 <= value <= 1 for value in values):
-            raise ValueError(f"EventTableSampler(beta={beta!r}): beta must be in [0, 1].")
-        if correction is None and values != (1,):
+        require_choice("EventTableSampler", "allocation", allocation, METHODS)
+        require_choice("EventTableSampler", "correction", correction, _CORRECTIONS)
+        if correction is None and beta != 1:
             raise ValueError(
                 f"EventTableSampler(beta={beta!r}): beta is the exponent of correction=; for the weights of priorities "
                 "pass priority=dict(kind=..., beta=...)."

@@ -13,12 +13,6 @@ def require_keys(call: str, state: dict[str, Any], expected: set[str]) -> None:
     """Raise ValueError if a state does not have exactly the expected entries; ``call`` names the method in errors."""
     if set(state) == expected:
         return
-    if {"stamp", "clock"} <= set(state):
-        raise ValueError(
-            f"{call}: an older version of torchrl_replay_ext, without a write log, saved this state; it cannot be "
-            "loaded. Load it with the version that saved it, or do not load the sampler's state: then the stored "
-            "transitions get the priority of new transitions."
-        )
     raise ValueError(
         f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
         f"{_some(expected - set(state))}; unexpected entries: {_some(set(state) - expected)}."

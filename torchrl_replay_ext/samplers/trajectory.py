@@ -13,7 +13,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import key_path, require_bool, require_integer
+from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_keys
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Share, Sums
@@ -142,6 +142,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             require_integer(_OWNER, name, value)
         require_bool(_OWNER, "pad", pad)
         require_bool(_OWNER, "validate", validate)
+        require_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
+        names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
+        for name in names:
+            require_keys(_OWNER, behaviour_keys=name)
         path = key_path(done_key)
         if path[-1] == "terminated":
             raise ValueError(
@@ -171,7 +175,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 )
         self._slice_len, self._pad = slice_len, pad
         self._done_key, self._truncated_key = path, (*path[:-1], "truncated")
-        self._behaviour_keys = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
+        self._behaviour_keys = names
         make = partial(
             SliceStarts,
             slice_len=slice_len,
@@ -401,13 +405,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}
         ours = TensorDict(ours, device=self._sampler.layout.device)
         return self._sampler.stats().update(ours) if self._is_prioritized else ours
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
-        if "starts" in state_dict:
-            # saved by an earlier version
-            state_dict = state_dict["starts"]
-        super().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return (

@@ -195,8 +195,6 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         length = state.pop("len__context", None)
-        # storages that were pickled by an earlier version have no count
-        state.setdefault("num_sets", torch.zeros((), dtype=torch.int64, device="cpu"))
         super().__setstate__(state)
         if length is not None:
             self._len_value = torch.tensor(length, dtype=torch.int64, device=self._last_cursor_index_value.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext._torchrl import length, rows_of_ring, set_rows, shape_and_device, stored_data
-from torchrl_replay_ext.arguments import is_key
+from torchrl_replay_ext.arguments import require_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
@@ -95,12 +95,9 @@ class EventTableWriter(CompilableWriter):
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableWriter: tables must be EventTables, not {type(tables).__name__}.")
-        for name, key in (("stream_key", stream_key), ("done_key", done_key), ("init_key", init_key)):
-            if not is_key(key) and not (name == "stream_key" and key is None):
-                raise TypeError(
-                    f"EventTableWriter({name}={key!r}): {name} must be the name of an entry, a string or a tuple of "
-                    "strings."
-                )
+        require_keys("EventTableWriter", done_key=done_key, init_key=init_key)
+        if stream_key is not None:
+            require_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
         self._tables = tables
         self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
@@ -450,12 +447,6 @@ class EventTableWriter(CompilableWriter):
             raise ValueError(
                 f"EventTableWriter.load_state_dict: the state is for the tables {state_dict['described']}, this writer "
                 f"has {self._described()} (retention first); create it with the same events and retention."
-            )
-        if "next" in saved and not self._pinned:
-            raise ValueError(
-                "EventTableWriter.load_state_dict: this state was saved by an earlier version of torchrl_replay_ext "
-                "with a different numbering of the transitions. Load it with the version that saved it, or "
-                "start with an empty buffer."
             )
         if num_slots:
             same = torch.equal(saved["begins"].cpu(), torch.tensor(tables.regions(num_slots)))
