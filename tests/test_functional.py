@@ -6,13 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_replay_ext.functional import (
-    importance_weights,
-    is_last_occurrence,
-    last_occurrence,
-    reliability,
-    write_last,
-)
+from torchrl_replay_ext.functional import importance_weights, reliability
+from torchrl_replay_ext.indices import is_last_occurrence, last_occurrence, write_last
 
 # --- importance weights
 

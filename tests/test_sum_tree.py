@@ -381,16 +381,16 @@ def test_every_floating_point_dtype(dtype):
 @pytest.mark.parametrize("capacity", [1, 3, 8, 1000])
 def test_up_to_max_priority(capacity):
     tree = SumTree(capacity, fanout=8, top=4, track_min=True)
-    largest = torch.full((capacity,), tree.max_priority, dtype=torch.float64)
+    largest = torch.full((capacity,), tree.max_supported_priority, dtype=torch.float64)
     tree.update(torch.arange(capacity), largest)
-    masses = [mass_of(tree.max_priority)] * capacity
+    masses = [mass_of(tree.max_supported_priority)] * capacity
     assert sum(masses) <= 2**62
     assert_same_tree(tree, masses, track_min=True)
     _, mass = tree.sample(100)
     assert mass.tolist() == masses[:1] * 100
     assert tree.sample(capacity, stratified=True)[0].tolist() == list(range(capacity))
     with pytest.raises(ValueError, match=r"SumTree\.update: priorities"):
-        tree.update(torch.tensor([0]), torch.tensor([tree.max_priority * 1.01]))
+        tree.update(torch.tensor([0]), torch.tensor([tree.max_supported_priority * 1.01]))
     assert_same_tree(tree, masses, track_min=True)
 
 

@@ -25,7 +25,7 @@ from torchrl_replay_ext import (
 )
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw
 from torchrl_replay_ext.functional import reliability
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 
 
 def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):
@@ -646,7 +646,7 @@ class Uniform(Distribution):
 
 @pytest.mark.parametrize("beta", [0.5, Anneal(0.5, 1.0, num_updates=10)])
 def test_a_sampler_of_ones_own_gets_td_errors(beta):
-    class Own(PrioritySampler):
+    class Own(DistributionSampler):
         def __init__(self):
             super().__init__(20, Uniform, hyperparameters={"beta": beta})
 

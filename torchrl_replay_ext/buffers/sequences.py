@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Sequence
 
 from torchrl_replay_ext._torchrl import last_step_value, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import gather_in_bounds, values_can_be_read, where_int64
-from torchrl_replay_ext.functional import last_occurrence
+from torchrl_replay_ext.indices import last_occurrence
 from torchrl_replay_ext.samplers.slot_index import row_major
 
 _OWNER = "CompilableReplayBuffer(sample_unit=Sequence(...))"

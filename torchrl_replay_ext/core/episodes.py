@@ -394,9 +394,9 @@ class EpisodeIndex:
         return [*self._tree.graph_tensors(), *self._totals.graph_tensors(), *columns, *placed]
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         """The largest mass a transition may have, as a priority."""
-        return self._tree.max_priority
+        return self._tree.max_supported_priority
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""

@@ -25,7 +25,7 @@ class SumTree:
 
     Masses are int64 in fixed point, ``SumTree.UNIT`` = 2^23 per unit of priority. Sums are therefore exact and do not
     depend on the order of updates, rounding errors do not accumulate, and a leaf of mass 0 is never drawn.
-    ``max_priority`` is the largest priority that a leaf can hold.
+    ``max_supported_priority`` is the largest priority that a leaf can hold.
 
     The leaves are divided into rows of ``fanout``. The sums of these rows are again divided into rows, and so on up to
     a dense top level. All shapes are static. Eager code and compiled graphs use the same tensors with different
@@ -86,7 +86,7 @@ class SumTree:
         self._minima = ReductionTree(leaves, top=top, kind="min") if track_min else None
         self._trees = [self._sums] if self._minima is None else [self._sums, self._minima]
         # the sum of all stored leaves must be below 2^62
-        self.max_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
+        self.max_supported_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
 
     @property
     def rows(self) -> Tensor:
@@ -147,7 +147,7 @@ class SumTree:
 
         Args:
             index: the leaves, integers [n] in [0, capacity). Of duplicates the last one wins.
-            priority: float [n] in [0, ``max_priority``].
+            priority: float [n] in [0, ``max_supported_priority``].
 
         Raises:
             ValueError: if shapes differ, or an index or a priority is out of range. The tree is then unchanged.
@@ -159,8 +159,10 @@ class SumTree:
             )
         if not bool(((index >= 0) & (index < self.capacity)).all()):
             raise ValueError(f"SumTree.update: index must lie in [0, {self.capacity}).")
-        if not bool(((priority >= 0) & (priority <= self.max_priority)).all()):
-            raise ValueError(f"SumTree.update: priorities must be finite and lie in [0, {self.max_priority:g}].")
+        if not bool(((priority >= 0) & (priority <= self.max_supported_priority)).all()):
+            raise ValueError(
+                f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority:g}]."
+            )
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
     def write(

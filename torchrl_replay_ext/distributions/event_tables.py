@@ -20,7 +20,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 from torchrl_replay_ext.distributions.rejection import TableRows
-from torchrl_replay_ext.distributions.table_joint import JointTables, whole_only
+from torchrl_replay_ext.distributions.table_joint import JointTables, why_not_joint
 from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
@@ -86,7 +86,7 @@ class EventTableMixture(Distribution):
         self.takes_priorities = within.takes_priorities
         # True if all entries of a table have the same probability, and p(i) depends on nothing else
         self._plain = not within.takes_priorities and correction in (None, "mixture")
-        self.whole_only = within.whole_only or whole_only(correction, tables.retention)
+        self.why_not_joint = within.why_not_joint or why_not_joint(correction, tables.retention)
         settings = self._min_sizes, allocation, correction or ("priority" if within.takes_priorities else None)
         self._joint = JointTables(self._tree, tables, self._begins, shares, *settings)
         # True if the default table may have slots that cannot be drawn
@@ -103,8 +103,8 @@ class EventTableMixture(Distribution):
             tables.attach(self)
 
     @property
-    def max_priority(self) -> float:
-        return self._within.max_priority
+    def max_supported_priority(self) -> float:
+        return self._within.max_supported_priority
 
     # --- masses
 

@@ -39,7 +39,7 @@ class PowerTree:
             self.tree.prepare()
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         """The largest d whose d^α can be represented."""
         return largest_priority(self.tree, self._alpha)
 
@@ -96,7 +96,7 @@ class PowerTree:
 def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
     """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""
     # with a smaller α the power may overflow; it exceeds MAX_PRIORITY already
-    return min(tree.max_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
+    return min(tree.max_supported_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
 
 
 class Proportional(Distribution):
@@ -123,8 +123,8 @@ class Proportional(Distribution):
         self._tree = self._power.tree
 
     @property
-    def max_priority(self) -> float:
-        return self._power.max_priority
+    def max_supported_priority(self) -> float:
+        return self._power.max_supported_priority
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._power.insert(rows.slots_as_index, priority)

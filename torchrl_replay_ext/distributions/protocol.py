@@ -182,13 +182,13 @@ class Distribution(WriteObserver):
     # entries of tensors() that do not depend on the stored transitions
     settings: tuple[str, ...] = ()
     # why joint draws from several shards are not possible; None: they are
-    whole_only: str | None = None
+    why_not_joint: str | None = None
     # True if joint draws only propose rows, and some are rejected
     rejects = False
     _log: WriteLog
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         """The largest d that can be represented. Default: inf."""
         return math.inf
 
@@ -215,7 +215,7 @@ class Distribution(WriteObserver):
 
     def sums(self) -> Sums:
         """The sums of this shard."""
-        raise NotImplementedError(f"{type(self).__name__}: {self.whole_only}")
+        raise NotImplementedError(f"{type(self).__name__}: {self.why_not_joint}")
 
     def plan(
         self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
@@ -242,7 +242,7 @@ class Distribution(WriteObserver):
             At most n slots: rejected rows, and those of tables without mass, are left out. ``density`` is the
             probability of each slot in the joint draw, or None if all slots are equally likely.
         """
-        raise NotImplementedError(f"{type(self).__name__}: {self.whole_only}")
+        raise NotImplementedError(f"{type(self).__name__}: {self.why_not_joint}")
 
     def count_batch(self) -> None:
         """Called once for each joint draw: advance the schedules that count batches."""

@@ -54,7 +54,7 @@ class RankBased(Distribution):
 
     # a graph cannot sort; writes outside graphs sort instead
     writes_in_graphs = False
-    whole_only = "ranks need the priorities of all shards; use ProportionalSampler or ReaPERSampler."
+    why_not_joint = "ranks need the priorities of all shards; use ProportionalSampler or ReaPERSampler."
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class RankBased(Distribution):
         self._tabulate(self._table_alpha.clone())
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         return torch.finfo(torch.float32).max
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:

@@ -53,8 +53,8 @@ class ReliabilityAdjusted(Distribution):
         )
 
     @property
-    def max_priority(self) -> float:
-        return min(self._power.max_priority, self._reliability.max_priority)
+    def max_supported_priority(self) -> float:
+        return min(self._power.max_supported_priority, self._reliability.max_supported_priority)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._reliability.insert(slots, priority, rows)

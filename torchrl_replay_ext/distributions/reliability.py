@@ -85,9 +85,9 @@ class Reliability(WriteObserver):
         return self._episodes.reliability(slots, self._log.generation, exact=exact) ** self.omega.current()
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
-        return self._episodes.max_priority
+        return self._episodes.max_supported_priority
 
     def largest_episode(self) -> int:
         """F of Eq. 16: the largest sum of d of a stored episode, in units of the mass."""

@@ -21,7 +21,7 @@ _CLASSES = (
 )
 
 
-def whole_only(correction: str | None, retention: str) -> str | None:
+def why_not_joint(correction: str | None, retention: str) -> str | None:
     """Why joint draws are not possible with these settings of EventTableSampler; None: they are."""
     if correction not in (None, "mixture"):
         return _PAIRS

@@ -36,13 +36,13 @@ class Uniform(WriteObserver):
     # True if masses are computed by sorting
     sorts = False
     # why joint draws from several shards are not possible; None: they are
-    whole_only: str | None = None
+    why_not_joint: str | None = None
 
     def __init__(self, log: WriteLog, priorities: Priorities, tree: SumTree, tables: EventTables, begins: list[int]):
         self._log, self._priorities, self._tree, self._tables = log, priorities, tree, tables
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
         return MAX_PRIORITY
 
@@ -121,7 +121,7 @@ class ByPriority(Uniform):
         self._alpha = alpha
 
     @property
-    def max_priority(self) -> float:
+    def max_supported_priority(self) -> float:
         return largest_priority(self._tree, self._alpha)
 
     def masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
@@ -140,7 +140,7 @@ class ByRank(Uniform):
     """
 
     takes_priorities = sorts = True
-    whole_only = "ranks need the priorities of all shards; use priority=dict(kind='proportional')."
+    why_not_joint = "ranks need the priorities of all shards; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, stale_fraction: float):
         super().__init__(*arguments)
@@ -208,7 +208,7 @@ class ByReliability(ByPriority):
         make_reliability: creates the model of R from the log.
     """
 
-    whole_only = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
+    why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, make_reliability: Callable[[WriteLog], Reliability]):
         super().__init__(*arguments, alpha=alpha)
@@ -217,8 +217,8 @@ class ByReliability(ByPriority):
         self._rejection = Rejection(self._tree, self._reliability, for_graphs=for_graphs, tables=self._tables)
 
     @property
-    def max_priority(self) -> float:
-        return min(super().max_priority, self._reliability.max_priority)
+    def max_supported_priority(self) -> float:
+        return min(super().max_supported_priority, self._reliability.max_supported_priority)
 
     def draw(self, u: Tensor, rows: TableRows, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         position, mass = self._rejection.draw(len(u), generator, rows)

@@ -1,4 +1,4 @@
-"""Functions of tensors: allocation, priorities, importance weights, off-policy returns and duplicate indices."""
+"""Functions of tensors: allocation, priorities, importance weights and off-policy returns."""
 
 from torchrl_replay_ext.functional.allocation import allocate
 from torchrl_replay_ext.functional.gaussian import gaussian_policy_kl, ornstein_uhlenbeck_scale
@@ -13,19 +13,14 @@ from torchrl_replay_ext.functional.retrace import (
     retrace,
     trust_region_projection,
 )
-from torchrl_replay_ext.indices import all_different, extremes, is_last_occurrence, last_occurrence, write_last
 
 __all__ = [
     "acer_value_target",
-    "all_different",
     "allocate",
-    "extremes",
     "gaussian_policy_kl",
     "importance_ratio",
     "importance_sampling_return",
     "importance_weights",
-    "is_last_occurrence",
-    "last_occurrence",
     "off_policy_trace_return",
     "ornstein_uhlenbeck_scale",
     "q_opc",
@@ -33,5 +28,4 @@ __all__ = [
     "reliability",
     "retrace",
     "trust_region_projection",
-    "write_last",
 ]

@@ -30,7 +30,7 @@ from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initializa
 STAMP_KEY = "write_stamp"
 
 
-class PrioritySampler(ShowsArguments, Sampler):
+class DistributionSampler(ShowsArguments, Sampler):
     """A sampler for TorchRL's replay buffers that draws from a distribution over slots.
 
     The sampler converts TorchRL's indices to flat slots (a storage of shape [T, E, ...] has T·E·... slots in row-major
@@ -261,7 +261,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     def note_other_shards(self, largest_priority: float, largest_episode: int) -> None:
         """Take over the largest priority and the largest sum of an episode of the other shards."""
         largest = self.state.priorities.largest
-        largest.clamp_min_(min(largest_priority, self.distribution.max_priority))
+        largest.clamp_min_(min(largest_priority, self.distribution.max_supported_priority))
         self.distribution.note_other_shards(largest_episode)
 
     @property
@@ -272,7 +272,7 @@ class PrioritySampler(ShowsArguments, Sampler):
     @property
     def largest_td_error(self) -> float:
         """The largest TD error that an update may contain."""
-        limit = max(self.distribution.max_priority - self._priority_arguments["eps"], 0.0)
+        limit = max(self.distribution.max_supported_priority - self._priority_arguments["eps"], 0.0)
         return limit**2 if self._priority_arguments["td_error"] == "squared" else limit
 
     @property

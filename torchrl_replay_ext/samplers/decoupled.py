@@ -36,7 +36,7 @@ from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, PolicyOutput, Score
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.slot_index import unravel
@@ -284,7 +284,7 @@ class DecoupledSampler(SamplerWrapper):
     def _draw_candidates(self, storage: Storage, num_rows: int) -> Any:
         """The index of ``num_rows`` rows, [n] or a tuple of [n]."""
         sampler = self.candidate_sampler
-        if isinstance(sampler, PrioritySampler):
+        if isinstance(sampler, DistributionSampler):
             # no update of these rows is expected, so the draw need not be remembered
             return unravel(sampler.draw(storage, num_rows)[0], sampler.layout.shape)
         index, _ = sampler.sample(storage, num_rows)

@@ -23,7 +23,7 @@ from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import ByPriority, ByRank, ByReliability, Uniform
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.reaper import make_reliability
 
@@ -86,7 +86,7 @@ class TablePriority(TypedDict, total=False):
     init_key: NestedKey
 
 
-class EventTableSampler(PrioritySampler):
+class EventTableSampler(DistributionSampler):
     r"""Draws batches from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1).
 
     A row comes from table k with probability η_k. Inside a table, transitions are drawn with replacement, either

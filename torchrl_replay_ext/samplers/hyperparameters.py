@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 
 ALPHA = """Priority exponent. An assignment applies the new value to all stored transitions, in O(capacity).
 
@@ -30,18 +30,18 @@ class exponent:
     def __init__(self, name: str, doc: str, *, only_with: str = ""):
         self._name, self.__doc__, self._only_with = name, doc, only_with
 
-    def __get__(self, sampler: PrioritySampler | None, owner: type | None = None) -> Any:
+    def __get__(self, sampler: DistributionSampler | None, owner: type | None = None) -> Any:
         if sampler is None:
             return self
         self._require(sampler)
         return float(sampler.hyperparameters[self._name].value)
 
-    def __set__(self, sampler: PrioritySampler, value: float | Tensor | Anneal) -> None:
+    def __set__(self, sampler: DistributionSampler, value: float | Tensor | Anneal) -> None:
         self._require(sampler)
         with sampler.exclusive():
             sampler.state.set_hyperparameter(self._name, value)
 
-    def _require(self, sampler: PrioritySampler) -> None:
+    def _require(self, sampler: DistributionSampler) -> None:
         if self._name not in sampler.hyperparameters:
             raise AttributeError(
                 f"{type(sampler).__name__}.{self._name}: this sampler has no {self._name}; it needs {self._only_with}."

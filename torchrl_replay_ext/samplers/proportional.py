@@ -8,11 +8,11 @@ from typing import get_args
 from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
 from torchrl_replay_ext.distributions.proportional import Proportional
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 
 
-class ProportionalSampler(PrioritySampler):
+class ProportionalSampler(DistributionSampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).
 
     P(i) = d_i^α / Σ_k d_k^α with d_i = \|δ_i\| + eps, and w_i = (N · P(i))^−β divided by the largest weight. New

@@ -8,11 +8,11 @@ from typing import get_args
 from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, as_number, require_bool, require_choice
 from torchrl_replay_ext.distributions.rank import RankBased, Segments
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
 
 
-class RankBasedSampler(PrioritySampler):
+class RankBasedSampler(DistributionSampler):
     r"""Draws transitions by the rank of their TD error (Schaul et al. 2016, rank-based variant).
 
     P(i) = rank(i)^−α / Σ_{r≤N} r^−α, where rank 1 is the largest \|δ\| of the N stored transitions, and

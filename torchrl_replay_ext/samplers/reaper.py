@@ -12,7 +12,7 @@ from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, re
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.reaper import ReliabilityAdjusted
 from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 
 
@@ -41,7 +41,7 @@ def make_reliability(
     )
 
 
-class ReaPERSampler(PrioritySampler):
+class ReaPERSampler(DistributionSampler):
     r"""Draws transitions by TD error, adjusted for how reliable their target is (Pleiss et al., arXiv 2506.18482).
 
     With d_t = \|δ_t\| + eps for the stored transitions t = 1..n of an episode, in time order::

@@ -7,11 +7,11 @@ from functools import partial
 from torchrl_replay_ext.annealing import make_exponents
 from torchrl_replay_ext.arguments import as_number
 from torchrl_replay_ext.distributions.recency import Recency
-from torchrl_replay_ext.samplers.adapter import PrioritySampler
+from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
 
 
-class RecencySampler(PrioritySampler):
+class RecencySampler(DistributionSampler):
     r"""Draws newer transitions more often: P decreases geometrically with age.
 
     P(age k) = (1 − q) q^k / (1 − q^N) with q = 2^(−1 / half_life); the newest of the N stored transitions has k = 0.

@@ -82,10 +82,10 @@ class SlotState:
         for observe in make_observers:
             self.observe(observe)
         self.hyperparameters_changed()
-        if self.priorities.largest.item() > self.distribution.max_priority:
+        if self.priorities.largest.item() > self.distribution.max_supported_priority:
             raise ValueError(
                 f"{owner}(min_priority={priority_arguments['min_priority']:g}): must be <= "
-                f"{self.distribution.max_priority:g} for {layout.size} slots and this alpha."
+                f"{self.distribution.max_supported_priority:g} for {layout.size} slots and this alpha."
             )
 
     @property
@@ -119,7 +119,7 @@ class SlotState:
         largest = 0.0
         if name == "alpha":
             largest = max(self.priorities.largest.item(), self.priorities.of_slot.abs().max().item())
-        if largest > self.distribution.max_priority:
+        if largest > self.distribution.max_supported_priority:
             bound = hyperparameter.bound
             hyperparameter.load(saved)
             raise ValueError(

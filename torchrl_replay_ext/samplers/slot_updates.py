@@ -15,7 +15,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
-from torchrl_replay_ext.functional import last_occurrence
+from torchrl_replay_ext.indices import last_occurrence
 from torchrl_replay_ext.samplers.slot_index import out_of_range, require_in_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error, largest_td_error
 
@@ -54,11 +54,11 @@ class SlotUpdates:
             for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
         }
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
-        self._max_priority = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
+        self._max_supported_priority = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
 
     def hyperparameters_changed(self) -> None:
         """Called after hyperparameters were changed."""
-        self._max_priority.fill_(self._distribution.max_priority)
+        self._max_supported_priority.fill_(self._distribution.max_supported_priority)
 
     def remember_draw(self, slots: Tensor, *, is_unpadded: Tensor | None = None, expects_update: bool = True) -> None:
         """Outside graphs, record a draw.
@@ -135,7 +135,7 @@ class SlotUpdates:
             ValueError: if a TD error is invalid; nothing is changed then. See :meth:`apply_masked` for accelerators.
             IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
         """
-        limit, can_be_read = self._distribution.max_priority, values_can_be_read(slots)
+        limit, can_be_read = self._distribution.max_supported_priority, values_can_be_read(slots)
         largest = largest_td_error(self._owner, error, slots, self._priorities, limit) if can_be_read else 0.0
         is_own_write = self._log.is_last_write(index, slots)
         # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
@@ -177,7 +177,7 @@ class SlotUpdates:
         priority = self._priorities.from_td_error(error)
         given, slots = slots, slots.clamp(0, self._layout.num_slots - 1)
         # also False for NaN
-        valid = (error >= 0) & (priority <= self._max_priority) & (given == slots)
+        valid = (error >= 0) & (priority <= self._max_supported_priority) & (given == slots)
         generation = self._generation(slots)
         is_current, is_drawn, late = generation > 0, True, None
         if stamp is None:
@@ -220,7 +220,9 @@ class SlotUpdates:
                 return out_of_range(self._owner, slot, self._layout.shape)
             if self._log.generation[slot] == 0:
                 return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
-            return invalid_td_error(self._owner, float(error[row]), slot, row, self._distribution.max_priority)
+            return invalid_td_error(
+                self._owner, float(error[row]), slot, row, self._distribution.max_supported_priority
+            )
 
         raise_if(wrong.any, refused, skip_on=self._layout.skip_checks_on)
 

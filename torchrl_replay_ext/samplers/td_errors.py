@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
-from torchrl_replay_ext.functional import extremes
+from torchrl_replay_ext.indices import extremes
 
 
 class DefaultPriority:

@@ -18,7 +18,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
+from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.td_errors import is_initialization
@@ -32,7 +32,7 @@ _NO_SEQUENCES = (
 )
 
 
-class _UniformStarts(PrioritySampler):
+class _UniformStarts(DistributionSampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
     expects_td_errors = False
@@ -134,7 +134,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         traj_key: NestedKey = ("collector", "traj_ids"),
         behaviour_keys: Sequence[NestedKey] = ("logits",),
         pad: bool = True,
-        anchors: Literal["uniform"] | PrioritySampler = "uniform",
+        anchors: Literal["uniform"] | DistributionSampler = "uniform",
         init_key: NestedKey = "is_init",
         validate: bool = False,
     ):
@@ -153,7 +153,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 "one; use ('next', 'done')."
             )
         if anchors != "uniform":
-            if not isinstance(anchors, PrioritySampler):
+            if not isinstance(anchors, DistributionSampler):
                 raise ValueError(
                     f"{_OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
                     f"package. To combine with a DecoupledSampler, pass the {_OWNER} to it as critic_sampler."
@@ -186,7 +186,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         )
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):
-            self._sampler: PrioritySampler = _UniformStarts(capacity, make, validate)
+            self._sampler: DistributionSampler = _UniformStarts(capacity, make, validate)
         else:
             if validate:
                 raise ValueError(f"{_OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
@@ -194,7 +194,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             self._sampler = anchors
 
     @property
-    def anchors(self) -> Literal["uniform"] | PrioritySampler:
+    def anchors(self) -> Literal["uniform"] | DistributionSampler:
         """The sampler that draws the starts, or ``"uniform"``."""
         return self._sampler if self._is_prioritized else "uniform"
 
@@ -204,12 +204,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         return self._slice_len
 
     @property
-    def starts_sampler(self) -> PrioritySampler:
+    def starts_sampler(self) -> DistributionSampler:
         """The sampler that draws the starts."""
         return self._sampler
 
     @property
-    def _inner(self) -> PrioritySampler:
+    def _inner(self) -> DistributionSampler:
         return self._sampler
 
     @property

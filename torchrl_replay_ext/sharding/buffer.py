@@ -159,7 +159,7 @@ class ShardedReplayBuffer:
         if buffer.storage.ndim != 1 or str(getattr(buffer.storage, "device", "cpu")) not in ("cpu", "auto"):
             raise ValueError(f"{OWNER}(storage=...): shards need a storage with ndim=1 on the CPU.")
         drawing = drawing_sampler(buffer.sampler)
-        reason = None if drawing is None else drawing.distribution.whole_only
+        reason = None if drawing is None else drawing.distribution.why_not_joint
         if reason is not None and num_shards > 1:
             raise ValueError(f"{OWNER}(num_shards={num_shards}): {type(buffer.sampler).__name__}: {reason}")
         if drawing is not None and num_shards > 1 and drawing.state.priorities.within_buffer:

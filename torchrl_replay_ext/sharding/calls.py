@@ -9,7 +9,14 @@ from torchrl_replay_ext.sharding.shard import ReplayShard
 
 
 class Lost(RuntimeError):
-    """The process of a shard ended before it answered, or those of all shards have ended."""
+    """The process of a shard ended before it answered, or those of all shards have ended.
+
+    Args:
+        message: what was lost.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message)
 
 
 class Calls(Protocol):

@@ -15,7 +15,7 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
 from torchrl_replay_ext.distributions.protocol import Share, Sums
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY, PrioritySampler
+from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, Arrays, describe, from_arrays, take, to_arrays
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
@@ -86,7 +86,7 @@ class Exchange(NamedTuple):
 
 
 class UniformShare:
-    """Joint draws with TorchRL's RandomSampler; see :class:`~torchrl_replay_ext.samplers.adapter.PrioritySampler`."""
+    """Joint draws with TorchRL's RandomSampler, as those of a sampler with a distribution."""
 
     def sums(self, storage: Storage) -> Sums:
         """The sums of this shard that joint draws use."""
@@ -114,7 +114,7 @@ def rows_per_unit(sampler: Sampler) -> int:
     return sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
 
 
-def joint_sampler(sampler: Sampler) -> PrioritySampler | TrajectoryRetraceSampler | UniformShare:
+def joint_sampler(sampler: Sampler) -> DistributionSampler | TrajectoryRetraceSampler | UniformShare:
     """The object that makes the joint draws of a sampler.
 
     Raises:
@@ -122,20 +122,20 @@ def joint_sampler(sampler: Sampler) -> PrioritySampler | TrajectoryRetraceSample
     """
     if type(sampler) is RandomSampler:
         return UniformShare()
-    if isinstance(sampler, (PrioritySampler, TrajectoryRetraceSampler)):
+    if isinstance(sampler, (DistributionSampler, TrajectoryRetraceSampler)):
         drawing = drawing_sampler(sampler)
-        return sampler if drawing is None or drawing.distribution.whole_only is None else WholeDraw(sampler)
+        return sampler if drawing is None or drawing.distribution.why_not_joint is None else WholeDraw(sampler)
     raise TypeError(
         f"{OWNER}(sampler={type(sampler).__name__}): pass RandomSampler, or a sampler of this package "
         "other than DecoupledSampler, which needs the policy."
     )
 
 
-def drawing_sampler(sampler: Any) -> PrioritySampler | None:
+def drawing_sampler(sampler: Any) -> DistributionSampler | None:
     """The sampler that draws and has the priorities: for slices, that of the anchors; None with uniform draws."""
     if isinstance(sampler, TrajectoryRetraceSampler):
         return sampler.starts_sampler
-    return sampler if isinstance(sampler, PrioritySampler) else None
+    return sampler if isinstance(sampler, DistributionSampler) else None
 
 
 class ReplayShard:
@@ -278,7 +278,7 @@ class ReplayShard:
             drawing.distribution.count_batch()
         return self.report(), rows
 
-    def _update(self, drawing: PrioritySampler, updates: Arrays) -> None:
+    def _update(self, drawing: DistributionSampler, updates: Arrays) -> None:
         stamps = updates[STAMP_KEY]
         is_current = (stamps // INCARNATION == self._incarnation) | (stamps < 0)
         self._dropped += int((~is_current).sum())
