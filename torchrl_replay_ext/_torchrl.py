@@ -81,6 +81,11 @@ def is_compilable(storage: Storage) -> bool:
     return bool(getattr(storage, "_compilable", False))
 
 
+def is_stacked(storage: Any, key: NestedKey) -> bool:
+    """True if the storage puts the entry together from stored frames; it is then no column of the stored data."""
+    return bool(getattr(storage, "is_stacked", lambda key: False)(key))
+
+
 def rows_of_ring(storage: Any, data: Any) -> int:
     """The number of steps of the ring; ``data``, a batch of steps, is only used before the first write."""
     return storage._max_size_along_dim0(batched_data=data)

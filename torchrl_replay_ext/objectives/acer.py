@@ -21,7 +21,7 @@ from torch.distributions import Categorical, OneHotCategorical
 from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.functional import trust_region_projection
 from torchrl_replay_ext.functional.retrace import log_ratio, max_log_ratio
-from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities
+from torchrl_replay_ext.objectives.categorical import action_index, expectation, is_probability, log_probabilities
 from torchrl_replay_ext.objectives.trajectory import (
     READ_BY_NETWORKS,
     WRITTEN_BY_POLICY,
@@ -42,11 +42,6 @@ _WITHOUT_EFFECT = {"grad_method", "validate_args"}
 def _inverse(log_p: Tensor) -> Tensor:
     """1 / p, at most e^40, in float16 e^5.5."""
     return (-log_p).clamp_max(max_log_ratio(log_p.dtype)).exp()
-
-
-def _expectation(log_pi: Tensor, q: Tensor) -> Tensor:
-    """V = Σ_a π(a) Q(a), [*B, T, 1]."""
-    return (log_pi.exp() * q).sum(-1, keepdim=True)
 
 
 class ACERLoss(TrajectoryLoss):
@@ -284,12 +279,12 @@ class ACERLoss(TrajectoryLoss):
         if shifted:
             shift = self._shift(rows, states, following, (self.actor_network, self.qvalue_network))
             log_pi, q = self._evaluate(shift.append(states, following))
-            next_value = shift.next_value(_expectation(log_pi, q).detach())
+            next_value = shift.next_value(expectation(log_pi, q).detach())
             log_pi, q = log_pi[..., :-1, :], q[..., :-1, :]
         else:
             log_pi, q = self._evaluate(states)
             with torch.no_grad():
-                next_value = _expectation(*self._evaluate(following))
+                next_value = expectation(*self._evaluate(following))
         with torch.no_grad():
             average = self._distribution(states.select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)

@@ -28,6 +28,14 @@ def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
     return value.log_softmax(-1)
 
 
+def expectation(log_pi: Tensor, q: Tensor) -> Tensor:
+    """V = Σ_a π(a) Q(a), [..., 1], of log-probabilities and values [..., A].
+
+    The value of an action with probability 0 may be infinite.
+    """
+    return (log_pi.exp() * q.masked_fill(log_pi == -math.inf, 0.0)).sum(-1, keepdim=True)
+
+
 def action_index(
     action: Tensor,
     batch_size: torch.Size,

@@ -20,6 +20,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_replay_ext.arguments import require_bool
 from torchrl_replay_ext.functional import retrace
+from torchrl_replay_ext.objectives.categorical import expectation
 from torchrl_replay_ext.objectives.retrace_batch import TrajectoryBatch
 from torchrl_replay_ext.objectives.trajectory import require_entry
 
@@ -262,7 +263,7 @@ class RetraceEstimator(ValueEstimatorBase):
             if params is not target_params:
                 q = self._action_values(state, params)
                 log_pi = self._log_policy(state, q)
-            tensordict.set(self.tensor_keys.advantage, q_ret - _expectation(log_pi, q))
+            tensordict.set(self.tensor_keys.advantage, q_ret - expectation(log_pi, q))
             tensordict.set(self.tensor_keys.value_target, q_ret)
         return tensordict
 
@@ -335,11 +336,11 @@ class RetraceEstimator(ValueEstimatorBase):
         q = self._action_values(states, params)
         log_pi = self._log_policy(states, q)
         if shift is not None:
-            next_value = shift.next_value(_expectation(log_pi, q))
+            next_value = shift.next_value(expectation(log_pi, q))
             q, log_pi = (x.narrow(dim, 0, x.shape[dim] - 1) for x in (q, log_pi))
         elif next_value is None:
             next_q = self._action_values(following, params)
-            next_value = _expectation(self._log_policy(following, next_q), next_q)
+            next_value = expectation(self._log_policy(following, next_q), next_q)
         taken = batch.action_taken(q.shape[-1])
         q_taken = q.gather(-1, taken)
         q_ret = retrace(
@@ -411,11 +412,6 @@ def _constant(network: nn.Module) -> AbstractContextManager:
         return nullcontext()
     params: Any = TensorDict.from_module(network)
     return params.data.to_module(network, preserve_module_state=False)
-
-
-def _expectation(log_pi: Tensor, q: Tensor) -> Tensor:
-    """V = Σ_a π(a) Q(a), [*B, T, 1]; the value of an action with probability 0 may be infinite."""
-    return (log_pi.exp() * q.masked_fill(log_pi == -math.inf, 0.0)).sum(-1, keepdim=True)
 
 
 def _require_supported(loss_module: nn.Module, call: str) -> None:

@@ -37,7 +37,7 @@ class DistributionSampler(ShowsArguments, Sampler):
     order), validates arguments and logs writes. It computes priorities from TD errors, and importance-sampling weights
     from densities. Subclasses choose the distribution and declare the arguments; they override no method.
 
-    * A new transition gets the largest d = |δ| + eps seen so far (1 at first). With ``max_priority_within_buffer`` it
+    * A new transition gets the largest d = |δ| + eps seen so far, at least 1. With ``max_priority_within_buffer`` it
       gets the largest d of the stored transitions that have been updated.
     * If an update contains a slot several times, the last row wins.
     * Rows of an update are dropped and counted if their slot was overwritten after the draw, see

@@ -24,6 +24,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl_replay_ext._torchrl import (
     default_batch_size,
     is_in_this_process,
+    is_stacked,
     length,
     read_only_buffer,
     sampler_generator,
@@ -330,9 +331,7 @@ class DecoupledSampler(SamplerWrapper):
             rows = transform(storage.get(index))
             self._require_entries(rows, keys)
             return rows
-        # stacked entries are not columns of the storage
-        stacked = [key for key in keys if getattr(storage, "is_stacked", lambda key: False)(key)]
-        self._require_entries(data, [key for key in keys if key not in stacked])
+        self._require_entries(data, [key for key in keys if not is_stacked(storage, key)])
         if isinstance(storage, CompilableTensorStorage) and isinstance(index, Tensor):
             return storage.take_columns(keys, index)
         return data.select(*keys)[index]

@@ -87,7 +87,7 @@ class StoredRows:
     def entry(self, key: NestedKey, why: str) -> Tensor:
         """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
         storage: Any = self._storage
-        if getattr(storage, "is_stacked", lambda key: False)(key):
+        if _torchrl.is_stacked(storage, key):
             return storage.take_columns([key], self.slots).get(key).flatten(1)
         data = _torchrl.stored_data(storage)
         column = data.get(key, None) if is_tensor_collection(data) else None

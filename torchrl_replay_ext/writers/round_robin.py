@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers import TensorDictRoundRobinWriter, TensorStorag
 
 from torchrl_replay_ext._torchrl import (
     attached_buffers,
+    is_stacked,
     last_step,
     last_step_value,
     num_sets,
@@ -131,8 +132,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                     f"{name}: the entry {key!r} has dtype {column.dtype}; the storage needs {known.dtype}. Convert it "
                     f"before the write: data[{key!r}] = data[{key!r}].to({known.dtype})."
                 )
-        is_stacked = getattr(storage, "is_stacked", lambda key: False)
-        surplus = [key for key in columns if not is_stacked(key)]
+        surplus = [key for key in columns if not is_stacked(storage, key)]
         if surplus and len(storage) and not self._holds_only_rejected_writes:
             raise KeyError(
                 f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from "
