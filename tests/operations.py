@@ -550,7 +550,9 @@ class Driven:
         if kind in wrong:
             if kind == "huge" and (self.case.ranked or self.priorities.alpha < 0.6):
                 return
-            error[self.rng.randrange(count)] = wrong[kind]
+            # equal slots may be those of a short slice, of which only the first row is real
+            is_slice = isinstance(self.buffer.sampler, TrajectoryRetraceSampler) and len(set(slots)) < count
+            error[0 if is_slice else self.rng.randrange(count)] = wrong[kind]
         elif kind in ("short", "long"):
             error = torch.ones(count + 1 if kind == "long" else count + 2)
         elif kind == "float":

@@ -175,6 +175,15 @@ def test_gradients_are_not_clipped_to_a_norm_that_is_not_positive(max_norm):
         clip_gradients([torch.ones(2)], max_norm)
 
 
+def test_gradients_may_come_one_by_one():
+    weight = torch.ones(2, requires_grad=True)
+    step = AdamStep(torch.optim.Adam([weight], lr=0.1))
+    step(gradient for gradient in [torch.ones(2)])
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
+    with pytest.raises(ValueError, match=r"the gradients have shapes \[None\], the parameters \[\(2,\)\]"):
+        step([None])
+
+
 @pytest.mark.parametrize("shapes", [[(2,)], [(2,), (3,)], [(2,), (1,), (1,)]])
 def test_gradients_that_do_not_fit_are_refused(shapes):
     parameters = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]

@@ -412,6 +412,15 @@ def test_betas_must_not_change(cycle_momentum):
         compiled()
 
 
+def test_only_the_settings_of_optimizers_must_not_change():
+    settings = {"lr": 0.1, "eps": 1.0}
+    total = torch.zeros(1)
+    step = compile_step(lambda: total.add_(settings["lr"]))
+    for settings["eps"] in (1.0, 0.5, 0.25):
+        step()
+    assert float(total) == pytest.approx(0.3)
+
+
 def test_errors_keep_their_arguments():
     def step(x):
         raise ValueError(r"n=3: \path 'x'", 2)

@@ -122,7 +122,7 @@ class Hyperparameter:
         self._assign(*state.tolist())
 
 
-def make_exponents(owner: str, **values: float | Anneal) -> dict[str, Hyperparameter]:
+def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperparameter]:
     """Make the hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler.
 
     Args:

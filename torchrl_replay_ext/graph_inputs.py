@@ -34,7 +34,7 @@ _INNER = (
 )
 
 # torch's name of a setting of a parameter group
-_OPTIMIZER_SETTING = re.compile(r"(.*)\['(?:lr|betas|eps)'\](?:\[\d\])?")
+_OPTIMIZER_SETTING = re.compile(r"(.*)\['(lr|betas|eps)'\](?:\[\d\])?")
 
 
 class _TensorForm(NamedTuple):
@@ -209,14 +209,17 @@ class OptimizerSettings:
         # code for a parameter group, its name, and the settings that were read
         self._groups: list[tuple[CodeType, str, dict[str, Any]]] = []
         scope = _scope(step, _arguments(step, args, kwargs))
-        names = {match[1] for assumption in assumptions if (match := _OPTIMIZER_SETTING.fullmatch(assumption.name))}
-        for name in sorted(names):
+        keys: dict[str, set[str]] = {}
+        for assumption in assumptions:
+            if match := _OPTIMIZER_SETTING.fullmatch(assumption.name):
+                keys.setdefault(match[1], set()).add(match[2])
+        for name in sorted(keys):
             # skip what cannot be evaluated
             with suppress(Exception):
                 expression = compile(name, name, "eval")
                 group = eval(expression, self._functions, scope)
-                settings = {key: group[key] for key in ("lr", "betas", "eps") if key in group}
-                self._groups.append((expression, name, settings))
+                if "params" in group:
+                    self._groups.append((expression, name, {key: group[key] for key in sorted(keys[name])}))
 
     def require_unchanged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """RuntimeError if a number is another one than at the first call, or replaces or is replaced by a tensor."""
@@ -283,15 +286,14 @@ def _changed_value(step: str, assumption: Assumption, now: Any) -> str:
 
 
 def _changed_setting(step: str, setting: str, before: Any, now: Any) -> str:
-    remedy = "Schedulers that cycle the momentum need cycle_momentum=False."
-    if setting.endswith(".lr"):
-        remedy = (
-            "Make the optimizer with a tensor on the device of the parameters, lr=torch.tensor(...): schedulers change "
-            "its value, which the graph reads."
-        )
+    remedies = {
+        "lr": " Make the optimizer with a tensor on the device of the parameters, lr=torch.tensor(...): schedulers "
+        "change its value, which the graph reads.",
+        "betas": " Schedulers that cycle the momentum need cycle_momentum=False.",
+    }
     return (
         f"compile_step: {setting} was {before} when {step} was compiled and is {now} now, but the graph keeps what it "
-        f"read before. {remedy}"
+        f"read before.{remedies.get(setting.rpartition('.')[2], '')}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import ref
 
 import torch
@@ -108,7 +108,7 @@ class AdamStep:
         self._require_equal_counts()
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
+    def __call__(self, gradients: Iterable[Tensor]) -> None:
         """Update the parameters.
 
         Args:
@@ -118,11 +118,13 @@ class AdamStep:
         Raises:
             ValueError: if their number or a shape differs; nothing is changed then.
         """
-        shapes, expected = ([entry.shape for entry in entries] for entries in (gradients, self.parameters))
+        gradients = list(gradients)
+        shapes = [None if gradient is None else tuple(gradient.shape) for gradient in gradients]
+        expected = [tuple(parameter.shape) for parameter in self.parameters]
         if shapes != expected:
             raise ValueError(
-                f"AdamStep: the gradients have shapes {list(map(tuple, shapes))}, the parameters "
-                f"{list(map(tuple, expected))}; pass torch.autograd.grad(loss, step.parameters)."
+                f"AdamStep: the gradients have shapes {shapes}, the parameters {expected}; pass "
+                "torch.autograd.grad(loss, step.parameters)."
             )
         if not torch.compiler.is_compiling():
             _step_with(self._optimizer, self.parameters, gradients)

@@ -644,6 +644,37 @@ class Uniform(Distribution):
         return Draw(slots, self.density(slots))
 
 
+def test_a_td_error_that_is_infinite_is_refused_by_samplers_without_a_limit():
+    class Own(DistributionSampler):
+        def __init__(self):
+            super().__init__(20, Uniform, hyperparameters={})
+
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=Own(), batch_size=8)
+    rb.extend(TensorDict({"number": torch.arange(20)}, [20]))
+    with pytest.raises(ValueError, match=r"td_error|TD error"):
+        rb.update_priority(torch.arange(2), torch.tensor([1.0, float("inf")]))
+
+
+def test_a_subclass_cannot_refuse_td_errors_that_its_base_takes():
+    with pytest.raises(TypeError, match="a subclass of a sampler with TD errors expects them too"):
+
+        class Own(ProportionalSampler):
+            expects_td_errors = False
+
+
+def test_a_state_can_be_loaded_after_the_storage_was_filled():
+    """The order of rows that a storage already held is unknown; that of the loaded state is known."""
+    source, target = (buffer_of(capacity=20) for _ in range(2))
+    source.extend(rows(25))
+    source.update_priority(torch.arange(20), torch.linspace(0.1, 1.0, 20))
+    state = copy.deepcopy(source.state_dict())
+    target.storage.load_state_dict(copy.deepcopy(state["_storage"]))
+    target.sample()
+    target.load_state_dict(state)
+    target.extend(rows(5))
+    assert float(target.sampler.stats()["never_updated"]) == 0.25
+
+
 @pytest.mark.parametrize("beta", [0.5, Anneal(0.5, 1.0, num_updates=10)])
 def test_a_sampler_of_ones_own_gets_td_errors(beta):
     class Own(DistributionSampler):

@@ -373,3 +373,24 @@ def test_copied_rows_do_not_reach_new_content(name, ndim, stock, way):
         model.buffer.update_tensordict_priority(part)
     assert torch.equal(model.buffer.sampler.probabilities(model.buffer.storage), before)
     assert model.stats("dropped_updates") >= real * sum(map(len, parts)) / len(batch)
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_indices_of_ones_own_reach_rows_written_after_all_draws(stratified):
+    """All draws were updated, and they contain the slots of later writes; a refresh of all slots is not late."""
+    buffer = buffer_with(ProportionalSampler(200, stratified=stratified), 200, batch_size=64)
+    buffer.extend(rows(200))
+
+    def sample_and_update():
+        batch = buffer.sample()
+        batch["td_error"] = torch.ones(64)
+        buffer.update_tensordict_priority(batch)
+
+    for _ in range(30):
+        sample_and_update()
+    index = buffer.extend(rows(16, first=200))
+    sample_and_update()
+    buffer.update_priority(index, torch.full((16,), 5.0))
+    buffer.extend(rows(16, first=216))
+    buffer.update_priority(torch.randperm(200), torch.full((200,), 5.0))
+    assert buffer.sampler.stats()["dropped_updates"] == 0

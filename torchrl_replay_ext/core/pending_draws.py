@@ -17,7 +17,7 @@ _REMEMBERED = 256
 _UNMISTAKABLE = 8
 # If several draws together contain all rows, each must contain at least so many rows on average.
 _PER_DRAW = 4
-# Number of recent pending draws that are compared with an update first.
+# On an accelerator, the number of recent pending draws that are compared with an update first.
 _COMPARED = 8
 
 
@@ -56,11 +56,11 @@ class PendingDraws:
       whole batch, belong to that draw. A row is late if its slot was written after the draw. A copy of a batch of less
       than 8 rows is only recognized at its first update: later, the caller may mean the same slots by chance.
     * Other indices of at least 8 rows are treated as parts of draws if one of the last 256 draws, or a few of them
-      together, contain all rows. A row is then late if its slot was written after all of these draws, or if a draw of
-      its slot's earlier content is still pending: the row may belong to that draw, and new content must not get an old
-      TD error.
-    * All other indices, and indices in increasing order that are not all slots of a draw, are treated as made by the
-      caller: no row is late.
+      together, contain all rows. A row is then late if a draw of its slot's earlier content is still pending: the row
+      may belong to that draw, and new content must not get an old TD error. If no draw of the slot is pending, it is
+      late if the slot was written after the last draw that contains all rows.
+    * All other indices, and indices in increasing order that are not all slots of a pending draw, are treated as made
+      by the caller: no row is late.
 
     Args:
         log: the generations of the slots.
@@ -110,8 +110,8 @@ class PendingDraws:
         draw = self._draws.get(memory_of(slots))
         if draw is None and values_can_be_read(slots):
             # in a storage of several dimensions, slots are computed anew from the index
-            latest = [draw for draw in reversed(self._draws.values()) if draw.waiting > 0][:_COMPARED]
-            draw = next((draw for draw in latest if torch.equal(draw.slots, slots)), None)
+            waiting = (draw for draw in reversed(self._draws.values()) if draw.waiting > 0)
+            draw = next((draw for draw in waiting if torch.equal(draw.slots, slots)), None)
         if draw is not None:
             draw.waiting -= slots.shape[0]
 
@@ -125,14 +125,14 @@ class PendingDraws:
         Returns:
             True if the rows were drawn; and the mask of late rows, bool [n], None if no row is late.
         """
-        draw, is_drawn = self._draws.get(memory_of(slots)) or self._only_candidate(slots, num_writes), True
+        draw = self._draws.get(memory_of(slots)) or self._only_candidate(slots, num_writes)
         if draw is None:
             attribute = self._attribute_few if len(slots) < _UNMISTAKABLE else self._attribute_many
-            draw, is_drawn = attribute(slots)
-        if not is_drawn:
-            return False, None
-        if draw is None:
-            return True, self._find_late_rows_by_slot(slots)
+            draw, containing = attribute(slots)
+            if containing is None:
+                return False, None
+            if draw is None:
+                return True, self._find_late_rows_by_slot(slots, containing)
         was_updated_before = draw.waiting <= 0
         draw.waiting -= slots.shape[0]
         late = None
@@ -160,45 +160,53 @@ class PendingDraws:
         alone = len(waiting) == 1 and waiting[0].num_writes == num_writes
         return waiting[0] if alone and len(waiting[0].slots) == len(slots) else None
 
-    def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, bool]:
-        """For few rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
+    def _attribute_few(self, slots: Tensor) -> tuple[_Draw | None, list[_Draw] | None]:
+        """For few rows: the draw of ``slots`` [n], None if it is unclear; and see :meth:`_attribute_many`."""
         waiting = [draw for draw in self._draws.values() if draw.waiting > 0 and len(draw.slots) == len(slots)]
         alike = [draw for draw in waiting if torch.equal(draw.slots, slots)]
         if len(alike) == 1:
-            return alike[0], True
+            return alike[0], alike
         if not alike:
             order = slots.sort().values
             alike = [draw for draw in waiting if torch.equal(draw.slots.sort().values, order)]
-        if alike:
-            self._count()
-            # the oldest ones stay pending: their rows are the most likely to be late
-            alike[-1].waiting -= len(slots)
-        return None, bool(alike)
+        if not alike:
+            return None, None
+        self._count()
+        # the oldest ones stay pending: their rows are the most likely to be late
+        alike[-1].waiting -= len(slots)
+        return None, alike
 
-    def _attribute_many(self, slots: Tensor) -> tuple[_Draw | None, bool]:
-        """For many rows: the draw that equals ``slots`` [n], or None; and whether the rows were drawn at all."""
+    def _attribute_many(self, slots: Tensor) -> tuple[_Draw | None, list[_Draw] | None]:
+        """For many rows: the draw of ``slots`` [n], None if it is unclear; and all draws that contain all rows.
+
+        The list is None if the rows were not drawn, and empty if only several draws together contain them.
+        """
         draws = list(self._draws.values())
         waiting = [draw for draw in reversed(draws) if draw.waiting > 0]
-        for draw in waiting[:_COMPARED]:
+        # on an accelerator, the host would wait for each comparison
+        for draw in waiting if values_can_be_read(slots) else waiting[:_COMPARED]:
             if torch.equal(draw.slots, slots):
-                return draw, True
+                return draw, [draw]
         if not draws:
-            return None, False
-        draws_are_in_order = bool((draws[-1].slots.diff() >= 0).all())
-        if _is_increasing(slots) and not draws_are_in_order and not any(_has_slots(draw, slots) for draw in draws):
-            return None, False
+            return None, None
+        if _is_increasing(slots):
+            same = next((draw for draw in waiting if _has_slots(draw, slots)), None)
+            if same is not None:
+                return same, [same]
+            if not bool((draws[-1].slots.diff() >= 0).all()):
+                return None, None
         inside = _membership(slots.unique(), draws).cpu()
         containing = [draws[number] for number in inside.all(1).nonzero().flatten().tolist()]
         # pending draws first, the latest first
         for draw in sorted(reversed(containing), key=lambda draw: draw.waiting <= 0):
             if torch.equal(draw.slots, slots):
-                return draw, True
+                return draw, containing
         missing = torch.ones_like(inside[0])
         for _ in range(1 + len(slots) // _PER_DRAW):
             missing &= ~inside[int((inside & missing).sum(1).argmax())]
             if not bool(missing.any()):
-                return None, True
-        return None, False
+                return None, containing
+        return None, None
 
     def _count(self) -> None:
         """Add new draws to the counts per slot."""
@@ -210,7 +218,10 @@ class PendingDraws:
             self._drawn_at, self._earlier_draw = torch.zeros_like(generation), torch.zeros_like(generation)
             self._present = torch.zeros_like(generation, dtype=torch.int32)
             self._earlier = torch.zeros_like(self._present)
-        slots, at = self._rows_of(draws)
+        slots = torch.cat([draw.slots for draw in draws])
+        lengths = to_device(torch.tensor([len(draw.slots) for draw in draws]), slots.device)
+        at = _stacked([draw.num_writes for draw in draws], slots.device)
+        at = at.repeat_interleave(lengths, output_size=len(slots))
         self._age(slots)
         is_present = at >= generation.index_select(0, slots)
         self._drawn_at.scatter_reduce_(0, slots, at, "amax")
@@ -231,32 +242,25 @@ class PendingDraws:
         self._earlier[slots] = earlier
         self._present[slots] = present * ~overwritten
 
-    def _find_late_rows_by_slot(self, slots: Tensor) -> Tensor:
-        """The mask of late rows if the draws of the rows are unknown, bool [n]."""
+    def _find_late_rows_by_slot(self, slots: Tensor, containing: list[_Draw]) -> Tensor:
+        """The mask of late rows if the draw of the rows is unclear, bool [n].
+
+        Args:
+            slots: int64 [n].
+            containing: the draws that contain all rows.
+        """
         self._count()
         generation = self._log.generation.index_select(0, slots)
-        late = (generation == 0) | (generation > self._last_draw_of(slots))
-        if self._drawn_at is None:
-            return late
-        self._age(slots)
-        late |= self._earlier.index_select(0, slots) > 0
-        self._subtract_updated(slots, torch.ones_like(late))
-        return late
-
-    def _last_draw_of(self, slots: Tensor) -> Tensor:
-        """The number of writes before the last remembered draw of each of ``slots`` [n], int64 [n]."""
-        distinct, place = slots.unique(return_inverse=True)
-        drawn, at = self._rows_of(list(self._draws.values()))
-        position = torch.searchsorted(distinct, drawn).clamp_max(len(distinct) - 1)
-        at = torch.where(distinct[position] == drawn, at, -1)
-        return torch.full_like(distinct, -1).scatter_reduce_(0, position, at, "amax")[place]
-
-    def _rows_of(self, draws: list[_Draw]) -> tuple[Tensor, Tensor]:
-        """The slots of all draws, int64 [n], and the number of writes before the draw of each, int64 [n]."""
-        slots = torch.cat([draw.slots for draw in draws])
-        lengths = to_device(torch.tensor([len(draw.slots) for draw in draws]), slots.device)
-        at = _stacked([draw.num_writes for draw in draws], slots.device)
-        return slots, at.repeat_interleave(lengths, output_size=len(slots))
+        late = torch.zeros_like(generation, dtype=torch.bool)
+        if containing:
+            late |= generation > _stacked([draw.num_writes for draw in containing], slots.device).amax()
+        if self._drawn_at is not None:
+            self._age(slots)
+            # a pending draw of the present content explains the row
+            late &= self._present.index_select(0, slots) == 0
+            late |= self._earlier.index_select(0, slots) > 0
+            self._subtract_updated(slots, torch.ones_like(late))
+        return late | (generation == 0)
 
     def _subtract_updated(self, slots: Tensor, is_present: Tensor) -> None:
         """Subtract updated rows from the counts of pending draws.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -189,8 +188,8 @@ class Distribution(WriteObserver):
 
     @property
     def max_supported_priority(self) -> float:
-        """The largest d that can be represented. Default: inf."""
-        return math.inf
+        """The largest d that can be represented. Default: the largest float32 number."""
+        return torch.finfo(torch.float32).max
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Update priorities. Not called if :attr:`takes_priorities` is False.

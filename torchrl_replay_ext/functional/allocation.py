@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import require_choice, require_integer
+from torchrl_replay_ext.arguments import require_choice
 from torchrl_replay_ext.compilation import raise_if
 
 Allocation = Literal["systematic", "multinomial", "largest_remainder"]
@@ -47,7 +47,8 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
         tensor([16,  6, 10])
     """
     require_choice("allocate", "method", method, METHODS)
-    require_integer("allocate", "batch_size", batch_size)
+    if not (batch_size >= 1 and batch_size == int(batch_size)):
+        raise ValueError(f"allocate(batch_size={batch_size}): batch_size must be an integer >= 1.")
     raise_if(
         lambda: not (eta >= 0).all() or not 0 < float(eta.sum()) < math.inf,
         lambda: ValueError(f"allocate(eta={eta.tolist()}): eta must be >= 0 and finite, and one of them > 0."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import require_finite, require_integer
+from torchrl_replay_ext.arguments import require_finite
 
 
 def importance_weights(
@@ -49,7 +49,8 @@ def rank_probabilities(num_items: int, alpha: float) -> Tensor:
         >>> rank_probabilities(3, 1.0)
         tensor([0.5455, 0.2727, 0.1818], dtype=torch.float64)
     """
-    require_integer("rank_probabilities", "num_items", num_items)
+    if not (num_items >= 1 and num_items == int(num_items)):
+        raise ValueError(f"rank_probabilities(num_items={num_items}): num_items must be an integer >= 1.")
     alpha = require_finite("rank_probabilities", "alpha", alpha)
     mass = torch.arange(1, num_items + 1, dtype=torch.float64) ** -alpha
     return mass / mass.sum()

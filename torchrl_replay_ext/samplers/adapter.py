@@ -108,6 +108,8 @@ class DistributionSampler(ShowsArguments, Sampler):
         if cls.expects_td_errors:
             # TorchRL's buffers pass TD errors to this class alone
             PrioritizedSampler.register(cls)
+        elif issubclass(cls, PrioritizedSampler):
+            raise TypeError(f"{cls.__name__}: a subclass of a sampler with TD errors expects them too.")
 
     def _set_up(self, layout: Layout) -> None:
         layout = layout._replace(validate=self._validate)

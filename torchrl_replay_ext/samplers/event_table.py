@@ -205,7 +205,7 @@ class EventTableSampler(DistributionSampler):
             raise TypeError(f"EventTableSampler: tables must be EventTables, not {type(tables).__name__}.")
         require_choice("EventTableSampler", "allocation", allocation, METHODS)
         require_choice("EventTableSampler", "correction", correction, _CORRECTIONS)
-        if correction is None and beta != 1:
+        if correction is None and not (is_number(beta) and beta == 1):
             raise ValueError(
                 f"EventTableSampler(beta={beta!r}): beta is the exponent of correction=; for the weights of priorities "
                 "pass priority=dict(kind=..., beta=...)."

@@ -350,6 +350,8 @@ class SlotState:
     def rebuild(self) -> None:
         """Recompute derived state after :meth:`tensors` were replaced."""
         self.hyperparameters_changed()
+        # a restored state knows its order
+        self.holds_only_rejected_write = self._order_is_unknown = False
         self.log.rebuild()
         self.priorities.rebuild()
         self.updates.pending.forget_contents()

@@ -143,6 +143,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         require_bool(_OWNER, "pad", pad)
         require_bool(_OWNER, "validate", validate)
         require_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
+        if not isinstance(behaviour_keys, (str, Sequence)):
+            raise TypeError(f"{_OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
         for name in names:
             require_keys(_OWNER, behaviour_keys=name)

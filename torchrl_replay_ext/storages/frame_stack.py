@@ -308,9 +308,9 @@ class FrameStackStorage(CompilableTensorStorage):
             raise ValueError(f"{_OWNER}.load_state_dict: {error}") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict``; RuntimeError if it is that of another kind of storage. Nothing is changed then."""
+        """Restore a ``state_dict``; RuntimeError, before any change, if its rows have no frames."""
         frames = state_dict.get("frames", {})
-        if state_dict["_len"] and not frames:
+        if state_dict.get("_len", 0) and not frames:
             raise _no_frames()
         self._restore(frames)
         super().load_state_dict(state_dict)
