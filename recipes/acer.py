@@ -69,9 +69,10 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
-from recipes.common.cli import ConfigError, parse_config
+from recipes.common.cli import parse_config
 from recipes.common.collector import VectorCollector
 from recipes.common.environment import make_env
+from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation
 from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step

@@ -32,8 +32,9 @@ from torch import nn
 from torchrl.data import Categorical
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 
-from recipes.common.cli import ConfigError, parse_config
+from recipes.common.cli import parse_config
 from recipes.common.environment import make_discrete_env
+from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation
 from recipes.common.networks import to_tensor
 from recipes.common.optimizers import make_optimizer

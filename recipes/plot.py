@@ -32,9 +32,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.common.cli import BAD_CONFIG, ConfigError
+from recipes.common.cli import BAD_CONFIG
 from recipes.common.csv_files import PROGRESS, steps_to_reach
 from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table, remarks
+from recipes.common.errors import ConfigError
 from recipes.common.figures import files_of, save
 from recipes.common.intervals import median_with_bound
 from recipes.common.report import compare_with, report, study_directory
@@ -113,7 +114,11 @@ def main() -> None:
         if arguments.read is not None:
             runs = read_table(arguments.read, columns, by)
         else:
-            runs = [read_run(run_dir, columns, by) for run_dir in arguments.runs]
+            empty = [path for path in arguments.runs if path.is_dir() and not any(path.iterdir())]
+            begun = [path for path in arguments.runs if path not in empty]
+            runs = [read_run(path, columns, by) for path in begun or empty]
+            for path in empty:
+                sys.stderr.write(f"{path}: empty, because the process was killed before the run began; left out\n")
         for remark in remarks(runs):
             sys.stderr.write(f"{remark}\n")
         save(draw_runs(runs, columns, arguments.smooth), *files)
@@ -121,7 +126,8 @@ def main() -> None:
             heading = "sampler" if tuple(by) == SAMPLER else "runs"
             print(format_solved(runs, arguments.solved, columns[-1], heading))
     except (ConfigError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        sys.stderr.write(f"{text}\n")
         sys.exit(BAD_CONFIG)
     print(*files)
 

@@ -57,9 +57,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, ConfigError, parse_config, reason
+from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, parse_config, reason
 from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite, steps_to_reach, was_stopped
-from recipes.common.files import code_version, locked
+from recipes.common.errors import ConfigError
+from recipes.common.files import code_version, load_config, locked
 from recipes.common.report import report
 from recipes.common.schemas.study import Config, StudyConfig
 from recipes.common.study_files import CURVES, KEYS, RUNS, STUDY, key_of, read_rows
@@ -160,7 +161,7 @@ class Pool:
         evaluations = self._evaluations(job)
         steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
-        config = OmegaConf.load(run_dir / CONFIG)
+        config = load_config(run_dir / CONFIG)
         threshold = config.env.reward_threshold if study.least is None else study.least
         stopped = was_stopped(config, evaluations)
         at = None if threshold is None else steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
@@ -276,7 +277,7 @@ def run_study(raw_config: DictConfig, out: Path) -> int:
 def _run_missing(config: Config, out: Path) -> int:
     study = config.study
     done = load_completed_runs(out)
-    if (out / STUDY).is_file() and not continues(OmegaConf.load(out / STUDY), study, bool(done)):
+    if (out / STUDY).is_file() and not continues(load_config(out / STUDY), study, bool(done)):
         raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
     OmegaConf.save(OmegaConf.structured(study), out / STUDY)
     jobs = jobs_of(study, config.seeds)

@@ -152,7 +152,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Run the measurements, print the tables and write the files."""
     # Imported late, because these modules import torch: mistakes in the options are reported at once.
     from recipes.benchmark import results
-    from recipes.common.cli import ConfigError, is_out_of_memory
+    from recipes.common.cli import is_out_of_memory
+    from recipes.common.errors import ConfigError
 
     if options.read is not None:
         try:

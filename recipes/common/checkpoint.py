@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, StateDictCheckpointAdapter
 
-from recipes.common.cli import CHECKPOINT, ConfigError
+from recipes.common.cli import CHECKPOINT
+from recipes.common.errors import ConfigError
 from recipes.common.files import atomic_write
 
 

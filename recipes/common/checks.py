@@ -13,9 +13,9 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Discrete
 
-from recipes.common.cli import ConfigError
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_continuous_env, make_discrete_env, make_env
+from recipes.common.errors import ConfigError
 from recipes.common.hints import did_you_mean, unsupported_sampler, with_suggestion
 from recipes.common.schemas.acer import ACERConfig
 from recipes.common.signatures import LIBRARY, SAMPLER_CLASSES, SET_BY_RECIPES, Argument, arguments, sampler_arguments

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -24,6 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from recipes.common.errors import ConfigError
+from recipes.common.files import load_config
 from recipes.common.help import help_text
 from recipes.common.hints import CONF, RECIPES, compose_config, did_you_mean, explain, field_names, with_suggestion
 from recipes.common.schemas.study import StudyConfig
@@ -33,14 +35,6 @@ CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # file names in a run dire
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
 
 Schema = TypeVar("Schema")
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be run. The message is shown to the user."""
-
-
-class LostProcess(RuntimeError):
-    """A process that the run needs has ended. The message names it."""
 
 
 def run_recipe(name: str, function: str = "train") -> NoReturn:
@@ -270,7 +264,7 @@ def resumed_config(config: DictConfig, run_dir: Path, overrides: list[str]) -> D
         ConfigError: if it is a run of another recipe, or if another key is overridden: that could change the learning
             problem.
     """
-    resumed = cast(DictConfig, OmegaConf.load(run_dir / CONFIG))
+    resumed = load_config(run_dir / CONFIG)
     if (other := recipe_of(resumed)) != recipe_of(config):
         if other is None:
             raise ConfigError(f"resume={run_dir}: {CONFIG} there is not that of a training run")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.common.errors import ConfigError
 from recipes.common.files import atomic_write
 
 PROGRESS = "progress.csv"
@@ -53,11 +54,25 @@ def _lines(rows: Sequence[Mapping[str, object]], columns: Sequence[str], *, head
     return text.getvalue()
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV, in order. An incomplete last line is ignored: a killed process may leave one."""
-    with path.open(newline="") as file:
-        whole, _, _ = file.read().rpartition("\n")
-    return list(csv.DictReader(io.StringIO(whole, newline="")))
+def read_csv(path: Path, needs: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The rows of a CSV, in order. An incomplete last line is ignored: a killed process may leave one.
+
+    Args:
+        path: the file.
+        needs: columns that it must have if it has rows. Default: none.
+
+    Raises:
+        ConfigError: if the file is not a CSV or lacks a column.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            whole, _, _ = file.read().rpartition("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a CSV: {error}") from error
+    rows = list(csv.DictReader(io.StringIO(whole, newline="")))
+    if missing := [column for column in dict.fromkeys(needs) if rows and column not in rows[0]]:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}, only {', '.join(rows[0])}")
+    return rows
 
 
 def was_stopped(config: Any, rows: Sequence[Mapping[str, str]]) -> bool:

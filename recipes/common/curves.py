@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, OmegaConf
 
-from recipes.common.cli import CONFIG, ConfigError
+from recipes.common.cli import CONFIG
 from recipes.common.csv_files import PROGRESS, read_csv, was_stopped
+from recipes.common.errors import ConfigError
 from recipes.common.figures import (
     PANEL_HEIGHT,
     Look,
@@ -28,6 +29,7 @@ from recipes.common.figures import (
     styled,
     threshold_line,
 )
+from recipes.common.files import load_config
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
 
 RETURN = "return_mean"
@@ -129,13 +131,10 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     for name in (CONFIG, PROGRESS):
         if not (run_dir / name).is_file():
             raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run with logger=csv")
-    config = OmegaConf.load(run_dir / CONFIG)
-    rows = read_csv(run_dir / PROGRESS)
+    config = load_config(run_dir / CONFIG)
+    rows = read_csv(run_dir / PROGRESS, ("env_steps", RETURN, *columns))
     if not rows:
         raise ConfigError(f"{run_dir}: {PROGRESS} has no rows yet")
-    for column in columns:
-        if column not in rows[0]:
-            raise ConfigError(f"{run_dir}: {PROGRESS} has no column {column}, only {', '.join(rows[0])}")
     values = {key: OmegaConf.select(config, key, default=MISSING) for key in by}
     if missing := [key for key, value in values.items() if value == MISSING]:
         raise ConfigError(f"{run_dir}: {CONFIG} has no {', '.join(missing)}")
@@ -162,11 +161,9 @@ def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str]
         ConfigError: if the file has no rows or lacks a column.
     """
     names = [name.removesuffix(".name") for name in by]
-    rows = read_csv(path)
+    rows = read_csv(path, (*KEYS, *names, *columns))
     if not rows:
         raise ConfigError(f"{path}: no rows")
-    if missing := [name for name in (*KEYS, *names, *columns) if name not in rows[0]]:
-        raise ConfigError(f"{path}: no column {', '.join(missing)}, only {', '.join(rows[0])}")
     curves: dict[tuple[str, str, int], list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         group = group_name({key: row[name] for key, name in zip(by, names, strict=True)})

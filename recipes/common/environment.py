@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import ClipAction, RescaleAction, TransformAction
 
-from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
+from recipes.common.errors import ConfigError
 from recipes.envs.atari import make_atari
 from recipes.envs.minatar_games import MinAtar
 

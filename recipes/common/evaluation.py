@@ -9,8 +9,8 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import flatdim
 
-from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
+from recipes.common.errors import ConfigError
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from recipes.common.cli import ConfigError
+from recipes.common.errors import ConfigError
 
 WIDTH = 8.0  # inches
 PANEL_HEIGHT = 2.9

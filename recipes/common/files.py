@@ -1,4 +1,4 @@
-"""Atomic replacement of files, locks of directories, and the version of the code."""
+"""Configuration files, atomic replacement of files, locks of directories, and the version of the code."""
 
 import os
 import shutil
@@ -7,10 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from recipes.common.errors import ConfigError
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+
+def load_config(path: Path) -> DictConfig:
+    """Read the configuration of a run or a study; ConfigError if the file is damaged."""
+    try:
+        config = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: damaged: {' '.join(str(error).split())}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path}: damaged: a list instead of keys")
+    return config
 
 
 @contextmanager

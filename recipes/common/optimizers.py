@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.common.cli import ConfigError
+from recipes.common.errors import ConfigError
 from torchrl_replay_ext import AdamStep
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
-from recipes.common.cli import ConfigError, reason
+from recipes.common.cli import reason
 from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite
+from recipes.common.errors import ConfigError
 
 VIDEO = "evaluation"  # name of videos in the logger
 
@@ -47,7 +48,7 @@ class Progress:
         except (ImportError, NotImplementedError) as error:
             raise ConfigError(f"logger={backend}: {error}; install the package or use logger=csv") from error
         if self.path is not None and self.path.is_file():
-            rewrite(self.path, [row for row in read_csv(self.path) if int(row["env_steps"]) <= until])
+            rewrite(self.path, [row for row in read_csv(self.path, ["env_steps"]) if int(row["env_steps"]) <= until])
 
     def write(self, row: dict[str, float], histograms: Mapping[str, Tensor] | None = None) -> None:
         """Append a row, which must have the keys of the first row. If it cannot be written, keep it for the next call.

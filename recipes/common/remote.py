@@ -24,10 +24,11 @@ from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
 
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import CHECKPOINT, ConfigError, LostProcess, reason
+from recipes.common.cli import CHECKPOINT, reason
 from recipes.common.collector import environment_seed
 from recipes.common.config import EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
+from recipes.common.errors import ConfigError, LostProcess
 from recipes.common.progress import warn
 from recipes.common.replay import make_event_tables, make_replay, make_sampler
 from torchrl_replay_ext import CompilableTensorStorage, EventTableWriter, ShardedReplayBuffer

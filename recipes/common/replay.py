@@ -17,8 +17,8 @@ from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.common.cli import ConfigError
 from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig
+from recipes.common.errors import ConfigError
 from recipes.common.events import FLAGS, make_tables
 from recipes.common.hints import keyword_hint
 from recipes.common.n_step import TERMINATED

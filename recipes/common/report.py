@@ -14,12 +14,12 @@ from hydra.errors import HydraException
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.common.cli import ConfigError, parse_config
+from recipes.common.cli import parse_config
 from recipes.common.csv_files import reaches
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves
+from recipes.common.errors import ConfigError
 from recipes.common.figures import (
     GREY,
     PANEL_HEIGHT,
@@ -36,6 +36,7 @@ from recipes.common.figures import (
     styled,
     threshold_line,
 )
+from recipes.common.files import load_config
 from recipes.common.hints import compose_config, did_you_mean
 from recipes.common.intervals import (
     FEW,
@@ -108,7 +109,7 @@ def read_study(out: Path) -> Study:
     for name in (STUDY, RUNS, CURVES):
         if not (out / name).is_file():
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
-    config = parse_config(OmegaConf.load(out / STUDY), StudyConfig)
+    config = parse_config(load_config(out / STUDY), StudyConfig)
     rows: defaultdict[str, defaultdict[str, dict[int, dict[str, str]]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(out / RUNS):
         rows[row["env"]][row["variant"]][int(row["seed"])] = row

@@ -23,21 +23,12 @@ from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from recipes.common.checkpoint import load_checkpoint, save_checkpoint
-from recipes.common.cli import (
-    CHECKPOINT,
-    CONFIG,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    ConfigError,
-    LostProcess,
-    interruption,
-    reason,
-)
+from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, interruption, reason
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.csv_files import reaches
 from recipes.common.curves import plot_runs
+from recipes.common.errors import ConfigError, LostProcess
 from recipes.common.evaluation import Evaluation, Policy
 from recipes.common.files import atomic_write, locked
 from recipes.common.progress import Means, Progress, warn

@@ -10,8 +10,8 @@ KEYS = ("recipe", "env", "variant", "seed")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV; an empty list if the file does not exist."""
-    return read_csv(path) if path.is_file() else []
+    """The rows of runs.csv or curves.csv; none if the file does not exist. ConfigError if it is another CSV."""
+    return read_csv(path, (*KEYS, "env_steps")) if path.is_file() else []
 
 
 def key_of(row: dict[str, str]) -> tuple[str, ...]:

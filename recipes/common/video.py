@@ -8,9 +8,9 @@ import gymnasium
 import numpy as np
 from PIL import Image
 
-from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
+from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Policy, evaluate
 from recipes.common.files import atomic_write
 

@@ -7,7 +7,7 @@ import gymnasium
 from gymnasium.wrappers import AtariPreprocessing, ClipReward, FrameStackObservation
 
 from recipes.common.atari_presets import AtariConfig
-from recipes.common.cli import ConfigError
+from recipes.common.errors import ConfigError
 
 NOOP, FIRE = 0, 1
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.csv_files import read_csv
+from recipes.common.errors import ConfigError
 
 
 class ExperimentParser(argparse.ArgumentParser):
@@ -52,8 +53,10 @@ class ExperimentParser(argparse.ArgumentParser):
         """
         try:
             rows = read_csv(path)
-        except (OSError, UnicodeDecodeError) as error:
-            self.error(f"--read {path}: {getattr(error, 'strerror', None) or 'not a CSV'}")
+        except OSError as error:
+            self.error(f"--read {path}: {error.strerror}")
+        except ConfigError as error:
+            self.error(f"--read {error}")
         missing = [column for column in kinds if not rows or column not in rows[0]]
         if missing:
             self.error(f"--read {path}: no column {', '.join(missing)}; pass a file that this experiment has written")

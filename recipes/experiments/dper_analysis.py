@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
@@ -49,9 +49,11 @@ from tqdm import tqdm
 
 from recipes import td3
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import CONFIG, DONE, ConfigError, parse_config
+from recipes.common.cli import CONFIG, DONE, parse_config
 from recipes.common.environment import make_continuous_env
+from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, files_of, looks, new_figure, sample_line, save, styled
+from recipes.common.files import load_config
 from recipes.common.replay import make_replay
 from recipes.common.run import seed_everything
 from recipes.common.schemas.dper_analysis import Config
@@ -74,7 +76,7 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     Raises:
         ConfigError: if the run is not one of recipes.td3, or its checkpoint cannot be loaded.
     """
-    raw_config = OmegaConf.load(run_dir / CONFIG)
+    raw_config = load_config(run_dir / CONFIG)
     if "td3" not in raw_config:
         raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
     config = parse_config(raw_config, td3.Config)

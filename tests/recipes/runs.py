@@ -16,7 +16,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from recipes.common import run as training
-from recipes.common.cli import DONE, ConfigError, parse_config, resumed_config
+from recipes.common.cli import DONE, parse_config, resumed_config
+from recipes.common.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,10 @@ import torch
 
 from recipes import acer, dqn
 from recipes.common import evaluation
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
+from recipes.common.errors import ConfigError
 from tests.recipes.runs import Composer, needs, rows, tiny
 
 TINY = [

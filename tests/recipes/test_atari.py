@@ -14,8 +14,9 @@ from recipes import acer, dqn
 from recipes.common import evaluation
 from recipes.common.atari_presets import AtariConfig, preset
 from recipes.common.atari_scores import ATARI_10, OTHER_GAMES, SCORES
-from recipes.common.cli import DONE, INTERRUPTED, ConfigError, parse_config
+from recipes.common.cli import DONE, INTERRUPTED, parse_config
 from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.errors import ConfigError
 from recipes.common.networks import Convolutions, make_network
 from recipes.common.optimizers import RMSProp, RMSPropStep, make_optimizer
 from recipes.envs.atari import FIRE, NOOP, Lives, make_atari

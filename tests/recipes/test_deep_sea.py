@@ -8,8 +8,9 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from recipes import dqn
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
 from recipes.common.environment import make_discrete_env
+from recipes.common.errors import ConfigError
 from recipes.envs import DeepSea
 from tests.params import slow_but
 from tests.recipes.runs import Composer, checkpoint, leaves, rows, tiny

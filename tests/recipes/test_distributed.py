@@ -12,7 +12,8 @@ from tensordict import TensorDict
 
 from recipes import distributed
 from recipes.common import evaluation, remote
-from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.cli import DONE, FAILED, INTERRUPTED
+from recipes.common.errors import ConfigError
 from recipes.common.remote import TRAJECTORY, stored_rows
 from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
 

@@ -13,7 +13,8 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
 from recipes import sac, td3
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
+from recipes.common.errors import ConfigError
 from recipes.experiments import dper_analysis
 from tests.recipes.runs import ROOT, assert_config_error, composed, tiny
 from torchrl_replay_ext import DecoupledSampler

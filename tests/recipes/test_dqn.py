@@ -16,8 +16,9 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from recipes import dqn
 from recipes.common import evaluation
 from recipes.common import run as training
-from recipes.common.cli import CONFIG, DONE, INTERRUPTED, ConfigError
+from recipes.common.cli import CONFIG, DONE, INTERRUPTED
 from recipes.common.collector import VectorCollector
+from recipes.common.errors import ConfigError
 from recipes.common.replay import end_last_episodes
 from recipes.common.replayable_env import ReplayableEnv
 from tests.params import slow_but

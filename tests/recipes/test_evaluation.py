@@ -2,8 +2,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from recipes.common.cli import ConfigError
 from recipes.common.config import EnvConfig
+from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation, evaluate
 
 

@@ -11,10 +11,11 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from recipes import dqn, sac
-from recipes.common.cli import DONE, ConfigError, parse_config
+from recipes.common.cli import DONE, parse_config
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig, EventConfig
 from recipes.common.environment import make_discrete_env
+from recipes.common.errors import ConfigError
 from recipes.common.events import land_between_flags, land_near_middle, make_tables
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader

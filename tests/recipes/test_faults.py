@@ -15,8 +15,9 @@ import pytest
 from recipes import dqn
 from recipes.common import csv_files
 from recipes.common import run as training
-from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.csv_files import read_csv
+from recipes.common.errors import ConfigError
 from recipes.common.files import locked
 from recipes.common.progress import Progress
 from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
@@ -79,6 +80,22 @@ def test_damaged_checkpoints_are_refused_before_anything_is_changed(stopped, dam
     damage(stopped / "checkpoint.zip")
     before = contents(stopped)
     with pytest.raises(ConfigError, match=r"checkpoint.zip is damaged: ") as error:
+        dqn.train(composer.resumed(stopped), stopped)
+    assert "\n" not in str(error.value)
+    assert contents(stopped) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"seed: [1", "config.yaml: damaged: "),
+        ("progress.csv", b"a,b\r\n1,2\r\n", "progress.csv: no column env_steps, only a, b"),
+    ],
+)
+def test_other_damaged_files_are_named(stopped, name, content, message):
+    (stopped / name).write_bytes(content)
+    before = contents(stopped)
+    with pytest.raises(ConfigError, match=message) as error:
         dqn.train(composer.resumed(stopped), stopped)
     assert "\n" not in str(error.value)
     assert contents(stopped) == before

@@ -9,8 +9,9 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from recipes import dqn
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
 from recipes.common.environment import make_discrete_env
+from recipes.common.errors import ConfigError
 from recipes.common.networks import Convolutions, make_network
 from recipes.envs import MinAtar
 from recipes.envs.minatar_games import GAMES

@@ -8,8 +8,8 @@ from scipy.stats import bootstrap
 
 from recipes import plot
 from recipes.common import figures, intervals
-from recipes.common.cli import ConfigError
 from recipes.common.curves import smooth
+from recipes.common.errors import ConfigError
 from tests.recipes.runs import ROOT
 
 
@@ -280,3 +280,36 @@ def test_intervals_of_equal_or_single_values_have_no_width():
     for values in (np.full((4, 2), 3.0), np.array([[3.0, 3.0]])):
         low, high = intervals.bootstrap_interval(values)
         assert low.tolist() == high.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"seed: [1", "config.yaml: damaged: "),
+        ("config.yaml", b"- 1\n", "config.yaml: damaged: a list instead of keys"),
+        ("progress.csv", b"a,b\r\n1,2\r\n", "progress.csv: no column env_steps, return_mean, only a, b"),
+        ("progress.csv", b"env_steps\xff\xfe\r\n1\r\n", "progress.csv: not a CSV: "),
+    ],
+)
+def test_damaged_files_are_named_in_one_line(tmp_path, monkeypatch, capsys, name, content, message):
+    run = write_run(tmp_path / "run", [1.0])
+    (run / name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["plot", str(run), "--out", str(tmp_path / "figure")])
+    with pytest.raises(SystemExit) as ended:
+        plot.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_empty_directories_are_left_out(tmp_path, monkeypatch, capsys):
+    """A process that is killed while it starts leaves one."""
+    run = write_run(tmp_path / "run", [1.0])
+    (tmp_path / "killed").mkdir()
+    monkeypatch.setattr(sys, "argv", ["plot", str(run), str(tmp_path / "killed"), "--out", str(tmp_path / "figure")])
+    plot.main()
+    assert f"{tmp_path / 'killed'}: empty" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / "killed"), "--out", str(tmp_path / "figure")])
+    with pytest.raises(SystemExit):
+        plot.main()
+    assert "no config.yaml there" in capsys.readouterr().err

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recipes import dqn, sac, td3
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
+from recipes.common.errors import ConfigError
 from tests.recipes.runs import composed, rows, tiny
 
 TINY = {"total_steps": 64, "batch_size": 16, "num_evaluations": 2, "hidden_sizes": "[16, 16]"}

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from recipes import plot, study
 from recipes.common import intervals, report
-from recipes.common.cli import DONE, FAILED, INTERRUPTED, ConfigError
+from recipes.common.cli import DONE, FAILED, INTERRUPTED
+from recipes.common.errors import ConfigError
 from recipes.common.files import locked
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
@@ -238,10 +239,10 @@ def test_a_run_that_a_killed_study_has_left_behind_is_left_alone(tmp_path, proce
     assert study.run_study(configuration(*words), tmp_path) == DONE
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2]", "name: reaper", "letters: a\nname: b", "variants: 3"])
+@pytest.mark.parametrize("content", ["", "[1, 2]", "[1", "name: reaper", "letters: a\nname: b", "variants: 3"])
 def test_a_directory_with_another_study_yaml(tmp_path, processes, content):
     (tmp_path / study.STUDY).write_text(content)
-    with pytest.raises(ConfigError, match="holds another study"):
+    with pytest.raises(ConfigError, match="study.yaml: damaged: " if "[" in content else "holds another study"):
         study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
     assert (tmp_path / study.STUDY).read_text() == content
 

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
+from recipes.common.errors import ConfigError
 from recipes.common.replay import make_replay
 from tests.data import learnable
 from tests.recipes.runs import (

@@ -10,7 +10,8 @@ from PIL import Image
 
 from recipes import dqn
 from recipes.common import progress, video
-from recipes.common.cli import DONE, ConfigError
+from recipes.common.cli import DONE
+from recipes.common.errors import ConfigError
 from tests.recipes.runs import Composer, rows
 
 TINY = [
