@@ -19,6 +19,9 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.pending_draws import PendingDraws
+from torchrl_replay_ext.core.write_log import WriteLog
 
 LANES, SLICE = 2, 3
 EXACT = {"alpha": 1.0, "td_error": "absolute"}
@@ -394,3 +397,34 @@ def test_indices_of_ones_own_reach_rows_written_after_all_draws(stratified):
     buffer.extend(rows(16, first=216))
     buffer.update_priority(torch.randperm(200), torch.full((200,), 5.0))
     assert buffer.sampler.stats()["dropped_updates"] == 0
+
+
+def test_an_invalidated_slot_is_drawn_and_updated_again():
+    """The draws of a slot that a refused write has emptied are late, and do not count once they were updated."""
+    log = WriteLog(Layout((3,), 3, torch.device("cpu"), known=True))
+    log.generation.fill_(1)
+    log.num_writes.fill_(1)
+    pending = PendingDraws(log)
+
+    def draw_twice(slots):
+        for _ in range(2):
+            pending.add(torch.tensor(slots), int(log.num_writes))
+
+    def late(slots):
+        is_drawn, mask = pending.find_late_rows(torch.tensor(slots), int(log.num_writes))
+        assert is_drawn
+        return [False] * len(slots) if mask is None else mask.tolist()
+
+    draw_twice([0, 1])
+    assert late([0, 1]) == [False, False]
+    log.invalidate(torch.tensor([1]))
+    assert late([0, 1]) == [False, True]
+    log.num_writes.add_(1)
+    log.generation[1] = log.num_writes
+    draw_twice([1])
+    assert late([1]) == [False]
+    log.num_writes.add_(1)
+    log.generation[1] = log.num_writes
+    assert late([1]) == [True]
+    draw_twice([1])
+    assert late([1]) == [False]

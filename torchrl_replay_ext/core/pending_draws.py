@@ -223,7 +223,8 @@ class PendingDraws:
         at = _stacked([draw.num_writes for draw in draws], slots.device)
         at = at.repeat_interleave(lengths, output_size=len(slots))
         self._age(slots)
-        is_present = at >= generation.index_select(0, slots)
+        generation = generation.index_select(0, slots)
+        is_present = (at >= generation) & (generation > 0)
         self._drawn_at.scatter_reduce_(0, slots, at, "amax")
         self._present.index_add_(0, slots, is_present.to(torch.int32))
         self._earlier.index_add_(0, slots, (~is_present).to(torch.int32))
@@ -234,7 +235,8 @@ class PendingDraws:
     def _age(self, slots: Tensor) -> None:
         """Count draws of overwritten content as draws of earlier content, and forget old ones."""
         assert self._drawn_at is not None
-        overwritten = self._drawn_at.index_select(0, slots) < self._log.generation.index_select(0, slots)
+        generation = self._log.generation.index_select(0, slots)
+        overwritten = (self._drawn_at.index_select(0, slots) < generation) | (generation == 0)
         present, earlier = self._present.index_select(0, slots), self._earlier.index_select(0, slots)
         since = self._earlier_draw.index_select(0, slots)
         earlier = earlier * (self._num_draws - since <= _REMEMBERED) + present * overwritten
