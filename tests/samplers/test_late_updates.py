@@ -428,3 +428,18 @@ def test_an_invalidated_slot_is_drawn_and_updated_again():
     assert late([1]) == [True]
     draw_twice([1])
     assert late([1]) == [False]
+
+
+def test_an_update_of_slices_registers_one_of_two_equal_draws():
+    sampler = TrajectoryRetraceSampler(20, slice_len=2, behaviour_keys=(), anchors=proportional(20))
+    buffer = buffer_with(sampler, 20, ndim=2)
+    data = rows(10, 2, episode=5)
+    data["action"] = torch.zeros(*data.shape, 1)
+    buffer.extend(data)
+    batch = buffer.sample(4)
+    pending = sampler.anchors.state.updates.pending
+    (drawn,) = pending._draws.values()
+    pending.add(drawn.slots.clone(), drawn.num_writes, is_unpadded=drawn.is_unpadded)
+    batch["td_error"] = torch.ones(4)
+    buffer.update_tensordict_priority(batch)
+    assert [draw.waiting for draw in pending._draws.values()] == [4, 0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class SlotUpdates:
         self._owner, self._layout, self._log = owner, log.layout, log
         self._priorities, self._distribution, self._hyperparameters = priorities, distribution, hyperparameters
         self.pending = PendingDraws(log)
+        # False during an update whose rows :meth:`generation_if_current` has registered
+        self._registers = True
         self.counters = {
             name: torch.zeros((), dtype=torch.int64, device=log.layout.device)
             for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
@@ -78,7 +81,8 @@ class SlotUpdates:
     def generation_if_current(self, slots: Tensor) -> Tensor:
         """Generation of each of ``slots`` [n] in an update, int64 [n].
 
-        Where the slot was overwritten since the draw, it is a number that no write has.
+        Where the slot was overwritten since the draw, it is a number that no write has. This registers the update: pass
+        the result as stamps within :meth:`registered`.
         """
         if values_can_be_read(slots):
             late, generation = self._late_rows(slots, None), self._generation_in_range(slots)
@@ -86,6 +90,15 @@ class SlotUpdates:
             late = self.pending.find_late_rows(slots, self._num_writes())[1]
             generation = self._generation(slots.clamp(0, self._layout.size - 1))
         return generation if late is None else torch.where(late, _NO_WRITE, generation)
+
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """A context for the update of rows whose generations :meth:`generation_if_current` has returned."""
+        self._registers = False
+        try:
+            yield
+        finally:
+            self._registers = True
 
     def _late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
         """Find the rows of an update whose slots were overwritten since the draw.
@@ -101,7 +114,8 @@ class SlotUpdates:
             IndexError: if a slot is out of range, or is empty and was never drawn.
         """
         if stamp is not None:
-            self.pending.register_update(slots)
+            if self._registers:
+                self.pending.register_update(slots)
             late = self._generation_in_range(slots) != stamp.reshape(-1)
             return late if bool(late.any()) else None
         is_drawn, late = self.pending.find_late_rows(slots, self._num_writes())
@@ -191,7 +205,7 @@ class SlotUpdates:
             valid = valid & is_real
             wrong = valid ^ is_real
             is_current = is_current & (generation == stamp)
-            if not is_traced():
+            if not is_traced() and self._registers:
                 self.pending.register_update(given)
         if late is not None:
             is_current = is_current & ~late

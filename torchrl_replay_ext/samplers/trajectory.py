@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -382,17 +383,21 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if mask is None or error.numel() not in (1, mask.numel()):
             sampler.update_priority(index, priority, storage=storage, stamp=stamp)
             return
-        generation = stamp.reshape(-1) if stamp is not None else sampler.state.updates.generation_if_current(slots)
+        updates = sampler.state.updates
+        generation = stamp.reshape(-1) if stamp is not None else updates.generation_if_current(slots)
+        context = updates.registered() if stamp is None else nullcontext()
         if not values_can_be_read(slots):
             stamp = where_int64(mask, generation, torch.full_like(generation, -1))
-            sampler.update_priority(index, error, storage=storage, stamp=stamp)
+            with context:
+                sampler.update_priority(index, error, storage=storage, stamp=stamp)
             return
         real = mask.nonzero().squeeze(1)
         columns = index if isinstance(index, tuple) else (index,)
         chosen = [column[real.to(column.device)] for column in columns]
         error = error.reshape(-1)[mask] if error.numel() == mask.numel() else error
         chosen = tuple(chosen) if isinstance(index, tuple) else chosen[0]
-        sampler.update_priority(chosen, error, storage=storage, stamp=generation[mask])
+        with context:
+            sampler.update_priority(chosen, error, storage=storage, stamp=generation[mask])
 
     # --- inspection and state
 
