@@ -23,7 +23,7 @@ def is_key(value: Any) -> bool:
     )
 
 
-def require_keys(owner: str, **keys: Any) -> None:
+def require_nested_keys(owner: str, **keys: Any) -> None:
     """TypeError if an argument cannot be the name of an entry."""
     for name, key in keys.items():
         if not is_key(key):

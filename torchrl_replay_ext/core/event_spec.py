@@ -15,7 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import is_key, require_choice, require_keys
+from torchrl_replay_ext.arguments import is_key, require_choice, require_nested_keys
 
 DEFAULT = "default"
 
@@ -54,7 +54,7 @@ class Threshold:
     value: float
 
     def __post_init__(self):
-        require_keys("Threshold", key=self.key)
+        require_nested_keys("Threshold", key=self.key)
         if not isinstance(self.op, str) or self.op not in _OPERATORS:
             raise ValueError(f"Threshold(op={self.op!r}): op must be one of {' '.join(_OPERATORS)}.")
         if isinstance(self.value, bool) or not isinstance(self.value, Real):

@@ -31,7 +31,7 @@ from torchrl_replay_ext._torchrl import (
     stored_data,
     transform_of,
 )
-from torchrl_replay_ext.arguments import require_integer, require_keys
+from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.core.pending_draws import memory_of
@@ -159,7 +159,7 @@ class DecoupledSampler(SamplerWrapper):
             granularity=granularity,
             group_size=group_size,
         )
-        require_keys("DecoupledSampler", action_key=action_key)
+        require_nested_keys("DecoupledSampler", action_key=action_key)
         candidate_sampler = RandomSampler() if candidate_sampler is None else candidate_sampler
         for name, sampler in (("critic_sampler", critic_sampler), ("candidate_sampler", candidate_sampler)):
             if not isinstance(sampler, Sampler):

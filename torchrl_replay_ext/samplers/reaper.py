@@ -8,7 +8,7 @@ from typing import get_args
 from tensordict import NestedKey
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
-from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer, require_keys
+from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer, require_nested_keys
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.reaper import ReliabilityAdjusted
 from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
@@ -30,7 +30,7 @@ def make_reliability(
     """The model of R for a sampler, with checked arguments; see :class:`ReaPERSampler`."""
     require_integer(owner, "num_streams", num_streams)
     require_choice(owner, "truncated", truncated, get_args(Truncated))
-    require_keys(owner, done_key=done_key, terminated_key=terminated_key, traj_key=traj_key, init_key=init_key)
+    require_nested_keys(owner, done_key=done_key, terminated_key=terminated_key, traj_key=traj_key, init_key=init_key)
     return partial(
         Reliability,
         omega=omega,

@@ -14,7 +14,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_keys
+from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, values_can_be_read, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Share, Sums
@@ -143,12 +143,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             require_integer(_OWNER, name, value)
         require_bool(_OWNER, "pad", pad)
         require_bool(_OWNER, "validate", validate)
-        require_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
+        require_nested_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
         if not isinstance(behaviour_keys, (str, Sequence)):
             raise TypeError(f"{_OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
         for name in names:
-            require_keys(_OWNER, behaviour_keys=name)
+            require_nested_keys(_OWNER, behaviour_keys=name)
         path = key_path(done_key)
         if path[-1] == "terminated":
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext._torchrl import length, rows_of_ring, set_rows, shape_and_device, stored_data
-from torchrl_replay_ext.arguments import require_keys
+from torchrl_replay_ext.arguments import require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
@@ -95,9 +95,9 @@ class EventTableWriter(CompilableWriter):
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableWriter: tables must be EventTables, not {type(tables).__name__}.")
-        require_keys("EventTableWriter", done_key=done_key, init_key=init_key)
+        require_nested_keys("EventTableWriter", done_key=done_key, init_key=init_key)
         if stream_key is not None:
-            require_keys("EventTableWriter", stream_key=stream_key)
+            require_nested_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
         self._tables = tables
         self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
