@@ -443,6 +443,32 @@ def test_td_errors_may_have_the_shape_of_the_slices(compile, step):
     assert_priorities(buffer, priority)
 
 
+def test_padded_rows_of_a_view_change_nothing():
+    torch.manual_seed(0)
+    buffer = buffer_of(anchors=proportional(), slices=8)
+    buffer.extend(rows(12, done=[2, 6]))
+    batch = buffer.sample()
+    index, mask = batch["index"][1::2], batch["collector", "mask"][1::2]
+    assert not mask.all()
+    buffer.update_priority(index, torch.where(mask, 2.0, torch.nan))
+    priority = torch.ones(12)
+    priority[index[mask]] = 2.0
+    assert_priorities(buffer, priority)
+
+
+def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
+    torch.manual_seed(0)
+    buffer = buffer_of(anchors=proportional(), slices=8)
+    buffer.extend(rows(12, done=[2, 6]))
+    batch = buffer.sample()
+    mask = batch["collector", "mask"]
+    wrong = int(mask.nonzero()[-1])
+    assert not mask[:wrong].all()
+    batch["td_error"] = torch.where(torch.arange(len(mask)) == wrong, torch.nan, 1.0)
+    with pytest.raises(ValueError, match=f"position {wrong} of the update"):
+        buffer.update_tensordict_priority(batch)
+
+
 @pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
 def test_updates_of_overwritten_slots_are_dropped(make):
     buffer = make(anchors=proportional(), slices=20)

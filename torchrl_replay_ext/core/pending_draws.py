@@ -94,16 +94,19 @@ class PendingDraws:
         self._draws[memory] = _Draw(slots, num_writes, slots.shape[0] if expects_update else 0, is_unpadded)
 
     def unpadded_rows(self, slots: Tensor) -> Tensor | None:
-        """False for padded rows of ``slots`` [n], bool [n]; None if ``slots`` belong to no remembered draw.
+        """False for padded rows of an update of ``slots`` [n], bool [n].
 
-        ``slots`` may be a draw, a contiguous part of a draw, or a copy of a draw.
+        None if no row is padded, or if ``slots`` are neither a remembered draw, nor a slice or a copy of one.
         """
         draw = self._draws.get(memory_of(slots))
-        if draw is not None and draw.is_unpadded is not None and slots.is_contiguous():
-            begin = slots.storage_offset() - draw.slots.storage_offset()
-            return draw.is_unpadded[begin : begin + len(slots)]
-        same = (draw for draw in reversed(self._draws.values()) if torch.equal(draw.slots, slots))
-        return next((draw.is_unpadded for draw in same), None)
+        if draw is None:
+            padded = (draw for draw in reversed(self._draws.values()) if draw.is_unpadded is not None)
+            draw = next((draw for draw in padded if torch.equal(draw.slots, slots)), None)
+            return None if draw is None else draw.is_unpadded
+        if draw.is_unpadded is None:
+            return None
+        begin = slots.storage_offset() - draw.slots.storage_offset()
+        return draw.is_unpadded.as_strided(slots.shape, slots.stride(), begin)
 
     def register_update(self, slots: Tensor) -> None:
         """Register an update of ``slots`` [n] whose late rows are known from write stamps."""

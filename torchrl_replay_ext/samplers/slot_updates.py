@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from torchrl_replay_ext.samplers.td_errors import invalid_td_error, largest_td_e
 
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
-# A number that no write has.
-_NO_WRITE = 2**62
 _EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
 
 
@@ -50,8 +47,6 @@ class SlotUpdates:
         self._owner, self._layout, self._log = owner, log.layout, log
         self._priorities, self._distribution, self._hyperparameters = priorities, distribution, hyperparameters
         self.pending = PendingDraws(log)
-        # False during an update whose rows :meth:`generation_if_current` has registered
-        self._registers = True
         self.counters = {
             name: torch.zeros((), dtype=torch.int64, device=log.layout.device)
             for name in ("dropped_updates", "rejected_updates", "reweight_cursor")
@@ -78,27 +73,13 @@ class SlotUpdates:
         number = scalar(self._log.num_writes)
         return number.clone() if isinstance(number, Tensor) else number
 
-    def generation_if_current(self, slots: Tensor) -> Tensor:
-        """Generation of each of ``slots`` [n] in an update, int64 [n].
-
-        Where the slot was overwritten since the draw, it is a number that no write has. This registers the update: pass
-        the result as stamps within :meth:`registered`.
-        """
-        if values_can_be_read(slots):
-            late, generation = self._late_rows(slots, None), self._generation_in_range(slots)
+    def _real_rows(self, slots: Tensor, stamp: Tensor | None, *, is_own_write: bool) -> Tensor | None:
+        """False for padded rows of an update of ``slots`` [n], bool [n]; None if no row is padded."""
+        if stamp is not None:
+            real = stamp.reshape(-1) >= 0
         else:
-            late = self.pending.find_late_rows(slots, self._num_writes())[1]
-            generation = self._generation(slots.clamp(0, self._layout.size - 1))
-        return generation if late is None else torch.where(late, _NO_WRITE, generation)
-
-    @contextmanager
-    def registered(self) -> Iterator[None]:
-        """A context for the update of rows whose generations :meth:`generation_if_current` has returned."""
-        self._registers = False
-        try:
-            yield
-        finally:
-            self._registers = True
+            real = None if is_traced() or is_own_write else self.pending.unpadded_rows(slots)
+        return None if real is not None and values_can_be_read(real) and bool(real.all()) else real
 
     def _late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
         """Find the rows of an update whose slots were overwritten since the draw.
@@ -114,8 +95,7 @@ class SlotUpdates:
             IndexError: if a slot is out of range, or is empty and was never drawn.
         """
         if stamp is not None:
-            if self._registers:
-                self.pending.register_update(slots)
+            self.pending.register_update(slots)
             late = self._generation_in_range(slots) != stamp.reshape(-1)
             return late if bool(late.any()) else None
         is_drawn, late = self.pending.find_late_rows(slots, self._num_writes())
@@ -149,23 +129,43 @@ class SlotUpdates:
             ValueError: if a TD error is invalid; nothing is changed then. See :meth:`apply_masked` for accelerators.
             IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
         """
-        limit, can_be_read = self._distribution.max_supported_priority, values_can_be_read(slots)
-        largest = largest_td_error(self._owner, error, slots, self._priorities, limit) if can_be_read else 0.0
         is_own_write = self._log.is_last_write(index, slots)
+        real = self._real_rows(slots, stamp, is_own_write=is_own_write)
+        can_be_read, largest = values_can_be_read(slots), 0.0
+        if can_be_read:
+            # a padded row may have any TD error; 0 is valid
+            error = error if real is None else torch.where(real, error, 0.0)
+            limit = self._distribution.max_supported_priority
+            largest = largest_td_error(self._owner, error, slots, self._priorities, limit)
         # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
         if is_own_write and torch.as_tensor(index).ndim == 0 and self._priorities.is_default(float(error.max())):
             return
         if can_be_read:
-            self._apply_valid(slots, error, None if is_own_write else self._late_rows(slots, stamp), largest)
+            late = None if is_own_write else self._late_rows(slots, stamp)
+            self._apply_valid(slots, error, real, late, largest)
         else:
             self.apply_masked(slots, error, stamp, is_own_write=is_own_write)
         self._log.announce(None)
 
-    def _apply_valid(self, slots: Tensor, error: Tensor, late: Tensor | None, largest: float) -> None:
-        """Set priorities from valid TD errors, of which ``largest`` is the largest; ``late``: rows to leave out."""
+    def _apply_valid(
+        self, slots: Tensor, error: Tensor, real: Tensor | None, late: Tensor | None, largest: float
+    ) -> None:
+        """Set priorities from valid TD errors.
+
+        Args:
+            slots: int64 [n].
+            error: float32 [n].
+            real: False for padded rows, bool [n]; None if no row is padded.
+            late: True for late rows, bool [n]; None if no row is late.
+            largest: the largest of the TD errors.
+        """
+        kept = real
         if late is not None:
+            late = late if real is None else late & real
             self.counters["dropped_updates"].add_(late.sum())
-            slots, error = slots[~late], error[~late]
+            kept = ~late if real is None else real & ~late
+        if kept is not None:
+            slots, error = slots[kept], error[kept]
             largest = float(error.max()) if slots.numel() else 0.0
         if slots.numel():
             priority = self._priorities.from_td_error(error)
@@ -194,19 +194,16 @@ class SlotUpdates:
         valid = (error >= 0) & (priority <= self._max_supported_priority) & (given == slots)
         generation = self._generation(slots)
         is_current, is_drawn, late = generation > 0, True, None
-        if stamp is None:
-            wrong = ~valid
-            if not is_traced() and not is_own_write:
-                is_drawn, late = self.pending.find_late_rows(given, self._num_writes())
-        else:
-            stamp = stamp.reshape(-1)
-            # padded rows, marked by -1, are not counted
-            is_real = stamp >= 0
-            valid = valid & is_real
-            wrong = valid ^ is_real
-            is_current = is_current & (generation == stamp)
-            if not is_traced() and self._registers:
+        real = self._real_rows(given, stamp, is_own_write=is_own_write)
+        # padded rows are not counted
+        valid = valid if real is None else valid & real
+        wrong = ~valid if real is None else valid ^ real
+        if stamp is not None:
+            is_current = is_current & (generation == stamp.reshape(-1))
+            if not is_traced():
                 self.pending.register_update(given)
+        elif not is_traced() and not is_own_write:
+            is_drawn, late = self.pending.find_late_rows(given, self._num_writes())
         if late is not None:
             is_current = is_current & ~late
         self._require_valid(given, error, wrong if is_drawn else wrong | (generation == 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,14 +14,13 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Stora
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, values_can_be_read, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, raise_if, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import Share, Sums
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
 from torchrl_replay_ext.samplers.slot_index import unravel
-from torchrl_replay_ext.samplers.td_errors import is_initialization
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper
 
 MASK_KEY = ("collector", "mask")
@@ -362,42 +360,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             storage: the buffer's storage. Default: None.
             stamp: the entry ``"write_stamp"`` of the sample, [B], if the sample has one. Default: None.
         """
-        if not self.takes_priorities:
-            return
-        sampler = self._sampler
-        if is_traced():
-            sampler.update_priority(index, priority, storage=storage, stamp=stamp)
-            return
-        if sampler.synchronize(storage) and is_initialization(priority, storage, sampler.state.priorities):
-            return
-        if sampler.lacks_td_errors(priority, storage):
-            return
-        slots, error = sampler.flat_slots(index), torch.as_tensor(priority, device=sampler.layout.device)
-        if stamp is None and sampler.state.log.is_last_write(index, slots):
-            # TD errors that were written with the data; the rows may equal those of an earlier draw
-            sampler.update_priority(index, priority, storage=storage)
-            return
-        if stamp is not None:
-            stamp = stamp.to(slots.device)
-        mask = sampler.state.updates.pending.unpadded_rows(slots) if stamp is None else stamp.reshape(-1) >= 0
-        if mask is None or error.numel() not in (1, mask.numel()):
-            sampler.update_priority(index, priority, storage=storage, stamp=stamp)
-            return
-        updates = sampler.state.updates
-        generation = stamp.reshape(-1) if stamp is not None else updates.generation_if_current(slots)
-        context = updates.registered() if stamp is None else nullcontext()
-        if not values_can_be_read(slots):
-            stamp = where_int64(mask, generation, torch.full_like(generation, -1))
-            with context:
-                sampler.update_priority(index, error, storage=storage, stamp=stamp)
-            return
-        real = mask.nonzero().squeeze(1)
-        columns = index if isinstance(index, tuple) else (index,)
-        chosen = [column[real.to(column.device)] for column in columns]
-        error = error.reshape(-1)[mask] if error.numel() == mask.numel() else error
-        chosen = tuple(chosen) if isinstance(index, tuple) else chosen[0]
-        with context:
-            sampler.update_priority(chosen, error, storage=storage, stamp=generation[mask])
+        if self.takes_priorities:
+            self._sampler.update_priority(index, priority, storage=storage, stamp=stamp)
 
     # --- inspection and state
 
