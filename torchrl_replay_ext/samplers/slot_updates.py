@@ -130,35 +130,23 @@ class SlotUpdates:
             IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
         """
         is_own_write = self._log.is_last_write(index, slots)
-        real = self._real_rows(slots, stamp, is_own_write=is_own_write)
-        can_be_read, largest = values_can_be_read(slots), 0.0
-        if can_be_read:
-            # a padded row may have any TD error; 0 is valid
-            error = error if real is None else torch.where(real, error, 0.0)
-            limit = self._distribution.max_supported_priority
-            largest = largest_td_error(self._owner, error, slots, self._priorities, limit)
         # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
         if is_own_write and torch.as_tensor(index).ndim == 0 and self._priorities.is_default(float(error.max())):
             return
-        if can_be_read:
-            late = None if is_own_write else self._late_rows(slots, stamp)
-            self._apply_valid(slots, error, real, late, largest)
+        if values_can_be_read(slots):
+            self._apply_readable(slots, error, stamp, is_own_write=is_own_write)
         else:
             self.apply_masked(slots, error, stamp, is_own_write=is_own_write)
         self._log.announce(None)
 
-    def _apply_valid(
-        self, slots: Tensor, error: Tensor, real: Tensor | None, late: Tensor | None, largest: float
-    ) -> None:
-        """Set priorities from valid TD errors.
-
-        Args:
-            slots: int64 [n].
-            error: float32 [n].
-            real: False for padded rows, bool [n]; None if no row is padded.
-            late: True for late rows, bool [n]; None if no row is late.
-            largest: the largest of the TD errors.
-        """
+    def _apply_readable(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool) -> None:
+        """Set priorities from TD errors where values can be read; the arguments are those of :meth:`apply_masked`."""
+        real = self._real_rows(slots, stamp, is_own_write=is_own_write)
+        # a padded row may have any TD error; 0 is valid
+        error = error if real is None else torch.where(real, error, 0.0)
+        limit = self._distribution.max_supported_priority
+        largest = largest_td_error(self._owner, error, slots, self._priorities, limit)
+        late = None if is_own_write else self._late_rows(slots, stamp)
         kept = real
         if late is not None:
             late = late if real is None else late & real
