@@ -81,7 +81,7 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
     assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
     assert [float(row["sampler/num_items"]) for row in table][-1] == 64
-    assert all(float(row["sampler/broken_off"]) == 0 for row in table)
+    assert all(float(row["sampler/interrupted"]) == 0 for row in table)
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.yaml",
         "progress.csv",

@@ -581,6 +581,8 @@ OTHER_BASELINES = [
     ("acer_ratios", "replay ratio 8"),
     ("acer_baselines", "ACER, learning rate .009"),
     ("acer_baselines", "A3C, learning rate .001"),
+    ("acer_invertedpendulum", "ACER, learning rate .003"),
+    ("acer_invertedpendulum", "A3C, learning rate .003"),
 ]
 
 
