@@ -137,8 +137,11 @@ def events(
 
 def decoupled(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
     parts = proportional(capacity, streams, rng, validate)
-    granularity = rng.choice(["batch", "transition"])
-    decoupled = DecoupledSampler(parts["sampler"], linear_policy(), num_candidates=2, granularity=granularity)
+    arguments = {
+        "granularity": rng.choice(["batch", "transition"]),
+        "candidate_sampler": RecencySampler(capacity, half_life=2) if rng.random() < 0.5 else None,
+    }
+    decoupled = DecoupledSampler(parts["sampler"], linear_policy(), num_candidates=2, **arguments)
     return parts | {"sampler": decoupled}
 
 

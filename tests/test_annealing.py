@@ -22,6 +22,13 @@ def test_anneal_is_a_value():
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
+def test_anneal_holds_numbers():
+    """A graph cannot read tensors."""
+    schedule = Anneal(torch.tensor(0.25), torch.tensor([1.0]), torch.tensor(10))
+    assert [type(value) for value in dataclasses.astuple(schedule)] == [float, float, int]
+    assert schedule == Anneal(0.25, 1.0, 10.0)
+
+
 @pytest.mark.parametrize("num_updates", [0, -1, 2.5, math.inf, math.nan])
 def test_anneal_refuses(num_updates):
     with pytest.raises(ValueError, match=rf"Anneal\(num_updates={num_updates}\): num_updates must be an integer >= 1"):

@@ -221,7 +221,7 @@ def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_valid
                 buffer.extend(data.to("emulated"))
         else:
             buffer.extend(data.to("emulated"))
-            assert buffer.sampler.stats()["broken_off"] > 0
+            assert buffer.sampler.stats()["interrupted"] > 0
             buffer.sampler.check_valid()
 
 

@@ -240,6 +240,12 @@ class TestErrors:
     def test_arguments(self):
         with pytest.raises(ValueError, match=r"frame_capacity=9\): frame_capacity must be an integer >= 10"):
             FrameStackStorage(10, frame_capacity=9)
+        for max_size in (-1, 2.5, "x"):
+            with pytest.raises(ValueError, match=rf"\(max_size={max_size!r}\): max_size must be an integer >= 1"):
+                FrameStackStorage(max_size)
+        for name in ("frame_key", "traj_key"):
+            with pytest.raises(TypeError, match=name):
+                FrameStackStorage(10, **{name: 5})
         with pytest.raises(ValueError, match="num_streams=0"):
             FrameStackStorage(10, num_streams=0)
         with pytest.raises(TypeError, match="must be a TensorDict, not Tensor"):

@@ -144,7 +144,7 @@ def check_used(buffer: TensorDictReplayBuffer, diff: str, num_frames: int) -> No
     assert len(buffer) == stats["num_items"] == num_frames
     assert stats["dropped_updates"] == stats["rejected_updates"] == 0
     # the episode that the end of the first run interrupted, if there is no free stream
-    assert stats.get("broken_off", 0) <= (num_frames == BOTH)
+    assert stats.get("interrupted", 0) <= (num_frames == BOTH)
     if isinstance(sampler, RecencySampler):
         probabilities = sampler.probabilities(buffer.storage)
         assert (probabilities.diff() > 0).all()

@@ -39,10 +39,14 @@ class Anneal:
     num_updates: int
 
     def __post_init__(self):
-        for name in ("start", "end", "num_updates"):
-            as_number("Anneal", name, getattr(self, name))
-        if not (self.num_updates >= 1 and float(self.num_updates).is_integer()):
+        start, end, num_updates = (
+            as_number("Anneal", name, getattr(self, name)) for name in ("start", "end", "num_updates")
+        )
+        if not (num_updates >= 1 and num_updates.is_integer()):
             raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be an integer >= 1.")
+        # a graph cannot read tensors
+        for name, value in (("start", start), ("end", end), ("num_updates", int(num_updates))):
+            object.__setattr__(self, name, value)
 
 
 class Hyperparameter:

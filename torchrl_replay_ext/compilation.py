@@ -1,7 +1,7 @@
 """Operations that differ between eager code and graphs (torch.compile or CUDA capture), which cannot read values.
 
-:func:`is_traced` tells whether values can be read: neither the compiler nor a CUDA capture has any. Where
-``torch.compiler.is_compiling`` stands instead, the reason is the code that the compiler generates.
+:func:`is_traced` is True where values cannot be read: under torch.compile, and while a CUDA graph is captured.
+``torch.compiler.is_compiling`` is used where only the code that the compiler generates differs.
 """
 
 from __future__ import annotations

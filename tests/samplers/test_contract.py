@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, TensorDictMaxValueWriter
 
-from tests.data import buffer_with, rows
+from tests.data import buffer_with, event_sampler, rows
 from tests.operations import CASES, SLICE, Driven
 from tests.samplers.experience import Refuses, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
@@ -66,6 +66,19 @@ def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler
         buffer.extend(rows(2, ids=ids))
     buffer.sampler.check_valid()
     assert len(buffer) == 10
+
+
+@pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
+def test_a_new_collector_may_begin_with_marked_trajectories_of_the_old_one(sampler):
+    """Trajectory 0 is unfinished and begins anew, while 1 needs a lane and 2 is unfinished too."""
+    buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
+    run = rows(4, ids=[0, 1, 0, 2], done=[1], is_init=torch.tensor([True, True, False, True]))
+    buffer.extend(run)
+    buffer.extend(run)
+    buffer.sampler.check_valid()
+    assert buffer.sampler.stats()["interrupted"] == 0
+    if sampler is ReaPERSampler:
+        assert_episodes(buffer, [0, 1, 0, 2, 3, 4, 3, 5])
 
 
 def test_writes_go_on_after_a_refused_one():
@@ -146,7 +159,7 @@ def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_on
     # an id from before the restart is a new trajectory
     restored.extend(rows(4, done=[0, 1, 2, 3], ids=[0, 187, 188, 189]))
     assert len(restored) == 15
-    assert int(restored.sampler.stats()["broken_off"]) == 2
+    assert int(restored.sampler.stats()["interrupted"]) == 2
     restored.sampler.check_valid()
     if isinstance(restored.sampler, ReaPERSampler):
         assert_episodes(restored, [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7])
@@ -711,3 +724,23 @@ def test_samplers_without_priorities(sampler):
 def test_keys_are_names_of_entries(make, name, key):
     with pytest.raises(TypeError, match=rf"{name} must be the name of an entry, a string or a tuple of strings"):
         make(key)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (partial(ProportionalSampler, 10), "ProportionalSampler(capacity=10, alpha=0.6, beta=0.4, td_error='squared')"),
+        (RecencySampler, "RecencySampler(capacity=None, half_life=100000, beta=0)"),
+        (partial(event_sampler, 5), "EventTableSampler(capacity=None)"),
+    ],
+)
+def test_the_representation_shows_the_arguments(sampler, expected):
+    assert repr(sampler()) == expected
+
+
+def test_without_priorities_the_error_is_about_priorities():
+    buffer = buffer_of(ProportionalSampler, eps=0.0)
+    buffer.extend(rows(4))
+    buffer.update_priority(torch.arange(4), torch.zeros(4))
+    with pytest.raises(RuntimeError, match=r"^all priorities are 0, so no transition can be drawn; use eps > 0"):
+        buffer.sample()

@@ -26,12 +26,14 @@ from torchrl.modules import (
 from tests.data import buffer_with, event_sampler, linear_policy
 from tests.events import scripted
 from tests.params import slow_but
+from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
     ProportionalSampler,
     ReaPERSampler,
+    RecencySampler,
 )
 from torchrl_replay_ext.functional import gaussian_policy_kl, ornstein_uhlenbeck_scale
 
@@ -177,10 +179,10 @@ def experience(count, policy=None, seed=0):
     )
 
 
-def make(critic=None, policy=None, batch_size=32, count=500, **arguments):
+def make(critic=None, policy=None, batch_size=32, count=500, size=1000, **arguments):
     policy = make_policy() if policy is None else policy
     sampler = DecoupledSampler(ProportionalSampler(1000) if critic is None else critic, policy, **arguments)
-    rb = buffer_with(sampler, 1000, batch_size=batch_size, priority_key="td_error")
+    rb = buffer_with(sampler, size, batch_size=batch_size, priority_key="td_error")
     actor_rb = sampler.actor_buffer(rb)
     if count:
         rb.extend(experience(count))
@@ -423,6 +425,41 @@ def test_a_sampler_for_the_candidates():
     rb.empty()
     rb.extend(experience(3))
     assert actor_rb.sample()["index"].max() < 3
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+@pytest.mark.parametrize("written", [0, 7])
+def test_a_checkpoint_includes_the_sampler_of_the_candidates(written, how, tmp_path):
+    def fresh():
+        return make(ProportionalSampler(20), count=0, size=20, candidate_sampler=RecencySampler(half_life=0.01))
+
+    rb, _ = fresh()
+    rb.extend(experience(25))
+    loaded, loaded_actor = fresh()
+    if written:
+        loaded.extend(experience(written))
+    if how == "dumps":
+        rb.dumps(tmp_path)
+        loaded.loads(tmp_path)
+    else:
+        loaded.load_state_dict(rb.state_dict())
+    loaded.sampler.check_valid()
+    assert (loaded_actor.sample()["index"] == 4).all()  # the newest
+    loaded.extend(experience(1))
+    assert (loaded_actor.sample()["index"] == 5).all()
+
+
+def test_a_state_that_does_not_fit_changes_neither_sampler():
+    rb, _ = make(ProportionalSampler(20), count=10, size=20, candidate_sampler=RecencySampler(half_life=2))
+    other, _ = make(ProportionalSampler(30), count=25, size=30, candidate_sampler=RecencySampler(half_life=2))
+    plain, _ = make(ProportionalSampler(20), count=10, size=20)
+    before, fits = rb.sampler.state_dict(), plain.sampler.state_dict()
+    without = {key: value for key, value in fits.items() if key != "candidate_sampler"}
+    mixed = {**other.sampler.state_dict(), "candidate_sampler": before["candidate_sampler"]}
+    for state in (other.sampler.state_dict(), without, fits, mixed):
+        with pytest.raises(ValueError, match="load_state_dict"):
+            rb.sampler.load_state_dict(state)
+        assert_same_state(rb.sampler.state_dict(), before)
 
 
 def test_a_sampler_that_runs_out_of_candidates_is_refused():

@@ -17,6 +17,7 @@ from tests.data import buffer_with, event_sampler
 from tests.emulated_device import EmulatedDevice
 from tests.events import NaiveTables, scripted
 from tests.params import slow_but
+from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -749,6 +750,40 @@ def test_stats_count_the_tables():
     assert stats_["num_items"] == len(held)
     # slots that no table holds do not count
     assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
+
+
+def test_stats_of_reliabilities_inside_tables():
+    rb = filled(priority={"kind": "reaper"})
+    statistics = rb.sampler.stats()
+    assert {"acceptance_rate", "reliability_mean", "interrupted", "repeated_draws"} <= set(statistics.keys())
+    assert 0 < statistics["reliability_mean"] <= 1
+
+
+@pytest.mark.parametrize("priority", [None, "proportional", "rank", "reaper"])
+def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
+    """After ``add``, TorchRL passes the default priority to the sampler, with a number as the index."""
+    data = scripted(30)
+    buffers = [make(priority=priority and {"kind": priority, "beta": Anneal(0.4, 1.0, 100)}) for _ in range(2)]
+    for buffer in buffers:
+        buffer.extend(data[:20])
+        if priority:
+            buffer.update_priority(torch.arange(20), torch.linspace(0.1, 5.0, 20))
+    for row in data[20:]:
+        buffers[0].add(row)
+        buffers[1].extend(row.unsqueeze(0))
+    added, extended = (buffer.sampler for buffer in buffers)
+    assert_same_state(added.state_dict(), extended.state_dict())
+    torch.testing.assert_close(
+        added.probabilities(buffers[0].storage), extended.probabilities(buffers[1].storage), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("min_size", "shown"), [(0, "min_size=0"), ({"a": 0}, r"min_size\['a'\]=0"), ({"a": True}, r"min_size\['a'\]=True")]
+)
+def test_a_wrong_min_size_is_named(min_size, shown):
+    with pytest.raises(ValueError, match=rf"EventTableSampler\({shown}\): .* must be an integer >= 1"):
+        make(min_size=min_size)
 
 
 @pytest.mark.parametrize("kind", [None, "proportional", "rank", "reaper"])

@@ -828,7 +828,7 @@ def test_draws_in_graphs_do_not_repeat_when_omega_is_raised_later():
 def test_any_number_of_trajectories_may_break_off_in_one_write():
     buffer = buffer_of(200)
     buffer.extend(transitions([Step(number, number) for number in range(100)]))
-    assert int(buffer.sampler.stats()["broken_off"]) == 99
+    assert int(buffer.sampler.stats()["interrupted"]) == 99
     with Refuses(buffer, ValueError, "trajectory 70 continues"):
         buffer.extend(transitions([Step(150, 150), Step(151, 70)]))
 

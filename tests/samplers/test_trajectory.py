@@ -609,7 +609,7 @@ def test_uniform_anchors_take_no_priorities():
     buffer.update_tensordict_priority(batch)
     buffer.update_priority(torch.arange(3), torch.ones(3))
     assert_same_state(buffer.sampler.state_dict(), before)
-    assert set(buffer.sampler.stats().keys()) == {"num_items", "num_starts", "broken_off"}
+    assert set(buffer.sampler.stats().keys()) == {"num_items", "num_starts", "interrupted"}
 
 
 def test_inside_a_decoupled_sampler():

@@ -63,7 +63,7 @@ def draw(sums: ReductionTree, u: Tensor) -> tuple[Tensor, Tensor]:
         # if the total is 0, the target is -1, which finds leaf 0
         return _find(sums, torch.minimum(u.mul_(total).to(torch.int64), total - 1), running)
     if total == 0:
-        raise RuntimeError("SumTree.sample: all priorities are 0, so no leaf can be drawn; use eps > 0.")
+        raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
     target = u.mul_(total).to(torch.int64)
     if total > 2**53:
         # the product may be rounded up to the total

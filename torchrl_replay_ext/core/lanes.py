@@ -209,7 +209,7 @@ class Lanes:
         remembered = _REMEMBERED if num_lanes > 1 else _REMEMBERED_ALONE
         self._recently_preempted = torch.full((num_lanes, remembered), -1, dtype=torch.int64, device=device)
         # number of trajectories that were interrupted, or that exceeded the number of lanes in a graph
-        self.broken_off = full(1, 0)
+        self.interrupted = full(1, 0)
         self._warned = False
 
     def mark_loaded(self) -> None:
@@ -217,9 +217,10 @@ class Lanes:
         self._was_loaded.fill_(True)
 
     def mark_ends_missed(self, lanes: Tensor | None = None) -> None:
-        """Note that rows were lost, in which the trajectories of ``lanes``, bool [lanes], may have ended; not others.
+        """Note that rows were lost in which trajectories may have ended.
 
-        Default: None, all lanes.
+        Args:
+            lanes: True for the lanes of these trajectories, bool [lanes]. Default: None, all lanes.
         """
         if lanes is None:
             self._end_may_be_missed.fill_(True)
@@ -320,7 +321,7 @@ class Lanes:
         if values_can_be_read(begins) or (self._validate and not is_traced()):
             preempted = self._latest_preempted(trajectory, previous, begins, cuts, marked, unexpected)
         self._recently_preempted.copy_(preempted, non_blocking=True)
-        self.broken_off.add_(unexpected.sum())
+        self.interrupted.add_(unexpected.sum())
         self._count_trajectories(trajectory, restarted)
 
     def _latest_preempted(
@@ -399,7 +400,7 @@ class Lanes:
                 "trajectory ids, mark the first transition of each episode (torchrl's InitTracker does)."
             ),
         )
-        self.broken_off.add_(returned.sum())
+        self.interrupted.add_(returned.sum())
         self._remember(torch.zeros_like(self._written).index_add_(0, lane, cut.to(torch.int64)) > 0)
 
     def _remember(self, cut: Tensor) -> None:
@@ -474,7 +475,10 @@ class Lanes:
         match = group.id.unsqueeze(1) == self._trajectory
         match &= open_lane & ~self._ids_restarted & group.used.unsqueeze(1)
         # ids restart at 0: earlier trajectories do not continue
-        begins_again = group.used & (group.id == 0) & ~match.any(1) & self._zero_seen
+        begins = ~match.any(1)
+        if initial is not None:
+            begins |= initial[group.first.clamp_max(len(initial) - 1)]
+        begins_again = group.used & (group.id == 0) & begins & self._zero_seen
         restarted = begins_again.any()
         unless_restarted = torch.full_like(group.first, len(trajectory))
         match &= (group.first < where_int64(begins_again, group.first, unless_restarted).amin()).unsqueeze(1)
@@ -526,7 +530,7 @@ class Lanes:
             lambda: self._too_many(group.id[returned if bool(returned.any()) else asks][-1]),
             skip_on=self._skip_checks_on,
         )
-        self.broken_off.add_(too_many)
+        self.interrupted.add_(too_many)
         never = torch.full_like(self._written, 2**62)
         age = where_int64(available, self._written, never).argsort(stable=True).argsort()
         preempted = available & (age < missing)
@@ -546,7 +550,7 @@ class Lanes:
             "lane_recently_preempted": self._recently_preempted,
             "max_trajectory": self._max_trajectory,
             "zero_seen": self._zero_seen,
-            "broken_off": self.broken_off,
+            "interrupted": self.interrupted,
         }
 
     def clear_(self) -> None:

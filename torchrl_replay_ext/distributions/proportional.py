@@ -17,7 +17,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask, stratify
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
 
-# The largest d of any distribution. float32 has larger numbers, but not their products.
+# The largest d that is accepted. float32 holds larger numbers, but their products overflow.
 MAX_PRIORITY = 1e30
 
 

@@ -126,7 +126,7 @@ class ReliabilityAdjusted(Distribution):
         total = self._tree.total()
         return {
             "acceptance_rate": self.density(slots).sum() / total if total else torch.ones(()),
-            "reliability_mean": self._reliability.of(slots).mean() if slots.numel() else torch.ones(()),
+            "reliability_mean": self._reliability.mean(),
             "repeated_draws": self._rejection.repeated,
-            "broken_off": self._reliability.broken_off(),
+            "interrupted": self._reliability.interrupted(),
         }

@@ -101,9 +101,14 @@ class Reliability(WriteObserver):
         """The tensors that :meth:`factor` reads and that graphs modify."""
         return [*self._episodes.graph_tensors(), self._log.generation, *self.omega.tensors()]
 
-    def broken_off(self) -> Tensor:
+    def mean(self) -> Tensor:
+        """Mean reliability of the stored transitions, float32 []; 1 if there are none."""
+        slots = self._log.stored_slots()
+        return self.of(slots).mean() if slots.numel() else torch.ones(())
+
+    def interrupted(self) -> Tensor:
         """Number of episodes that were interrupted without an end, int64 []."""
-        return self._episodes.lanes.broken_off.sum()
+        return self._episodes.lanes.interrupted.sum()
 
     def clear(self) -> None:
         self._episodes.clear_()

@@ -129,9 +129,9 @@ class SliceStarts(Distribution):
         return self._log.generation[: self._log.layout.num_slots] > 0
 
     def stats(self) -> dict[str, Tensor]:
-        """``num_items``, ``num_starts`` and ``broken_off``; see TrajectoryRetraceSampler."""
+        """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
         return {
             "num_items": self._stored().sum(),
             "num_starts": self._tree.leaves.sum(),
-            "broken_off": self.slices.lanes.broken_off.sum(),
+            "interrupted": self.slices.lanes.interrupted.sum(),
         }

@@ -261,5 +261,7 @@ class ByReliability(ByPriority):
     def stats(self, eta: Tensor) -> dict[str, Tensor]:
         return {
             "acceptance_rate": (self._rejection.acceptance() * eta).sum(),
+            "reliability_mean": self._reliability.mean(),
             "repeated_draws": self._rejection.repeated,
+            "interrupted": self._reliability.interrupted(),
         }

@@ -498,6 +498,11 @@ class DistributionSampler(ShowsArguments, Sampler):
         return {**super().__getstate__(), "_bound": None, "_is_spawned": get_spawning_popen() is not None}
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={float(h.value):g}" for name, h in self.hyperparameters.items())
-        values += f", td_error={self._priority_arguments['td_error']!r}"
-        return f"{type(self).__name__}(capacity={self.capacity}, {values})"
+        values = [f"capacity={self.capacity}", *self._repr_values()]
+        if self.takes_priorities:
+            values.append(f"td_error={self._priority_arguments['td_error']!r}")
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def _repr_values(self) -> list[str]:
+        """The hyperparameters in the representation of this sampler."""
+        return [f"{name}={float(h.value):g}" for name, h in self.hyperparameters.items()]

@@ -46,6 +46,8 @@ from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 # The number of recent actor batches that update_priority of the critic's buffer rejects.
 _REMEMBERED = 32
+# Key and directory of the state of the candidates' sampler.
+_CANDIDATES = "candidate_sampler"
 
 
 @PrioritizedSampler.register
@@ -85,7 +87,7 @@ class DecoupledSampler(SamplerWrapper):
     current mode: batch normalization in training mode includes the candidates in its statistics.
 
     Args:
-        critic_sampler: draws the critic's batches. Priorities, statistics and checkpoints belong to this sampler.
+        critic_sampler: draws the critic's batches. Priorities and statistics belong to this sampler.
         policy: a TensorDictModule that writes ``action_key``, or ``"loc"`` and ``"scale"``.
         num_candidates: K, >= 1; 1 draws uniform batches. Default: 2.
         noise_scale: standard deviation of the exploration noise, one number > 0 or [A]; or its covariance [A, A],
@@ -374,6 +376,46 @@ class DecoupledSampler(SamplerWrapper):
             return None
         given: Any = {"storage": storage} if stamp is None else {"storage": storage, "stamp": stamp}
         return critic_sampler.update_priority(index, priority, **given)
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if parts of the state contradict each other. O(N)."""
+        for sampler in self._samplers():
+            getattr(sampler, "check_valid", lambda: None)()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that draws of both samplers depend on."""
+        state = super().state_dict()
+        return {**state, _CANDIDATES: self.candidate_sampler.state_dict()} if len(self._samplers()) > 1 else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
+        if len(self._samplers()) == 1:
+            super().load_state_dict(state_dict)
+            return
+        if _CANDIDATES not in state_dict:
+            raise ValueError(
+                f"DecoupledSampler.load_state_dict: the state has no entry {_CANDIDATES!r}; it was saved by another "
+                "sampler, or one with other arguments."
+            )
+        before = self.candidate_sampler.state_dict()
+        self.candidate_sampler.load_state_dict(state_dict[_CANDIDATES])
+        try:
+            super().load_state_dict({key: value for key, value in state_dict.items() if key != _CANDIDATES})
+        except Exception:
+            self.candidate_sampler.load_state_dict(before)
+            raise
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the state of both samplers under the directory ``path``."""
+        super().dumps(path)
+        if len(self._samplers()) > 1:
+            self.candidate_sampler.dumps(Path(path) / _CANDIDATES)
+
+    def loads(self, path: str | Path) -> None:
+        """Load a state saved by :meth:`dumps`."""
+        if len(self._samplers()) > 1:
+            self.candidate_sampler.loads(Path(path) / _CANDIDATES)
+        super().loads(path)
 
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""

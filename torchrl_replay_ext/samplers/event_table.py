@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Storage
 from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal, make_exponents
-from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice
+from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice, require_integer
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -148,7 +148,8 @@ class EventTableSampler(DistributionSampler):
     * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k. Entries: ``alpha`` 0.7, ``beta`` 0.4, ``td_error``
       ``"squared"``, ``stale_fraction`` 0.05. Ranks are computed by sorting, outside of graphs, when the share
       ``stale_fraction`` of all entries has changed. In between, an updated transition gets the rank that fits its new
-      TD error in the last sort. New transitions have rank 1.
+      TD error in the last sort. New transitions have rank 1 until the
+      next sort, which places them before all others.
     * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`. Entries: the arguments of that class
       and its defaults, except ``capacity``, ``weight_norm`` and ``validate``. Needs ``retention="ring"``. Draws follow
       Ψ exactly. The sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;
@@ -383,8 +384,6 @@ def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) ->
     if unknown:
         raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"EventTableSampler(min_size={value!r}): min_size of table {name!r} must be an integer >= 1."
-            )
+        shown = f"min_size[{name!r}]" if isinstance(min_size, Mapping) else "min_size"
+        require_integer("EventTableSampler", shown, value)
     return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names])

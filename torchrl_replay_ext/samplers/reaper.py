@@ -118,7 +118,7 @@ class ReaPERSampler(DistributionSampler):
             of episodes use this d for rows that have not been updated. Default: False.
         validate: raise errors for invalid input on accelerators too, see
             :class:`~torchrl_replay_ext.ProportionalSampler`. If False (default), trajectories in excess of
-            ``num_streams`` are counted there as ``broken_off`` in :meth:`stats`.
+            ``num_streams`` are counted there as ``interrupted`` in :meth:`stats`.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.

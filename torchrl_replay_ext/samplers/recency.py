@@ -69,3 +69,6 @@ class RecencySampler(DistributionSampler):
     def half_life(self) -> float:
         """The age, in transitions, at which the probability has halved."""
         return self._half_life
+
+    def _repr_values(self) -> list[str]:
+        return [f"half_life={self._half_life:g}", *super()._repr_values()]

@@ -94,7 +94,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
         validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
-            it. If False (default), trajectories in excess of ``num_streams`` are counted there as ``broken_off`` in
+            it. If False (default), trajectories in excess of ``num_streams`` are counted there as ``interrupted`` in
             :meth:`stats`. With ``anchors``, pass ``validate`` to their sampler.
 
     Raises:
@@ -368,7 +368,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     def stats(self) -> TensorDict:
         """Statistics for logging, as a TensorDict of float32 scalars. O(N).
 
-        ``num_items``: stored transitions. ``num_starts``: transitions where a slice may begin. ``broken_off``:
+        ``num_items``: stored transitions. ``num_starts``: transitions where a slice may begin. ``interrupted``:
         trajectories interrupted without an end; a compiled step, which cannot raise errors, also counts trajectories in
         excess of ``num_streams``. And the statistics of the anchors' sampler.
         """

@@ -468,7 +468,7 @@ def combine(each: list[dict[str, float]], lengths: list[int]) -> dict[str, float
     share = np.array(lengths) / max(sum(lengths), 1)
     for key in each[0]:
         values = np.array([stats[key] for stats in each])
-        if key.startswith(("num_", "size_", "dropped", "rejected", "broken", "repeated")):
+        if key.startswith(("num_", "size_", "dropped", "rejected", "interrupted", "repeated")):
             combined[key] = float(values.sum())
         elif key.endswith("max") or key.startswith("max_"):
             combined[key] = float(values.max())

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import is_key, key_path, require_integer
+from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool, require_one_step
 from torchrl_replay_ext.indices import is_last_occurrence
@@ -74,6 +74,8 @@ class FrameStackStorage(CompilableTensorStorage):
         num_streams: int = 64,
         device: torch.device | str = "cpu",
     ):
+        require_integer(_OWNER, "max_size", max_size)
+        require_nested_keys(_OWNER, frame_key=frame_key, traj_key=traj_key)
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
         for name, value, least in (("frame_capacity", frame_capacity, max_size), ("num_streams", num_streams, 1)):
