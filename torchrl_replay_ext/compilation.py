@@ -178,18 +178,14 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
     return source.index_select(0, index) if index.ndim == 1 else source[index]
 
 
-def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, *, accumulate: bool = False) -> None:
-    """``destination[index] = values`` (``+=`` with ``accumulate``) in place, for an index [n] within bounds.
+def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float) -> None:
+    """``destination[index] = values`` in place, for an index [n] within bounds.
 
     See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With an index of
     ``as_index`` on the CPU, the last one of duplicates wins.
     """
     if not isinstance(index, Tensor):
-        array = destination.numpy()
-        if accumulate:
-            np.add.at(array, index, values)
-        else:
-            array[index] = values
+        destination.numpy()[index] = values
         return
     if not isinstance(values, Tensor):
         destination.index_fill_(0, index, values)
@@ -197,9 +193,7 @@ def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float, 
     values = values.to(destination.dtype).expand(len(index), *destination.shape[1:])
     if torch.compiler.is_compiling():
         index = index.clamp(0, destination.shape[0] - 1)
-        destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values, accumulate))
-    elif accumulate:
-        destination.index_add_(0, index, values)
+        destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values))
     else:
         destination.index_copy_(0, index, values)
 

@@ -1,4 +1,4 @@
-"""What a compiled graph assumes of its arguments, and of all else that the step reads."""
+"""The properties that a compiled graph takes as fixed, of its arguments and of other values that the step reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OPTIMIZER_SETTING = re.compile(r"(.*)\['(lr|betas|eps)'\](?:\[\d\])?")
 
 
 class _TensorForm(NamedTuple):
-    """What a graph assumes of a tensor: all but its values. ``strides`` is None if the tensor is contiguous."""
+    """The fixed properties of a tensor, all but its values. ``strides`` is None if the tensor is contiguous."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -48,13 +48,13 @@ class _TensorForm(NamedTuple):
 
 _Constant = bool | int | float | str
 
-# What a graph assumes of its arguments: all but the values of tensors. The key () has the names of the arguments, the
-# key (name, entry, ...) an argument or an entry of it, containers before their entries.
+# The fixed properties of arguments. The key () has the names of the arguments, the key (name, entry, ...) an argument
+# or an entry of it, containers before their entries.
 Forms = dict[tuple[Any, ...], Any]
 
 
 def forms_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forms:
-    """What a graph assumes of these arguments."""
+    """The fixed properties of these arguments."""
     named = {**dict(enumerate(args)), **kwargs}
     forms: Forms = {(): named.keys()}
     for name, argument in named.items():
@@ -136,15 +136,15 @@ def _text(form: Any, other: Any) -> str:
     return "contiguous memory" if form.strides is None else f"strides {form.strides}"
 
 
-# What the step reads besides its arguments; checked after the first call, settings of optimizers at each call.
+# Values that the step reads besides its arguments; checked after the first call, settings of optimizers at each call.
 
 
 class Assumption(NamedTuple):
-    """What a graph assumes of a value that the step reads.
+    """The fixed properties of a value that the step reads.
 
     Args:
         name: torch's name of the value, an expression with globals as G["name"] and other variables as L["name"].
-        form: what is assumed of it, see _checked_form.
+        form: the properties, see _checked_form.
         same_tensor_as: name of another value that is the same tensor. Default: None.
     """
 
@@ -154,7 +154,7 @@ class Assumption(NamedTuple):
 
 
 def _checked_form(value: Any) -> Any:
-    """What graphs assume of a value; None for objects, which may be created or replaced without effect."""
+    """The fixed properties of a value; None for objects, which may be created or replaced without effect."""
     if isinstance(value, Tensor):
         return _form(value)
     if isinstance(value, _Constant):

@@ -1,1 +1,1 @@
-"""What the recipes share: command line, configuration, collection, evaluation, checkpoints, logs."""
+"""Modules that the recipes share: command line, configuration, collection, evaluation, checkpoints, logs."""

@@ -1,6 +1,16 @@
 """Conflict-averse gradient descent (CAGrad; Liu et al., 2021): combines the gradients of several event tables.
 
-The SSET paper tests it in appendix A.2 (Figure 13).
+The SSET paper tests it in appendix A.2 (Figure 13). The update maximizes the smallest improvement over all losses, in a
+ball around the average gradient:
+
+    d = argmax min_i <g_i, d>  subject to  ||d - g_0|| <= c ||g_0||,   g_0 = mean_i g_i
+
+With √φ = c ||g_0|| and g_w = Σ_i w_i g_i, the solution is
+
+    d = g_0 + √φ g_w / ||g_w||,   w = argmin <g_w, g_0> + √φ ||g_w||  over the simplex.
+
+With c = 0, d = g_0. With a single gradient, or equal gradients, d = (1 + c) g_0: as in the paper, d is not rescaled. If
+no d in the ball improves all losses, g_w = 0 and g_w / ||g_w|| is undefined; d is then its limit.
 """
 
 from collections.abc import Sequence
@@ -11,50 +21,6 @@ from torch import Tensor
 
 _RIDGE = 1e-12
 MOST_GRADIENTS = 12
-
-
-def cagrad(gradients: Tensor, c: float | Tensor, weights: Tensor | None = None) -> Tensor:
-    """The update that maximizes the smallest improvement over all losses, in a ball around the average gradient.
-
-        d = argmax min_i <g_i, d>  subject to  ||d - g_0|| <= c ||g_0||,   g_0 = mean_i g_i
-
-    With √φ = c ||g_0|| and g_w = Σ_i w_i g_i, the solution is
-
-        d = g_0 + √φ g_w / ||g_w||,   w = argmin <g_w, g_0> + √φ ||g_w||  over the simplex.
-
-    With c = 0, d = g_0. With a single gradient, or equal gradients, d = (1 + c) g_0: as in the paper, d is not
-    rescaled. Divide d by 1 + c to keep the norm of equal gradients.
-
-    If no d in the ball improves all losses, g_w = 0 and g_w / ||g_w|| is undefined; the result is then its limit. The
-    function does not branch on values, so torch.compile can trace it.
-
-    Args:
-        gradients: g_i, floating point [K, P] with 1 <= K <= 12; all zeros give d = 0.
-        c: radius of the ball relative to ||g_0||, in [0, 1). May be a tensor, whose value is not checked.
-        weights: weights of the mean, [K], >= 0, such as the number of rows of each table in the batch; they need not
-            sum to 1. A gradient with weight 0 is ignored and may hold any values. Default: None, equal weights.
-
-    Returns:
-        d, [P], with the dtype of the gradients and without autograd graph.
-
-    Raises:
-        ValueError: if a shape or `c` is invalid.
-    """
-    if gradients.ndim != 2 or len(gradients) == 0:
-        raise ValueError(f"cagrad: gradients must be [K, P] with K >= 1, found {list(gradients.shape)}")
-    if len(gradients) > MOST_GRADIENTS:
-        raise ValueError(
-            f"cagrad: at most {MOST_GRADIENTS} gradients (the cost doubles with each), found {len(gradients)}"
-        )
-    if weights is None:
-        weights = gradients.new_ones(len(gradients))
-    if weights.shape != gradients.shape[:1]:
-        raise ValueError(f"cagrad: weights must be [{len(gradients)}], found {list(weights.shape)}")
-    if not isinstance(c, Tensor) and not 0 <= c < 1:
-        raise ValueError(f"cagrad(c={c}): must be in [0, 1)")
-    # torch.where instead of a product: an ignored gradient may hold inf or NaN.
-    gradients = torch.where((weights > 0)[:, None], gradients.detach(), 0.0)
-    return _coefficients(_products(gradients), c, weights).to(gradients.dtype) @ gradients
 
 
 def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
@@ -91,9 +57,19 @@ def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[
 
 
 def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
-    """The CAGrad update of `parameters` for `losses` [K], with the weights [K] of their mean; see :func:`cagrad`.
+    """The CAGrad update d.
 
-    A loss with weight 0 must have the gradient 0, as the loss of a table without rows.
+    It does not branch on values, so torch.compile can trace it.
+
+    Args:
+        losses: [K] with 1 <= K <= `MOST_GRADIENTS`, since the cost doubles with each.
+        weights: weights of the losses in g_0, [K], >= 0. They need not sum to 1. A loss with weight 0 is ignored and
+            must have the gradient 0, as the loss of a table without rows.
+        parameters: the tensors that the losses depend on.
+        c: radius of the ball relative to ||g_0||, in [0, 1).
+
+    Returns:
+        The part of d for each parameter, with its shape and dtype.
     """
     each = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     gradients = torch.autograd.grad(losses, parameters, each, is_grads_batched=True)  # of each parameter, [K, *shape]
@@ -108,8 +84,8 @@ def _products(gradients: Tensor) -> Tensor:
     return double @ double.mT
 
 
-def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tensor:
-    """The numbers a with Σ_i a_i g_i = d, the update of :func:`cagrad`.
+def _coefficients(products: Tensor, c: float, weights: Tensor) -> Tensor:
+    """The numbers a with Σ_i a_i g_i = d.
 
     Args:
         products: <g_i, g_j>, float64 [K, K]; 0 where i or j has weight 0.
@@ -127,7 +103,7 @@ def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tenso
     return share + mixing.mT @ _dual(mixing @ products @ mixing.mT, share, c)
 
 
-def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
+def _dual(gram: Tensor, share: Tensor, c: float) -> Tensor:
     """√φ / ||g_w|| w, for the w that minimises <g_w, g_0> + √φ ||g_w|| over the simplex.
 
     Solves all 2^K - 1 faces of the simplex at once in closed form and takes the best solution. Let M = (<g_i, g_j>),

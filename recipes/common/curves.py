@@ -224,7 +224,7 @@ def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window:
 
 
 def remarks(runs: Sequence[Curve]) -> list[str]:
-    """What a reader of the figure should know of its lines: early ends, and runs with the same seed."""
+    """Remarks on the lines of a figure: early ends, and runs with the same seed."""
     groups: dict[tuple[str, str], list[Curve]] = defaultdict(list)
     for run in runs:
         groups[run.env, run.group].append(run)

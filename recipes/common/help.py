@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a YAML file says: its comment at the top, and value and comment of each key by its full name."""
+    """The content of a YAML file: its comment at the top, and value and comment of each key by its full name."""
 
     header: str
     values: dict[str, str]

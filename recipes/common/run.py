@@ -75,7 +75,7 @@ def seed_everything(seed: int) -> None:
 
 @dataclass
 class Counters:
-    """What a run has done so far; the times are in seconds.
+    """The progress of a run; times are in seconds.
 
     Args:
         env_steps: environment steps.
@@ -100,7 +100,7 @@ class Counters:
 
 @dataclass(kw_only=True)
 class Log:
-    """What a run evaluates and logs.
+    """The evaluations and logs of a run.
 
     Args:
         evaluation: the environments.

@@ -64,7 +64,7 @@ class Argument:
     text: str = ""
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with the kind of a value; None if it is valid, or if the annotation is unknown."""
+        """An error message about the kind of a value; None if it is valid, or if the annotation is unknown."""
         given = {bool: "bool", int: "int", float: "float", type(None): "None", dict: "Anneal"}.get(type(value))
         if not self.kinds or given in self.kinds or (given == "int" and "float" in self.kinds):
             return None
@@ -135,7 +135,7 @@ def _definition(module: str, name: str) -> tuple[ast.ClassDef, str]:
 
 
 def _find(module: str, name: str) -> tuple[ast.ClassDef | ast.expr | None, str]:
-    """What a module means by a name: a class or the value of an assignment; None if it does not come from there."""
+    """The class or assigned value that a name has in a module; None if the module does not define it."""
     for item in _tree(module).body:
         if isinstance(item, ast.ClassDef) and item.name == name:
             return item, module

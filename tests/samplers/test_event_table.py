@@ -26,6 +26,8 @@ from torchrl_replay_ext import (
     EventTables,
     EventTableSampler,
     EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
     ReaPERSampler,
 )
 from torchrl_replay_ext.functional import allocate, reliability
@@ -372,7 +374,7 @@ def test_exponents_without_effect_do_not_exist():
         for priority in (None, {"kind": "proportional"}):
             with pytest.raises(ValueError, match=r"beta is the exponent of correction=; .*priority=dict"):
                 make(beta=beta, priority=priority)
-    assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.7, 0.4)
+    assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.7, 0.5)
 
 
 def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
@@ -750,6 +752,16 @@ def test_stats_count_the_tables():
     assert stats_["num_items"] == len(held)
     # slots that no table holds do not count
     assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone"), [("proportional", ProportionalSampler), ("rank", RankBasedSampler), ("reaper", ReaPERSampler)]
+)
+def test_the_exponents_are_by_default_those_of_the_sampler_of_the_same_kind(kind, alone):
+    inside, outside = make(priority={"kind": kind}).sampler, alone()
+    assert inside.hyperparameters.keys() == outside.hyperparameters.keys()
+    for name in inside.hyperparameters:
+        assert getattr(inside, name) == getattr(outside, name)
 
 
 def test_stats_of_reliabilities_inside_tables():

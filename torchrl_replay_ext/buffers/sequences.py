@@ -42,14 +42,14 @@ class CompilableSequence(Sequence):
         time, ahead = anchor[:, 0], self.dilation * (self.length + self.bootstrap - 1)
         forward, backward = _to_ends_of_ring(storage, time, steps, math.prod(columns))
         shifts = self.episode_boundary == "stop"
-        behind = self.dilation * self.burn_in + ahead * shifts
+        reach_back = self.dilation * self.burn_in + ahead * shifts
         stops = self.done_key is not None and self.episode_boundary != "include_reset"
-        if stops and behind + ahead:
-            reach = torch.arange(-behind, ahead, device=time.device)
+        if stops and reach_back + ahead:
+            reach = torch.arange(-reach_back, ahead, device=time.device)
             near = (time.unsqueeze(1) + reach) % steps
             ends = self._ends(storage, near * math.prod(columns) + column.unsqueeze(1))
-            forward = torch.minimum(forward, _first(ends[:, behind:]))
-            backward = torch.minimum(backward, _first(ends[:, :behind].flip(1)))
+            forward = torch.minimum(forward, _first(ends[:, reach_back:]))
+            backward = torch.minimum(backward, _first(ends[:, :reach_back].flip(1)))
         if shifts:
             shift = torch.minimum((ahead - forward).clamp_min(0), backward)
             time, forward, backward = time - shift, forward + shift, backward - shift

@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds, values_can_be_read, where_int64
+from torchrl_replay_ext.compilation import (
+    add_in_bounds,
+    gather_in_bounds,
+    scatter_in_bounds,
+    values_can_be_read,
+    where_int64,
+)
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
@@ -92,7 +98,8 @@ class EpisodeIndex:
         self._totals = MaxTree(records + 1, device=device)
         self._start = full(records + 1, 0, narrow)
         self._count = full(records + 1, 0, narrow)
-        self._touched = full(records + 1, 0)
+        # the number of writes when the episode was last updated or ended; transitions written later are new
+        self._updated_at = full(records + 1, 0)
         self._finished = full(records + 1, 0, torch.bool)
         self._open = full(records + 1, 0, torch.bool)
         self._records = FreeList(records, device=device)
@@ -177,7 +184,7 @@ class EpisodeIndex:
 
         position = self._place(slots, lane, first, rows)
         begins = where_int64(new, record, torch.full_like(record, self._none))
-        for field, value in ((self._totals.leaves, 0), (self._count, 0), (self._touched, 0)):
+        for field, value in ((self._totals.leaves, 0), (self._count, 0), (self._updated_at, 0)):
             field.index_fill_(0, begins, value)
         self._finished.index_fill_(0, begins, False)
         self._open.index_fill_(0, begins, True)
@@ -191,7 +198,7 @@ class EpisodeIndex:
         ends = where_int64(ended, record, torch.full_like(record, self._none))
         self._finished.index_copy_(0, ends, finished)
         self._open.index_fill_(0, ends, False)
-        self._touched.index_copy_(0, ends, write_number.expand(count))
+        self._updated_at.index_copy_(0, ends, write_number.expand(count))
         self._abandon(abandoned)
         self._open.index_fill_(0, torch.full_like(lane[:1], self._none), False)
         self._lane_episode.copy_(at_last(lane, where_int64(ended, self._none, record), self._lane_episode))
@@ -209,20 +216,20 @@ class EpisodeIndex:
         going_on, lane_total = int(self._lane_episode), self._lane_total.numpy()
         begins = self.lanes.register_in_single_lane(going_on != self._none, write_number, marks)
         episode, start, count = self.episode.numpy(), self._start.numpy(), self._count.numpy()
-        totals, touched = self._totals.leaves.numpy(), self._touched.numpy()
+        totals, updated_at = self._totals.leaves.numpy(), self._updated_at.numpy()
         is_open, is_finished = self._open.numpy(), self._finished.numpy()
         changed, freed = [], []
 
         # remove the content of the slots from all sums
-        masses, behind = self._tree.get(slots).tolist(), 0
+        masses, end = self._tree.get(slots).tolist(), 0
         for record, same in itertools.groupby(episode[slots].tolist()):
-            first, behind = behind, behind + sum(1 for _ in same)
+            first, end = end, end + sum(1 for _ in same)
             if record != self._none:
-                removed = sum(masses[first:behind])
+                removed = sum(masses[first:end])
                 totals[record] -= removed
                 lane_total -= removed
-                count[record] -= behind - first
-                start[record] = (slots[behind - 1] + 1) % self.steps
+                count[record] -= end - first
+                start[record] = (slots[end - 1] + 1) % self.steps
                 changed.append(record)
                 if not count[record] and not is_open[record]:
                     freed.append(record)
@@ -237,18 +244,18 @@ class EpisodeIndex:
 
         records = self._records.take(len(begins)).tolist() if begins else []
         for record, first in zip(records, begins, strict=True):
-            start[record], count[record], totals[record], touched[record] = slots[first], 0, 0, 0
+            start[record], count[record], totals[record], updated_at[record] = slots[first], 0, 0, 0
             is_finished[record] = False
         if continues:
             records, begins = [going_on, *records], [0, *begins]
         is_end = marks.ended.tolist()
-        for record, first, behind in zip(records, begins, [*begins[1:], len(slots)], strict=True):
-            count[record] += behind - first
-            totals[record] += (behind - first) * mass
-            episode[slots[first:behind]] = record
+        for record, first, end in zip(records, begins, [*begins[1:], len(slots)], strict=True):
+            count[record] += end - first
+            totals[record] += (end - first) * mass
+            episode[slots[first:end]] = record
             is_open[record] = False
-            if is_end[behind - 1]:
-                is_finished[record], touched[record] = finished[behind - 1].item(), write_number
+            if is_end[end - 1]:
+                is_finished[record], updated_at[record] = finished[end - 1].item(), write_number
         is_open[records[-1]] = not is_end[-1]
         lane_total += len(slots) * mass
         self._lane_episode.fill_(self._none if is_end[-1] else records[-1])
@@ -344,17 +351,15 @@ class EpisodeIndex:
             if not all_different(slots):
                 change *= is_last_occurrence(slots)
         self._tree.write(position, mass, mask=mask)
-        scatter_in_bounds(self._totals.leaves, record, change, accumulate=True)
+        add_in_bounds(self._totals.leaves, record, change)
         self._totals.refresh(record)
         if self.num_lanes == 1:
             self._lane_total.add_(change.sum())
         else:
             # positions of empty slots lie after the last lane
-            scatter_in_bounds(
-                self._lane_total, (position // self.span).clamp_max(self.num_lanes - 1), change, accumulate=True
-            )
+            add_in_bounds(self._lane_total, (position // self.span).clamp_max(self.num_lanes - 1), change)
         if num_writes is not None:
-            scatter_in_bounds(self._touched, record, num_writes.expand(record.shape[0]))
+            scatter_in_bounds(self._updated_at, record, num_writes.expand(record.shape[0]))
 
     def reliability(self, slots: Tensor, generation: Tensor, *, exact: bool = True) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in (0, 1]; 1 for new transitions.
@@ -371,18 +376,18 @@ class EpisodeIndex:
         record = gather_in_bounds(self.episode, slots)
         position = self.positions(slots)
         start = gather_in_bounds(self._start, record)
-        behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
+        before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # add the total of the lane if the episode wraps around the end of its ring
         around = self._lane_total
         if self.num_lanes > 1:
             around = gather_in_bounds(around, (position // self.span).clamp_max(self.num_lanes - 1))
-        part = upto.sub_(behind).add_((position < start) * around)
+        part = upto.sub_(before_start).add_((position < start) * around)
         totals = gather_in_bounds(self._totals.leaves, record)
         largest = self._totals.max()
         if self.least_largest:
             largest = largest.clamp_min(self.least_largest)
         whole = torch.where(gather_in_bounds(self._finished, record), totals, largest)
-        is_new = gather_in_bounds(generation, slots) > gather_in_bounds(self._touched, record)
+        is_new = gather_in_bounds(generation, slots) > gather_in_bounds(self._updated_at, record)
         # clamp: empty slots belong to the extra record and may lie before its start
         ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
         return ratio.masked_fill_(is_new, 1.0)
@@ -390,7 +395,7 @@ class EpisodeIndex:
     def graph_tensors(self) -> list[Tensor]:
         """The tensors that :meth:`reliability` reads and graphs change, after :meth:`prepare`."""
         placed = [self._position] if self.assigned else []
-        columns = [self.episode, self._start, self._touched, self._finished, self._lane_total]
+        columns = [self.episode, self._start, self._updated_at, self._finished, self._lane_total]
         return [*self._tree.graph_tensors(), *self._totals.graph_tensors(), *columns, *placed]
 
     @property
@@ -406,7 +411,7 @@ class EpisodeIndex:
             "totals": self._totals.leaves,
             "start": self._start,
             "count": self._count,
-            "touched": self._touched,
+            "updated_at": self._updated_at,
             "finished": self._finished,
             "open": self._open,
             "lane_episode": self._lane_episode,
@@ -431,7 +436,7 @@ class EpisodeIndex:
             self._page_table.fill_(self._no_page)
             self._position.fill_(self._nowhere)
             self._pages.clear_()
-        zeros = [self._totals.leaves, self._start, self._count, self._touched, self._finished, self._open]
+        zeros = [self._totals.leaves, self._start, self._count, self._updated_at, self._finished, self._open]
         for field in (*zeros, self._lane_total, self._lane_next):
             field.zero_()
         for field in (self.episode, self._lane_episode):
@@ -467,8 +472,8 @@ class EpisodeIndex:
         if not torch.equal(expected, self._open):
             raise AssertionError("EpisodeIndex: the open episodes differ from the unfinished episodes of the lanes")
         start = self._start[record].to(torch.int64)
-        behind, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
-        part = upto - behind + (position < start) * self._lane_total[position // self.span]
+        before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
+        part = upto - before_start + (position < start) * self._lane_total[position // self.span]
         whole = torch.zeros_like(per_record).scatter_reduce_(0, record, part, "amax")
         if not torch.equal(whole, per_record):
             raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")

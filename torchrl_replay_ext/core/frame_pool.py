@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, raise_if, rows_where, scatter_in_bounds, where_int64
+from torchrl_replay_ext.compilation import (
+    add_in_bounds,
+    gather_in_bounds,
+    raise_if,
+    rows_where,
+    scatter_in_bounds,
+    where_int64,
+)
 from torchrl_replay_ext.core.lanes import shifted
 
 # The id of the frame of zeros.
@@ -207,7 +214,7 @@ class FramePool:
         return ids.view_as(links.ids)
 
     def _refer(self, ids: Tensor, change: Tensor) -> None:
-        scatter_in_bounds(self._references, ids, change, accumulate=True)
+        add_in_bounds(self._references, ids, change)
 
     def _store(self, ids: Tensor, new: Tensor, before: Tensor, after: Tensor) -> None:
         place = where_int64(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))

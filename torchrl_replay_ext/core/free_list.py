@@ -57,8 +57,8 @@ class FreeList:
     def _places(self, end: Tensor, count: int) -> slice | np.ndarray:
         """The places of ``count`` ids in the queue, from ``end`` on."""
         first = int(end) % self.size
-        behind = first + count
-        return slice(first, behind) if behind <= self.size else np.arange(first, behind) % self.size
+        stop = first + count
+        return slice(first, stop) if stop <= self.size else np.arange(first, stop) % self.size
 
     def clear_(self) -> None:
         """Make all ids free."""

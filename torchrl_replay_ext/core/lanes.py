@@ -30,7 +30,7 @@ def at_last(lane: Tensor, value: Tensor, current: Tensor) -> Tensor:
 
 
 class EpisodeMarks(NamedTuple):
-    """What the rows of a write say of their episodes.
+    """Ends, trajectory ids and first transitions of episodes in the rows of a write.
 
     Args:
         ended: the episode ends with this transition, bool [n].

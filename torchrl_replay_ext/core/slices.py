@@ -166,8 +166,8 @@ class SliceIndex:
 
     def is_followed(self, slots: Tensor) -> Tensor:
         """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""
-        before, behind = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
-        return ((gather_in_bounds(self._next, before) == behind) & (before != behind)).view(slots.shape[0], -1)
+        before, after = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
+        return ((gather_in_bounds(self._next, before) == after) & (before != after)).view(slots.shape[0], -1)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""

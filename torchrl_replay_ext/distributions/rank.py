@@ -134,10 +134,6 @@ class RankBased(Distribution):
         self._tree.rebuild_()
         self._tabulate(self._table_alpha.clone())
 
-    @property
-    def max_supported_priority(self) -> float:
-        return torch.finfo(torch.float32).max
-
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         count = slots.shape[0]
         if self._log.layout.for_graphs:
@@ -291,9 +287,9 @@ class RankBased(Distribution):
         begin, width = bounds
         # a rank lies in consecutive segments: the first has any width, the others contain only this rank
         first = torch.searchsorted(begin + width, rank, right=True)
-        behind = torch.searchsorted(begin, rank, right=True)
+        end = torch.searchsorted(begin, rank, right=True)
         first_width = gather_in_bounds(width, first.clamp_max(len(width) - 1))
-        return 1 / first_width.to(torch.float64) + (behind - first - 1)
+        return 1 / first_width.to(torch.float64) + (end - first - 1)
 
     def density(self, slots: Tensor) -> Tensor:
         self._sort_if_due()

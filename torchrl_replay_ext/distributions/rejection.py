@@ -181,8 +181,8 @@ class Rejection:
         number = gather_in_bounds(ahead, rows.table) + row % found.clamp_min(1) + 1
         target = gather_in_bounds(low, rows.table) + uniform(len(found), device=self._device) * width
         # the target may have been rounded up to the end, and all factors of a table may be 0
-        behind = torch.searchsorted(cumulative, target, right=True)
-        by_factor = torch.minimum(behind, gather_in_bounds(ends, rows.table)) - 1
+        end = torch.searchsorted(cumulative, target, right=True)
+        by_factor = torch.minimum(end, gather_in_bounds(ends, rows.table)) - 1
         return where_int64(found > 0, torch.searchsorted(accepted, number), by_factor)
 
     def _from_all(self, generator: torch.Generator | None, rows: TableRows) -> tuple[Tensor, Tensor]:

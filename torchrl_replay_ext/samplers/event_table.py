@@ -46,7 +46,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "td_error": "squared",
         "max_priority_within_buffer": False,
     },
-    "rank": {"alpha": 0.7, "beta": 0.4, "td_error": "squared", "stale_fraction": 0.05},
+    "rank": {"alpha": 0.7, "beta": 0.5, "td_error": "squared", "stale_fraction": 0.05},
     "reaper": {
         "alpha": 0.4,
         "omega": 0.2,
@@ -145,7 +145,7 @@ class EventTableSampler(DistributionSampler):
 
     * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`. Entries:
       ``alpha`` 0.6, ``beta`` 0.4, ``eps`` 1e-6, ``td_error`` ``"squared"``, ``max_priority_within_buffer`` False.
-    * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k. Entries: ``alpha`` 0.7, ``beta`` 0.4, ``td_error``
+    * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k. Entries: ``alpha`` 0.7, ``beta`` 0.5, ``td_error``
       ``"squared"``, ``stale_fraction`` 0.05. Ranks are computed by sorting, outside of graphs, when the share
       ``stale_fraction`` of all entries has changed. In between, an updated transition gets the rank that fits its new
       TD error in the last sort. New transitions have rank 1 until the
