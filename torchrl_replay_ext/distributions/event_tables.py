@@ -18,7 +18,7 @@ from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.distributions.rejection import TableRows
 from torchrl_replay_ext.distributions.table_joint import JointTables, why_not_joint
 from torchrl_replay_ext.distributions.table_masses import TableMasses
@@ -333,8 +333,8 @@ class EventTableMixture(Distribution):
     def plan(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return self._joint.plan(*arguments)
 
-    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
-        return self._joint.draw_share(share)
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        return self._joint.draw_in_shard(wanted)
 
     def count_batch(self) -> None:
         if self._beta is not None and not self.takes_priorities:

@@ -15,7 +15,7 @@ from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, sc
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask, stratify
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.
 MAX_PRIORITY = 1e30
@@ -75,7 +75,7 @@ class PowerTree:
         mass = self.mass(gather_in_bounds(priority, slots).abs())
         self.tree.write(slots, mass, mask=UpdateMask(gather_in_bounds(generation, slots) > 0, is_last))
 
-    def draw_share(self, share: Share) -> tuple[Tensor, Tensor]:
+    def draw_in_shard(self, wanted: ShardRows) -> tuple[Tensor, Tensor]:
         """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
 
         Both are empty if all masses are 0.
@@ -83,8 +83,8 @@ class PowerTree:
         total = self.tree.total().double()
         if not total:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-        slots, mass = self.tree.draw(share.u.clone())
-        return slots, mass * (share.probability[0] / total)
+        slots, mass = self.tree.draw(wanted.u.clone())
+        return slots, mass * (wanted.probability[0] / total)
 
     def check_valid(self) -> None:
         """Raise AssertionError if sums are wrong, or an empty slot can be drawn. O(N)."""
@@ -158,8 +158,8 @@ class Proportional(Distribution):
         table, u, eta = super().plan(everywhere, num_rows, batch_size, generator)
         return table, stratify(u) if self._stratified else u, eta
 
-    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
-        return Draw(*self._power.draw_share(share))
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        return Draw(*self._power.draw_in_shard(wanted))
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()

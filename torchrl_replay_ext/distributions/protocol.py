@@ -14,7 +14,7 @@ from torchrl_replay_ext.compilation import Array, uniform
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 
-__all__ = ["Distribution", "Draw", "RowView", "Share", "Sums", "UpdateMask", "WriteObserver"]
+__all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "UpdateMask", "WriteObserver"]
 
 
 class Draw(NamedTuple):
@@ -59,7 +59,7 @@ class Sums(NamedTuple):
     largest_episode: int = 0
 
 
-class Share(NamedTuple):
+class ShardRows(NamedTuple):
     """The rows of a joint draw that are taken from one shard.
 
     Args:
@@ -234,7 +234,7 @@ class Distribution(WriteObserver):
         table = torch.zeros(num_rows, dtype=torch.int64)
         return table, uniform(num_rows, device=table.device, generator=generator), torch.ones(1, dtype=torch.float64)
 
-    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         """Draw the rows of a joint draw that lie in this shard.
 
         Returns:

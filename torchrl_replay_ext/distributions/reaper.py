@@ -15,7 +15,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import PowerTree
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
 
@@ -93,8 +93,8 @@ class ReliabilityAdjusted(Distribution):
             largest_episode=self._reliability.largest_episode(),
         )
 
-    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
-        slots, probability = self._power.draw_share(share)
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        slots, probability = self._power.draw_in_shard(wanted)
         factor = self._reliability.factor(slots)
         accepted = uniform(len(slots), device=self._device, generator=generator) < factor
         return Draw(slots[accepted], (probability * factor)[accepted])

@@ -13,7 +13,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, Share, Sums
+from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 
 BEHAVIOUR = (
     "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
@@ -99,10 +99,10 @@ class SliceStarts(Distribution):
     def sums(self) -> Sums:
         return Sums(self._tree.total().double().reshape(1), None)
 
-    def draw_share(self, share: Share, generator: torch.Generator | None) -> Draw:
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         if not self._tree.total():
             return Draw(torch.zeros(0, dtype=torch.int64))
-        return Draw(self._tree.draw(share.u.clone())[0])
+        return Draw(self._tree.draw(wanted.u.clone())[0])
 
     def may_start(self, slots: Tensor) -> Tensor:
         """True where a slice may begin at a slot of ``slots`` [n], bool [n]."""

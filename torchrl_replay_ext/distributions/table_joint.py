@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.distributions.protocol import Draw, Share, Sums
+from torchrl_replay_ext.distributions.protocol import Draw, ShardRows, Sums
 from torchrl_replay_ext.distributions.rejection import propose
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
@@ -77,27 +77,27 @@ class JointTables:
         table = torch.searchsorted(ends, torch.arange(num_rows), right=True)
         return table, uniform(num_rows, device=eta.device, generator=generator), eta
 
-    def draw_share(self, share: Share) -> Draw:
-        """See :meth:`Distribution.draw_share`."""
-        assert share.table is not None and share.count is not None
+    def draw_in_shard(self, wanted: ShardRows) -> Draw:
+        """See :meth:`Distribution.draw_in_shard`."""
+        assert wanted.table is not None and wanted.count is not None
         ends = self._tree.prefix(self._begins)
         totals = ends.diff()
-        kept = totals[share.table] > 0
-        table, u = share.table[kept], share.u[kept]
+        kept = totals[wanted.table] > 0
+        table, u = wanted.table[kept], wanted.u[kept]
         total = totals[table]
         position, mass = propose(self._tree, u, ends[table], total)
         slots = self._tables.slot_at[position].to(torch.int64)
         # q_k(i) = probability · mass / total in the whole buffer
-        scale = share.probability / totals.clamp_min(1)
+        scale = wanted.probability / totals.clamp_min(1)
         positions = self._tables.positions(slots)
         masses = self._tree.get(positions.reshape(-1)).view(positions.shape)
-        probability = (masses * (share.eta * scale).unsqueeze(1)).sum(0)
+        probability = (masses * (wanted.eta * scale).unsqueeze(1)).sum(0)
         extras = {"table": table, "sample_probability": probability.float()}
         density = None
         if self._weighs == "mixture":
             density = probability
         elif self._weighs == "priority":
-            density = share.count[table] * mass * scale[table]
+            density = wanted.count[table] * mass * scale[table]
         else:
             extras["priority_weight"] = torch.ones(len(slots), dtype=torch.float32)
         return Draw(slots, density, extras=extras)

@@ -19,7 +19,7 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar, to_device, values_can_be_read
 from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.distributions.protocol import Share, Sums
+from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, unravel
@@ -304,20 +304,20 @@ class DistributionSampler(ShowsArguments, Sampler):
         self.state.updates.step()
 
     @torch.no_grad()
-    def sample_share(self, storage: Storage, share: Share) -> tuple[Tensor, dict[str, Any]]:
+    def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Tensor, dict[str, Any]]:
         """Draw the rows of a joint draw that lie in this shard.
 
         Returns:
             The index, [n], and a dict with further columns: write stamps, and ``"density"``, float64 [n], the
             probability of each row, unless all rows are equally likely.
         """
-        slots, info = self.draw_share(storage, share)
+        slots, info = self.draw_in_shard(storage, wanted)
         return slots, {STAMP_KEY: self.state.generation(slots), **info}
 
-    def draw_share(self, storage: Storage, share: Share) -> tuple[Tensor, dict[str, Any]]:
-        """:meth:`sample_share` without stamps."""
+    def draw_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Tensor, dict[str, Any]]:
+        """:meth:`sample_in_shard` without stamps."""
         self.synchronize(storage)
-        slots, density, _, extras = self.distribution.draw_share(share, self._rng)
+        slots, density, _, extras = self.distribution.draw_in_shard(wanted, self._rng)
         return slots, {**({} if density is None else {"density": density}), **(extras or {})}
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:

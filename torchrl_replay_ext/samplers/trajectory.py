@@ -16,7 +16,7 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import gather_in_bounds, raise_if, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
-from torchrl_replay_ext.distributions.protocol import Share, Sums
+from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
@@ -243,9 +243,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         return self._slices(storage, *self._sampler.draw(storage, batch_size // self._slice_len))
 
     @torch.no_grad()
-    def sample_share(self, storage: Storage, share: Share) -> tuple[Any, dict]:
+    def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
         """Draw the slices of a joint draw whose starts lie in this shard; see ShardedReplayBuffer."""
-        return self._slices(storage, *self._sampler.draw_share(storage, share))
+        return self._slices(storage, *self._sampler.draw_in_shard(storage, wanted))
 
     def sums(self, storage: Storage) -> Sums:
         """The sums of this shard, for joint draws."""

@@ -263,7 +263,7 @@ class ShardedReplayBuffer:
             raise (Lost if group.lost_shards else RuntimeError)(
                 f"{OWNER}.sample: no transition can be drawn: the buffer is empty, or all priorities are 0{lost}."
             )
-        answers, incarnations = group.exchange(division.shares, updates, counts_batch=rows is None)
+        answers, incarnations = group.exchange(division.rows, updates, counts_batch=rows is None)
         written = sum(report.written for report in reports)
         stale = self._num_updates - self._included
         return Request(division, count, answers, incarnations, self._num_updates, stale, written)

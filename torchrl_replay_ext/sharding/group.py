@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_replay_ext.distributions.protocol import Share
+from torchrl_replay_ext.distributions.protocol import ShardRows
 from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, num_rows
 from torchrl_replay_ext.sharding.calls import Calls, Lost, get_all
 from torchrl_replay_ext.sharding.shard import Exchange, Report
@@ -87,7 +87,7 @@ class ShardGroup:
     # --- draws and updates
 
     def exchange(
-        self, shares: Sequence[Share | None] | None, updates: list[Arrays] | None, *, counts_batch: bool = False
+        self, wanted: Sequence[ShardRows | None] | None, updates: list[Arrays] | None, *, counts_batch: bool = False
     ) -> tuple[list[Any], list[int]]:
         """Send each shard its part of an update and of a draw; see :meth:`ReplayShard.exchange`.
 
@@ -98,8 +98,8 @@ class ShardGroup:
         episode = _largest_of_others([report.largest_episode for report in self.reports])
         answers: list[Any] = []
         for number, shard in enumerate(self.handles):
-            update, share = None if updates is None else updates[number], None if shares is None else shares[number]
-            call = Exchange(update, share, priority[number], episode[number], counts_batch)
+            update, rows = None if updates is None else updates[number], None if wanted is None else wanted[number]
+            call = Exchange(update, rows, priority[number], episode[number], counts_batch)
             answers.append(None if number in self._waiting else shard.exchange.remote(call.pack()))
         return answers, [*self.incarnations]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrl_replay_ext.distributions.protocol import Distribution, Share, Sums
+from torchrl_replay_ext.distributions.protocol import Distribution, ShardRows, Sums
 from torchrl_replay_ext.sharding.arrays import Arrays, num_rows, split, take
 from torchrl_replay_ext.sharding.shard import Report
 
@@ -20,11 +20,11 @@ class Division(NamedTuple):
     """A joint draw, divided.
 
     Args:
-        shares: the share of each shard; None for shards without rows.
+        rows: the rows to draw in each shard; None for shards without rows.
         probability: probability that a row of each table lies in each shard, float64 [shards, tables].
     """
 
-    shares: list[Share | None]
+    rows: list[ShardRows | None]
     probability: np.ndarray
 
 
@@ -81,11 +81,11 @@ class JointDraw:
             None if eta is None else torch.tensor(eta, dtype=torch.float64),
         )
         if self._distribution is None:
-            table, share = torch.zeros(rows, dtype=torch.int64), torch.ones(1)
+            table, eta = torch.zeros(rows, dtype=torch.int64), torch.ones(1)
             u = torch.rand(rows, dtype=torch.float64, generator=generator)
         else:
-            table, u, share = self._distribution.plan(everywhere, rows, batch_size, generator)
-        table, u, share = table.numpy(), u.numpy(), share.numpy()
+            table, u, eta = self._distribution.plan(everywhere, rows, batch_size, generator)
+        table, u, eta = table.numpy(), u.numpy(), eta.numpy()
         probability = mass / np.where(total > 0, total, 1.0)
         ends = probability.cumsum(0)
         # the last shard with mass also gets what rounding leaves above the end
@@ -95,13 +95,13 @@ class JointDraw:
         inside = (u - (ends - probability)[place, table]) / probability[place, table]
         inside = inside.clip(0.0, np.nextafter(1.0, 0.0))
         count = None if everywhere.count is None else everywhere.count.tolist()
-        shares: list[Share | None] = []
+        divided: list[ShardRows | None] = []
         for number, rows_of_shard in enumerate(split({"u": inside, "table": table}, place, len(reports))):
             # arrays and lists instead of tensors, for transfer to the shard
             row_tables = rows_of_shard["table"] if tables > 1 else None
-            parts: list[Any] = [rows_of_shard["u"], row_tables, probability[number].tolist(), share.tolist(), count]
-            shares.append(Share(*parts) if len(parts[0]) else None)
-        return Division(shares, probability)
+            parts: list[Any] = [rows_of_shard["u"], row_tables, probability[number].tolist(), eta.tolist(), count]
+            divided.append(ShardRows(*parts) if len(parts[0]) else None)
+        return Division(divided, probability)
 
     def smallest(self, probability: np.ndarray, reports: Sequence[Report]) -> float | None:
         """The smallest probability of a stored transition in a draw; None if weights are normalised over the batch.
@@ -111,11 +111,11 @@ class JointDraw:
             reports: the reports after the draw.
         """
         scaled = []
-        for share, report in zip(probability[:, 0], reports, strict=True):
-            if report.incarnation and report.mass[0] > 0 and share > 0:
+        for in_shard, report in zip(probability[:, 0], reports, strict=True):
+            if report.incarnation and report.mass[0] > 0 and in_shard > 0:
                 if report.smallest is None:
                     return None
-                scaled.append(report.smallest * share / report.mass[0])
+                scaled.append(report.smallest * in_shard / report.mass[0])
         return min(scaled, default=None)
 
 

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import RandomSampler, Sampler, Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
-from torchrl_replay_ext.distributions.protocol import Share, Sums
+from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, Arrays, describe, from_arrays, take, to_arrays
@@ -69,13 +69,13 @@ class Exchange(NamedTuple):
     Args:
         updates: the entries ``"index"``, ``"write_stamp"``, the TD errors and, for slices, the mask; no rows if the
             update has none of this shard. None: there is no update.
-        share: the rows to draw, with arrays and lists instead of tensors. None: none.
+        wanted: the rows to draw, with arrays and lists instead of tensors. None: none.
         largest_priority, largest_episode: those of the other shards.
         counts_batch: True for the first draw of a batch.
     """
 
     updates: Arrays | None
-    share: Share | None
+    wanted: ShardRows | None
     largest_priority: float
     largest_episode: int
     counts_batch: bool
@@ -85,28 +85,28 @@ class Exchange(NamedTuple):
         return pickle.dumps(self, protocol=5)
 
 
-class UniformShare:
+class UniformDraw:
     """Joint draws with TorchRL's RandomSampler, as those of a sampler with a distribution."""
 
     def sums(self, storage: Storage) -> Sums:
         """The sums of this shard that joint draws use."""
         return Sums(torch.tensor([float(_torchrl.length(storage))], dtype=torch.float64), None)
 
-    def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[torch.Tensor, dict[str, Any]]:
         """The rows of a joint draw that lie in this shard."""
         length = _torchrl.length(storage)
-        return (share.u * length).to(torch.int64) if length else torch.zeros(0, dtype=torch.int64), {}
+        return (wanted.u * length).to(torch.int64) if length else torch.zeros(0, dtype=torch.int64), {}
 
 
-class WholeDraw(UniformShare):
+class WholeDraw(UniformDraw):
     """The draws of a sampler that cannot draw from several shards, for a single one."""
 
     def __init__(self, sampler: Any):
         self._sampler = sampler
 
-    def sample_share(self, storage: Storage, share: Share) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[torch.Tensor, dict[str, Any]]:
         """All rows of a draw."""
-        return self._sampler.sample(storage, len(share.u) * rows_per_unit(self._sampler))
+        return self._sampler.sample(storage, len(wanted.u) * rows_per_unit(self._sampler))
 
 
 def rows_per_unit(sampler: Sampler) -> int:
@@ -114,14 +114,14 @@ def rows_per_unit(sampler: Sampler) -> int:
     return sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
 
 
-def joint_sampler(sampler: Sampler) -> DistributionSampler | TrajectoryRetraceSampler | UniformShare:
+def joint_sampler(sampler: Sampler) -> DistributionSampler | TrajectoryRetraceSampler | UniformDraw:
     """The object that makes the joint draws of a sampler.
 
     Raises:
         TypeError: if there is none.
     """
     if type(sampler) is RandomSampler:
-        return UniformShare()
+        return UniformDraw()
     if isinstance(sampler, (DistributionSampler, TrajectoryRetraceSampler)):
         drawing = drawing_sampler(sampler)
         return sampler if drawing is None or drawing.distribution.why_not_joint is None else WholeDraw(sampler)
@@ -273,7 +273,7 @@ class ReplayShard:
             self._update(drawing, call.updates)
         if drawing is not None:
             drawing.note_other_shards(call.largest_priority, call.largest_episode)
-        rows = {} if call.share is None or not self._length() else self._draw(call.share)
+        rows = {} if call.wanted is None or not self._length() else self._draw(call.wanted)
         if call.counts_batch and drawing is not None:
             drawing.distribution.count_batch()
         return self.report(), rows
@@ -289,17 +289,17 @@ class ReplayShard:
         rows[STAMP_KEY] = torch.where(rows[STAMP_KEY] < 0, -1, rows[STAMP_KEY] % INCARNATION)
         self._buffer.update_tensordict_priority(rows)
 
-    def _draw(self, share: Share) -> Arrays:
-        tensors = Share(
-            torch.tensor(share.u),
-            None if share.table is None else torch.tensor(share.table),
-            torch.tensor(share.probability, dtype=torch.float64),
-            torch.tensor(share.eta, dtype=torch.float64),
-            None if share.count is None else torch.tensor(share.count),
+    def _draw(self, wanted: ShardRows) -> Arrays:
+        tensors = ShardRows(
+            torch.tensor(wanted.u),
+            None if wanted.table is None else torch.tensor(wanted.table),
+            torch.tensor(wanted.probability, dtype=torch.float64),
+            torch.tensor(wanted.eta, dtype=torch.float64),
+            None if wanted.count is None else torch.tensor(wanted.count),
         )
         storage = self._buffer.storage
         assert isinstance(storage, CompilableTensorStorage)
-        index, info = self._sampler.sample_share(storage, tensors)
+        index, info = self._sampler.sample_in_shard(storage, tensors)
         if not len(index):
             return {}
         rows = storage.take(index)
