@@ -38,8 +38,8 @@ class EventTableWriter(CompilableWriter):
     the event's table, oldest first. A transition enters a table at most once, even if it was removed from the table in
     the meantime. Only transitions that are still in the default table can enter. An episode ends where ``done_key`` is
     True (terminated or truncated), or before a transition that ``init_key`` marks as the first one of an episode. The
-    tables do not depend on how the data is split into calls of ``extend``, except that a condition with ``context`` sees
-    earlier transitions only if the default table still holds them.
+    tables do not depend on how the data is split into calls of ``extend``, except that a condition with ``context``
+    sees earlier transitions only if the default table still holds them.
 
     Streams: in flat storage, the entry ``stream_key`` identifies the stream of a transition. TorchRL's collectors write
     a trajectory id to this entry, so each episode is a separate stream. Data without this entry is one stream. In a
