@@ -85,13 +85,13 @@ class EventTableMixture(Distribution):
         self._within = within = make_within(log, priorities, self._tree, tables, begins)
         self.takes_priorities = within.takes_priorities
         # True if all entries of a table have the same probability, and p(i) depends on nothing else
-        self._plain = not within.takes_priorities and correction in (None, "mixture")
+        self._is_uniform = not within.takes_priorities and correction in (None, "mixture")
         self.why_not_joint = within.why_not_joint or why_not_joint(correction, tables.retention)
         settings = self._min_sizes, allocation, correction or ("priority" if within.takes_priorities else None)
         self._joint = JointTables(self._tree, tables, self._begins, shares, *settings)
         # True if the default table may have slots that cannot be drawn
         self._holes = torch.zeros((), dtype=torch.bool, device=device)
-        self._entries = TableMasses(self._tree, may_be_equal=not within.takes_priorities)
+        self._entries = TableMasses(self._tree, skips_unchanged=not within.takes_priorities)
         # True if stored transitions may lack their masses: then insert() sets masses in all tables
         self._is_incomplete = True
         # size of the last batch outside graphs: the default minimum size of a table for density()
@@ -131,7 +131,7 @@ class EventTableMixture(Distribution):
     def on_insert(self, positions: Tensor, slots: Tensor) -> None:
         """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
         self._within.count_changes(len(slots))
-        self._entries.add(positions, slots, constant=self._plain and not self._is_incomplete)
+        self._entries.add(positions, slots, constant=self._is_uniform and not self._is_incomplete)
         self._weights.move(slots)
 
     def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
@@ -169,7 +169,7 @@ class EventTableMixture(Distribution):
             self._set_new(*self._everywhere(slots), priority)
         elif self.slots_in_ring_order:
             # the default table; the writer removes the slots from the event tables after this call
-            if self._plain:
+            if self._is_uniform:
                 self._entries.write(rows.slots_as_index, SumTree.UNIT)
             else:
                 self._set_new(slots, slots, priority)
@@ -239,7 +239,7 @@ class EventTableMixture(Distribution):
                     stacklevel=2,
                 )
 
-    def _plain_rows(
+    def _draw_uniform(
         self, batch_size: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
         """Draw if all entries of each table have the same probability: slots, tables, p(i), and η_k / |B_k|.
@@ -298,11 +298,11 @@ class EventTableMixture(Distribution):
             if batch_size not in self._known_sizes:
                 self._known_sizes.add(batch_size)
                 self._warn_of_small_tables()
-        if self._on_cpu and self._plain and not in_graph:
-            plain = self._plain_rows(batch_size, generator)
-            if plain is not None:
-                slots, table, probability, per_entry = plain
-                weight = self._weights.of_plain(slots, probability, per_entry)
+        if self._on_cpu and self._is_uniform and not in_graph:
+            drawn = self._draw_uniform(batch_size, generator)
+            if drawn is not None:
+                slots, table, probability, per_entry = drawn
+                weight = self._weights.of_uniform_draw(slots, probability, per_entry)
                 self.count_batch()
                 extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
                 return Draw(slots, extras=extras)
@@ -316,7 +316,7 @@ class EventTableMixture(Distribution):
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)
-        weight = self._weights.of(slots, probability, eta, mass, gather_in_bounds(total, table), count)
+        weight = self._weights.of_draw(slots, probability, eta, mass, gather_in_bounds(total, table), count)
         # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
         weight = torch.where(mass > 0, weight, 0.0)
         self.count_batch()
@@ -397,7 +397,7 @@ class EventTableMixture(Distribution):
         if self._tables.is_allocated:
             positions = self._tables.positions(self._log.stored_slots())
             held, drawn = positions[positions != self._nowhere].unique(), (self._tree.leaves > 0).nonzero().squeeze(1)
-            is_complete = self._plain and not self._is_incomplete
+            is_complete = self._is_uniform and not self._is_incomplete
             if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
                 raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
 

@@ -41,8 +41,8 @@ class JointTables:
         shares: η of each table.
         min_sizes: minimum number of entries of each table, int64 [tables]; -1 stands for the batch size.
         allocation: how rows are divided among tables.
-        weighs: the quantity that weights correct for: ``"mixture"``: p(i); ``"priority"``: the priorities inside the
-            table of the row; None: nothing.
+        corrects_for: the quantity that weights correct for: ``"mixture"``: p(i); ``"priority"``: the priorities inside
+            the table of the row; None: nothing.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class JointTables:
         shares: TableShares,
         min_sizes: Tensor,
         allocation: Allocation,
-        weighs: str | None,
+        corrects_for: str | None,
     ):
         self._tree, self._tables, self._begins, self._shares = tree, tables, begins, shares
-        self._min_sizes, self._allocation, self._weighs = min_sizes, allocation, weighs
+        self._min_sizes, self._allocation, self._corrects_for = min_sizes, allocation, corrects_for
 
     def _masses(self) -> Tensor:
         return self._tree.prefix(self._begins).diff().double()
@@ -94,9 +94,9 @@ class JointTables:
         probability = (masses * (wanted.eta * scale).unsqueeze(1)).sum(0)
         extras = {"table": table, "sample_probability": probability.float()}
         density = None
-        if self._weighs == "mixture":
+        if self._corrects_for == "mixture":
             density = probability
-        elif self._weighs == "priority":
+        elif self._corrects_for == "priority":
             density = wanted.count[table] * mass * scale[table]
         else:
             extras["priority_weight"] = torch.ones(len(slots), dtype=torch.float32)

@@ -17,11 +17,11 @@ class TableMasses:
 
     Args:
         tree: a leaf for each position of the tables.
-        may_be_equal: True if new masses are often equal to those in the tree.
+        skips_unchanged: do not write masses that are equal to those in the tree.
     """
 
-    def __init__(self, tree: SumTree, *, may_be_equal: bool):
-        self._tree, self._may_be_equal = tree, may_be_equal
+    def __init__(self, tree: SumTree, *, skips_unchanged: bool):
+        self._tree, self._skips_unchanged = tree, skips_unchanged
         # positions, and the slots that entered there; None: the entries were removed
         self._changes: list[tuple[Tensor, Tensor | None]] = []
 
@@ -30,7 +30,7 @@ class TableMasses:
 
         ``constant``: True if all entries have the same mass, and the tree is complete. Default: False.
         """
-        if self._may_be_equal and slots is not None and values_can_be_read(positions):
+        if self._skips_unchanged and slots is not None and values_can_be_read(positions):
             # in a full list new entries replace the oldest ones
             pending = self._changes
             self._changes = [change for change in pending if not torch.equal(change[0], positions)]
@@ -60,6 +60,6 @@ class TableMasses:
         positions = as_index(positions) if mask is None else positions
         if isinstance(positions, Tensor):
             mass = torch.full_like(positions, mass) if isinstance(mass, int) else mass
-        elif self._may_be_equal and (self._tree.get(positions) == as_array(mass)).all():
+        elif self._skips_unchanged and (self._tree.get(positions) == as_array(mass)).all():
             return
         self._tree.write(positions, mass, mask=mask)

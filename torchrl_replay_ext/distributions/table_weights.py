@@ -108,7 +108,7 @@ class TableWeights:
 
     # --- weights
 
-    def of_plain(self, slots: Tensor, probability: Tensor, per_entry: list[float]) -> Tensor:
+    def of_uniform_draw(self, slots: Tensor, probability: Tensor, per_entry: list[float]) -> Tensor:
         """Weights without priorities, float32 [n]; ``probability``: p(i), [n]; ``per_entry``: η_k / |B_k|."""
         if self._correction is None:
             return torch.ones_like(probability)
@@ -118,7 +118,9 @@ class TableWeights:
             weight = self._classes.weight(slots, of_table, self._tables.counts[0])
         return self._normalized(weight).to(torch.float32)
 
-    def of(self, slots: Tensor, probability: Tensor, eta: Tensor, mass: Tensor, total: Tensor, count: Tensor) -> Tensor:
+    def of_draw(
+        self, slots: Tensor, probability: Tensor, eta: Tensor, mass: Tensor, total: Tensor, count: Tensor
+    ) -> Tensor:
         """Weights, at most 1, float64 [n].
 
         Args:
