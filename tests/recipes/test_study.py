@@ -570,6 +570,8 @@ OTHER_BASELINES = [
     ("sset_events", "near goal"),
     ("sset_events", "goal"),
     ("sset_events", "gap and goal"),
+    ("sset_events", "gap"),
+    ("sset_events", "near start"),
     ("sset_tworooms", "gap shaping"),
     ("sset_tworooms", "gap and goal"),
     ("deepsea", "per"),

@@ -81,6 +81,15 @@ def test_a_new_collector_may_begin_with_marked_trajectories_of_the_old_one(sampl
         assert_episodes(buffer, [0, 1, 0, 2, 3, 4, 3, 5])
 
 
+def test_rows_that_are_not_marked_go_on_although_trajectory_0_begins_anew():
+    """Ids are numbers of environments; 0 is reset without an end, and its next transition is marked."""
+    buffer = buffer_of(capacity=40, num_streams=3)
+    first = torch.tensor([True] * 3 + [False] * 3)
+    buffer.extend(rows(6, ids=[0, 1, 2, 0, 1, 2], is_init=first))
+    buffer.extend(rows(6, ids=[0, 1, 2, 0, 1, 2], is_init=torch.arange(6) == 0))
+    assert_episodes(buffer, [0, 1, 2, 0, 1, 2, 3, 1, 2, 3, 1, 2])
+
+
 def test_writes_go_on_after_a_refused_one():
     buffer = buffer_of(capacity=6)
     buffer.extend(rows(6, done=[5], ids=[0] * 6))

@@ -7,7 +7,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
 from tests.data import buffer_of, rows
-from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import Anneal, ProportionalSampler, RankBasedSampler, ReaPERSampler
 
 
 def test_rows_of_a_refused_write_stay_undrawn_if_an_older_row_is_announced_again():
@@ -67,3 +67,26 @@ def test_an_update_with_stamps_leaves_no_draw_pending_in_a_storage_of_two_dimens
     buffer.extend(rows(10, 2, first=20))
     buffer.update_priority(batch["index"].flip(0), torch.full((6,), 4.0))
     assert buffer.sampler.stats()["dropped_updates"] == 0
+
+
+def test_a_number_after_extend_is_an_update_of_the_caller():
+    """Only after ``add`` does TorchRL pass a number, with the default priority."""
+    buffer = buffer_of(RankBasedSampler, capacity=4, beta=Anneal(0.4, 1.0, 10))
+    buffer.extend(rows(3))
+    buffer.extend(rows(1, first=3))
+    for number in range(1, 4):
+        buffer.update_priority(3, buffer.sampler.default_priority)
+        assert buffer.sampler.beta == pytest.approx(0.4 + 0.06 * number)
+    assert buffer.sampler.stats()["never_updated"] == 0.75
+
+
+def test_a_late_number_after_extend_is_dropped():
+    torch.manual_seed(0)
+    buffer = buffer_of(ProportionalSampler, capacity=4, batch_size=1)
+    buffer.extend(rows(4))
+    for number in range(1, 4):
+        drawn = int(buffer.sample()["index"])
+        while int(buffer.extend(rows(1))) != drawn:
+            pass
+        buffer.update_priority(drawn, torch.tensor(0.01))
+        assert buffer.sampler.stats()["dropped_updates"] == number

@@ -481,7 +481,11 @@ class Lanes:
         begins_again = group.used & (group.id == 0) & begins & self._zero_seen
         restarted = begins_again.any()
         unless_restarted = torch.full_like(group.first, len(trajectory))
-        match &= (group.first < where_int64(begins_again, group.first, unless_restarted).amin()).unsqueeze(1)
+        goes_on = group.first < where_int64(begins_again, group.first, unless_restarted).amin()
+        if initial is not None:
+            # a row that is not marked does not begin a trajectory
+            goes_on |= ~initial[group.first.clamp_max(len(initial) - 1)]
+        match &= goes_on.unsqueeze(1)
         queue = _queue_for_lanes(group, asks=group.used & ~match.any(1), closes=group.used & ended[group.last])
         preempted = self._preempt(group, queue, match, initial, open_lane, restarted)
         self._count_trajectories(trajectory, restarted)

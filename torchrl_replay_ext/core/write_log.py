@@ -126,8 +126,7 @@ class WriteLog(Recoverable):
             if not isinstance(announced, Tensor) or announced.shape != index.shape:
                 return False
             return announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
-        # EventTableWriter.add() announces an index of shape [1], TorchRL updates with a number
-        is_number = not isinstance(announced, Tensor) or announced.numel() == 1
+        is_number = not isinstance(announced, Tensor) or not announced.ndim
         return is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
 
     def invalidate(self, slots: Tensor) -> None:

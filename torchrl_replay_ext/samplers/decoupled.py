@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -344,8 +345,7 @@ class DecoupledSampler(SamplerWrapper):
             raise KeyError(f"DecoupledSampler: the stored data has no entries {missing}, which the policy reads.")
 
     def _samplers(self) -> list[Sampler]:
-        same = self.candidate_sampler is self.critic_sampler
-        return [self.critic_sampler] if same else [self.critic_sampler, self.candidate_sampler]
+        return [self.critic_sampler] if self._draws_both else [self.critic_sampler, self.candidate_sampler]
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
         """Draw the critic's batch."""
@@ -382,40 +382,55 @@ class DecoupledSampler(SamplerWrapper):
         for sampler in self._samplers():
             getattr(sampler, "check_valid", lambda: None)()
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that draws of both samplers depend on."""
-        state = super().state_dict()
-        return {**state, _CANDIDATES: self.candidate_sampler.state_dict()} if len(self._samplers()) > 1 else state
+    @property
+    def _draws_both(self) -> bool:
+        """True if one sampler draws the critic's batches and the candidates."""
+        return self.candidate_sampler is self.critic_sampler
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
-        if len(self._samplers()) == 1:
-            super().load_state_dict(state_dict)
-            return
-        if _CANDIDATES not in state_dict:
-            raise ValueError(
-                f"DecoupledSampler.load_state_dict: the state has no entry {_CANDIDATES!r}; it was saved by another "
-                "sampler, or one with other arguments."
-            )
+    @contextmanager
+    def _candidates_restored_if_refused(self) -> Iterator[dict[str, Any]]:
+        """A context that restores the candidates' sampler after an error; it returns the state of this sampler."""
         before = self.candidate_sampler.state_dict()
-        self.candidate_sampler.load_state_dict(state_dict[_CANDIDATES])
         try:
-            super().load_state_dict({key: value for key, value in state_dict.items() if key != _CANDIDATES})
+            yield before
         except Exception:
             self.candidate_sampler.load_state_dict(before)
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that draws of both samplers depend on."""
+        state = super().state_dict()
+        return state if self._draws_both else {**state, _CANDIDATES: self.candidate_sampler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
+        if self._draws_both:
+            super().load_state_dict(state_dict)
+            return
+        given = state_dict.get(_CANDIDATES, {})
+        with self._candidates_restored_if_refused() as before:
+            if bool(given) != bool(before):
+                raise ValueError(
+                    f"DecoupledSampler.load_state_dict: the state has {'an' if given else 'no'} entry {_CANDIDATES!r}; "
+                    "it was saved by another sampler, or one with another candidate_sampler."
+                )
+            self.candidate_sampler.load_state_dict(given)
+            super().load_state_dict({key: value for key, value in state_dict.items() if key != _CANDIDATES})
+
     def dumps(self, path: str | Path) -> None:
         """Save the state of both samplers under the directory ``path``."""
         super().dumps(path)
-        if len(self._samplers()) > 1:
+        if not self._draws_both:
             self.candidate_sampler.dumps(Path(path) / _CANDIDATES)
 
     def loads(self, path: str | Path) -> None:
         """Load a state saved by :meth:`dumps`."""
-        if len(self._samplers()) > 1:
+        if self._draws_both:
+            super().loads(path)
+            return
+        with self._candidates_restored_if_refused():
             self.candidate_sampler.loads(Path(path) / _CANDIDATES)
-        super().loads(path)
+            super().loads(path)
 
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""

@@ -148,8 +148,7 @@ class EventTableSampler(DistributionSampler):
     * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k. Entries: ``alpha`` 0.7, ``beta`` 0.5, ``td_error``
       ``"squared"``, ``stale_fraction`` 0.05. Ranks are computed by sorting, outside of graphs, when the share
       ``stale_fraction`` of all entries has changed. In between, an updated transition gets the rank that fits its new
-      TD error in the last sort. New transitions have rank 1 until the
-      next sort, which places them before all others.
+      TD error in the last sort. New transitions have rank 1 until the next sort, which places them before all others.
     * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`. Entries: the arguments of that class
       and its defaults, except ``capacity``, ``weight_norm`` and ``validate``. Needs ``retention="ring"``. Draws follow
       Ψ exactly. The sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;

@@ -43,7 +43,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
     @property
     @abstractmethod
     def _inner(self) -> Any:
-        """The sampler that has the priorities, the statistics and the state to save."""
+        """The sampler that has the priorities and the statistics, and whose state is saved."""
 
     def _samplers(self) -> list[Sampler]:
         """The samplers that are notified of writes. Default: :attr:`_inner`."""

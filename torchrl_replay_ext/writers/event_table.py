@@ -107,6 +107,8 @@ class EventTableWriter(CompilableWriter):
         self._resets = 0
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
+        # True during add()
+        self._adds = False
 
     @property
     def tables(self) -> EventTables:
@@ -136,7 +138,11 @@ class EventTableWriter(CompilableWriter):
 
     def add(self, data: TensorDictBase) -> int:
         """Write a single transition."""
-        index = self.extend(data.unsqueeze(0))
+        self._adds = True
+        try:
+            index = self.extend(data.unsqueeze(0))
+        finally:
+            self._adds = False
         data.set("index", expand_as_right(index[0].to(data.device or index.device), data))
         return int(index[0])
 
@@ -177,6 +183,10 @@ class EventTableWriter(CompilableWriter):
         if is_flat:
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         return index
+
+    def _mark_update_entities(self, index: Tensor) -> None:
+        # TorchRL updates the priority of an added row with a number as the index
+        super()._mark_update_entities(index[0] if self._adds else index)
 
     def _claim_tables(self) -> None:
         """Raise ValueError if another writer of this process has filled the tables, else note that this one does."""
