@@ -294,12 +294,16 @@ class EpisodeIndex:
 
     def _free(self, record: Tensor) -> None:
         """Free the records of ``record`` [n] that are empty and not open."""
-        once = is_last_occurrence(record)
         empty = (self._count.index_select(0, record) == 0) & ~self._open.index_select(0, record)
-        self._records.push(record, once & empty & (record != self._none))
+        empty &= record != self._none
+        if values_can_be_read(empty) and not bool(empty.any()):
+            return
+        self._records.push(record, empty & is_last_occurrence(record))
 
     def _abandon(self, record: Tensor) -> None:
         """Close the episodes ``record`` [n], which did not end."""
+        if values_can_be_read(record) and bool((record == self._none).all()):
+            return
         self._open.index_fill_(0, record, False)
         self._free(record)
 

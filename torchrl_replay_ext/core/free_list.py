@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import increase, where_int64
+from torchrl_replay_ext.compilation import increase, values_can_be_read, where_int64
 
 
 class FreeList:
@@ -38,6 +38,8 @@ class FreeList:
 
     def push(self, ids: Tensor, mask: Tensor) -> None:
         """Return ``ids`` [n] to the queue where ``mask`` is True."""
+        if values_can_be_read(mask) and not bool(mask.any()):
+            return
         rank = mask.cumsum(0)
         place = where_int64(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
         self.queue.index_copy_(0, place, ids.to(self.queue.dtype))

@@ -56,7 +56,8 @@ class LaneRows(NamedTuple):
         lane: lane of each row, int64 [n].
         first: True for the first row of each lane, bool [n].
         new: True if an episode begins with the row, bool [n].
-        preempted: True for lanes that were taken from an unfinished trajectory, bool [lanes]; None if lanes are fixed.
+        preempted: True for lanes that were taken from an unfinished trajectory, bool [lanes]; None if lanes are fixed
+            or all trajectories go on.
     """
 
     order: Tensor
@@ -248,10 +249,10 @@ class Lanes:
         preempted = None
         if self.assigned:
             turn = self._by_time(marks, open_lane)
-            lane, preempted, restarted = self._assign(marks.at(turn), open_lane)
+            lane, preempted = self._assign(marks.at(turn), open_lane)
             lane = torch.empty_like(lane).index_copy_(0, turn, lane)
-            open_lane = open_lane & ~preempted
-            self._ids_restarted |= restarted & open_lane
+            if preempted is not None:
+                open_lane = open_lane & ~preempted
         else:
             lane = slots % self.num_lanes
             self._track_single_lane(marks, open_lane)
@@ -456,7 +457,7 @@ class Lanes:
         one_by_one = ~by_step & continues(ids, done) & apart.all() & all_go_on
         return where_int64(one_by_one, rows.view(lanes, -1).T.reshape(-1), rows)
 
-    def _assign(self, marks: EpisodeMarks, open_lane: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _assign(self, marks: EpisodeMarks, open_lane: Tensor) -> tuple[Tensor, Tensor | None]:
         """The lane of each row by its trajectory id [n].
 
         A trajectory keeps its lane until it ends. A new trajectory takes the lane that became free first. If no lane is
@@ -465,8 +466,8 @@ class Lanes:
         transition is marked.
 
         Returns:
-            Lane of each row [n]; True for lanes taken from an unfinished trajectory [lanes]; if ids restarted, True for
-            lanes without rows of this write [lanes].
+            Lane of each row [n]; and True for lanes taken from an unfinished trajectory [lanes], or None if all
+            trajectories go on.
         """
         ended, trajectory, initial = marks
         assert trajectory is not None
@@ -486,15 +487,19 @@ class Lanes:
             # a row that is not marked does not begin a trajectory
             goes_on |= ~initial[group.first.clamp_max(len(initial) - 1)]
         match &= goes_on.unsqueeze(1)
-        queue = _queue_for_lanes(group, asks=group.used & ~match.any(1), closes=group.used & ended[group.last])
-        preempted = self._preempt(group, queue, match, initial, open_lane, restarted)
-        self._count_trajectories(trajectory, restarted)
-        lane = _inherit_lanes(group, queue, match, closed=~open_lane | preempted)[group.of_row]
-        self._ids_restarted.index_fill_(0, lane, False)
-        self._end_may_be_missed.index_fill_(0, lane, False)
-        self._was_loaded.index_fill_(0, lane, False)
-        untouched = torch.ones_like(self._ids_restarted).index_fill_(0, lane, False)
-        return lane, preempted, restarted & untouched
+        asks, preempted = group.used & ~match.any(1), None
+        if values_can_be_read(asks) and not bool(asks.any()):
+            # most writes: all trajectories go on
+            lane = match.to(torch.int64).argmax(1)[group.of_row]
+        else:
+            queue = _queue_for_lanes(group, asks, closes=group.used & ended[group.last])
+            preempted = self._preempt(group, queue, match, initial, open_lane, restarted)
+            self._count_trajectories(trajectory, restarted)
+            lane = _inherit_lanes(group, queue, match, closed=~open_lane | preempted)[group.of_row]
+            self._ids_restarted |= restarted & open_lane & ~preempted
+        for doubt in (self._ids_restarted, self._end_may_be_missed, self._was_loaded):
+            doubt.index_fill_(0, lane, False)
+        return lane, preempted
 
     def _preempt(
         self,
