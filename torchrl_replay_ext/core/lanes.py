@@ -475,17 +475,17 @@ class Lanes:
         # [group, lane]: the group continues the trajectory of an open lane
         match = group.id.unsqueeze(1) == self._trajectory
         match &= open_lane & ~self._ids_restarted & group.used.unsqueeze(1)
+        # the group begins with a row that is marked as the first of its episode
+        marked = None if initial is None else initial[group.first.clamp_max(len(initial) - 1)]
         # ids restart at 0: earlier trajectories do not continue
-        begins = ~match.any(1)
-        if initial is not None:
-            begins |= initial[group.first.clamp_max(len(initial) - 1)]
+        begins = ~match.any(1) if marked is None else ~match.any(1) | marked
         begins_again = group.used & (group.id == 0) & begins & self._zero_seen
         restarted = begins_again.any()
         unless_restarted = torch.full_like(group.first, len(trajectory))
         goes_on = group.first < where_int64(begins_again, group.first, unless_restarted).amin()
-        if initial is not None:
+        if marked is not None:
             # a row that is not marked does not begin a trajectory
-            goes_on |= ~initial[group.first.clamp_max(len(initial) - 1)]
+            goes_on |= ~marked
         match &= goes_on.unsqueeze(1)
         asks, preempted = group.used & ~match.any(1), None
         if values_can_be_read(asks) and not bool(asks.any()):
@@ -493,7 +493,7 @@ class Lanes:
             lane = match.to(torch.int64).argmax(1)[group.of_row]
         else:
             queue = _queue_for_lanes(group, asks, closes=group.used & ended[group.last])
-            preempted = self._preempt(group, queue, match, initial, open_lane, restarted)
+            preempted = self._preempt(group, queue, match, marked, open_lane, restarted)
             self._count_trajectories(trajectory, restarted)
             lane = _inherit_lanes(group, queue, match, closed=~open_lane | preempted)[group.of_row]
             self._ids_restarted |= restarted & open_lane & ~preempted
@@ -506,7 +506,7 @@ class Lanes:
         group: _Groups,
         queue: _Queue,
         match: Tensor,
-        initial: Tensor | None,
+        marked: Tensor | None,
         open_lane: Tensor,
         restarted: Tensor,
     ) -> Tensor:
@@ -516,7 +516,7 @@ class Lanes:
             group: the trajectories of the write.
             queue: the groups that ask for a lane.
             match: the group continues the trajectory of the lane, bool [n, lanes].
-            initial: bool [n], the row is marked as the first of its episode.
+            marked: the first row of the group is marked as the first of its episode, bool [n]; None without marks.
             open_lane: the lane has an unfinished episode, bool [lanes].
             restarted: trajectory ids restarted in this write, bool [].
 
@@ -526,8 +526,8 @@ class Lanes:
         asks = queue.asks
         missing = ((queue.number + 1 - (~open_lane).sum() - queue.released_before) * asks).amax().clamp_min(0)
         cuts_off = group.id <= self._max_trajectory
-        if initial is not None:
-            cuts_off |= initial[group.first.clamp_max(len(initial) - 1)]
+        if marked is not None:
+            cuts_off |= marked
         in_doubt = self._ids_restarted | self._end_may_be_missed | self._was_loaded
         available = open_lane & ~match.any(0) & (in_doubt | (asks & cuts_off).any())
         # there are too few lanes if a trajectory continues that was preempted for lack of a lane
