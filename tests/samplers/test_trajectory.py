@@ -409,11 +409,17 @@ def test_weights_belong_to_the_slice(make):
     torch.testing.assert_close(weight, (1.0 / (batch["index"][:, :1] + 1)).expand(-1, 4))
 
 
-@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
-def test_padded_rows_change_nothing(make):
+def buffer_with_short_episodes(make=buffer_of):
+    """A buffer whose batches have padded rows."""
     torch.manual_seed(0)
     buffer = make(anchors=proportional(), slices=8)
     buffer.extend(rows(12, done=[2, 6]))
+    return buffer
+
+
+@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
+def test_padded_rows_change_nothing(make):
+    buffer = buffer_with_short_episodes(make)
     priority = torch.ones(12)
     for number in range(10):
         batch = buffer.sample()
@@ -444,9 +450,7 @@ def test_td_errors_may_have_the_shape_of_the_slices(compile, step):
 
 
 def test_padded_rows_of_a_view_change_nothing():
-    torch.manual_seed(0)
-    buffer = buffer_of(anchors=proportional(), slices=8)
-    buffer.extend(rows(12, done=[2, 6]))
+    buffer = buffer_with_short_episodes()
     batch = buffer.sample()
     index, mask = batch["index"][1::2], batch["collector", "mask"][1::2]
     assert not mask.all()
@@ -457,9 +461,7 @@ def test_padded_rows_of_a_view_change_nothing():
 
 
 def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
-    torch.manual_seed(0)
-    buffer = buffer_of(anchors=proportional(), slices=8)
-    buffer.extend(rows(12, done=[2, 6]))
+    buffer = buffer_with_short_episodes()
     batch = buffer.sample()
     mask = batch["collector", "mask"]
     wrong = int(mask.nonzero()[-1])
