@@ -377,11 +377,6 @@ class DecoupledSampler(SamplerWrapper):
         given: Any = {"storage": storage} if stamp is None else {"storage": storage, "stamp": stamp}
         return critic_sampler.update_priority(index, priority, **given)
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if parts of the state contradict each other. O(N)."""
-        for sampler in self._samplers():
-            getattr(sampler, "check_valid", lambda: None)()
-
     @property
     def _draws_both(self) -> bool:
         """True if one sampler draws the critic's batches and the candidates."""

@@ -99,7 +99,8 @@ class SamplerWrapper(ShowsArguments, Sampler):
 
     def check_valid(self) -> None:
         """Raise AssertionError if parts of the state contradict each other. O(N)."""
-        getattr(self._inner, "check_valid", lambda: None)()
+        for sampler in self._samplers():
+            getattr(sampler, "check_valid", lambda: None)()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on."""
