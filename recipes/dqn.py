@@ -60,7 +60,7 @@ from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.replay import loss_keys, make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.dqn import Config, DQNConfig
-from recipes.common.update import Update, make_round, stack_updates
+from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import clip_gradients
 
 
@@ -90,6 +90,7 @@ def make_update(
     *,
     num_updates: int,
     num_tables: int = 0,
+    weights: str = "normalized",
 ) -> Update:
     """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
 
@@ -101,6 +102,8 @@ def make_update(
         optimizer: optimizer of the loss. If it is restored from a checkpoint, restore it before.
         num_updates: updates per call.
         num_tables: number of event tables, needed if dqn.cagrad is set. Default: 0.
+        weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
+            "normalized".
     """
     optimizer_step = make_step(optimizer)
 
@@ -111,12 +114,13 @@ def make_update(
         for _ in range(num_updates):
             batch = replay.sample()
             # The loss applies batch["priority_weight"] and writes the SQUARED TD errors to batch["td_error"].
-            loss = loss_module(batch)["loss"]
+            loss, factor = loss_module(batch)["loss"], weight_factor(batch, weights)
             if dqn.cagrad is None:
+                loss = loss * factor
                 gradients = torch.autograd.grad(loss, optimizer_step.parameters)
             else:
-                loss, by_table, weights = table_losses(loss, batch, num_tables)
-                gradients = cagrad_gradients(by_table, weights, optimizer_step.parameters, dqn.cagrad)
+                loss, by_table, shares = table_losses(loss * factor, batch, num_tables)
+                gradients = cagrad_gradients(by_table, shares, optimizer_step.parameters, dqn.cagrad)
             if dqn.max_grad_norm is not None:
                 gradients = clip_gradients(gradients, dqn.max_grad_norm)
             optimizer_step(gradients)
@@ -200,6 +204,7 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         optimizer,
         num_updates=config.updates_per_graph,
         num_tables=len(config.env.events) + 1,
+        weights=config.weights,
     )
     write_and_update = make_round(update, replay, config, device)
 

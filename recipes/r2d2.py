@@ -104,6 +104,7 @@ def make_update(
     optimizer: torch.optim.Adam | RMSProp,
     *,
     num_updates: int,
+    weights: str = "mean",
 ) -> Update:
     """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
 
@@ -114,6 +115,8 @@ def make_update(
         target: the target network.
         optimizer: optimizer of the network. If it is restored from a checkpoint, restore it before.
         num_updates: updates per call.
+        weights: "mean" divides the weighted losses by the number of learned steps, "normalized" by the sum of their
+            weights. Default: "mean".
     """
     optimizer_step = make_step(optimizer)
     error_of = smooth_l1_loss if r2d2.loss_function == "smooth_l1" else mse_loss
@@ -128,10 +131,11 @@ def make_update(
             batch = replay.sample().reshape(-1, r2d2.burn_in + r2d2.sequence_length)
             values, targets = values_and_targets(r2d2, network, target, batch)
             learned = batch["validity_mask"][:, r2d2.burn_in :]  # without the steps that fill up short windows
-            losses = error_of(values, targets, reduction="none") * learned
+            losses, total = error_of(values, targets, reduction="none") * learned, learned.sum()
             if (weight := batch.get("priority_weight", None)) is not None:
-                losses = losses * weight[:, r2d2.burn_in :]
-            loss = losses.sum() / learned.sum()
+                weight = weight[:, r2d2.burn_in :] * learned
+                losses, total = losses * weight, total if weights == "mean" else weight.sum()
+            loss = losses.sum() / total
             gradients = torch.autograd.grad(loss, optimizer_step.parameters)
             if r2d2.max_grad_norm is not None:
                 gradients = clip_gradients(gradients, r2d2.max_grad_norm)
@@ -207,7 +211,9 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         state={"network": network, "target": target, "optimizer": optimizer},
         stores=("recurrent_state",),
     )
-    update = make_update(r2d2, replay, network, target, optimizer, num_updates=config.updates_per_graph)
+    update = make_update(
+        r2d2, replay, network, target, optimizer, num_updates=config.updates_per_graph, weights=config.weights
+    )
     write_and_update = make_round(update, replay, config, device)
 
     with run:

@@ -51,7 +51,7 @@ from recipes.common.evaluation import Evaluation
 from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.sac import Config, SACConfig
-from recipes.common.update import Update, make_round, stack_updates
+from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
 
@@ -111,6 +111,7 @@ def make_update(
     *,
     num_updates: int,
     actor_batch: Callable[[], TensorDictBase] | None = None,
+    weights: str = "normalized",
 ) -> Update:
     """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
 
@@ -126,6 +127,8 @@ def make_update(
         optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
         num_updates: updates per call.
         actor_batch: draws the batches of the actor and alpha (DPER). Default: None, the batch of the critics.
+        weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
+            "normalized".
     """
     steps = {name: AdamStep(optimizer) for name, optimizer in optimizers.items()}
 
@@ -137,6 +140,7 @@ def make_update(
             batch = replay.sample()
             # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics' errors.
             loss_qvalue, of_critics = loss_module.qvalue_v2_loss(batch)
+            loss_qvalue = loss_qvalue * weight_factor(batch, weights)
             batch["td_error"] = of_critics["td_error"]
             loss_actor, of_actor = loss_module.actor_loss(
                 batch.exclude("priority_weight") if actor_batch is None else actor_batch()
@@ -234,6 +238,7 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         optimizers,
         num_updates=config.updates_per_graph,
         actor_batch=actor_batches(replay),
+        weights=config.weights,
     )
     write_and_update = make_round(update, replay, config, device)
 

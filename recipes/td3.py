@@ -50,7 +50,7 @@ from recipes.common.evaluation import Evaluation
 from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.td3 import THETA, Config, TD3Config
-from recipes.common.update import Update, make_round, stack_updates
+from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
 
@@ -140,6 +140,7 @@ def make_update(
     *,
     num_updates: int,
     actor_batch: Callable[[], TensorDictBase] | None = None,
+    weights: str = "normalized",
 ) -> Update:
     """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
 
@@ -152,6 +153,8 @@ def make_update(
         critic_optimizer: optimizer of the critics, likewise.
         num_updates: updates of the critics per call, a multiple of td3.policy_delay.
         actor_batch: draws the batches of the actor (DPER). Default: None, the batch of the preceding update.
+        weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
+            "normalized".
     """
     actor_step, critic_step = AdamStep(actor_optimizer), AdamStep(critic_optimizer)
 
@@ -163,6 +166,7 @@ def make_update(
             batch = replay.sample()
             # The loss applies batch["priority_weight"]. Each critic has a SQUARED TD error; the larger one counts.
             loss_qvalue, of_critics = loss_module.value_loss(batch)
+            loss_qvalue = loss_qvalue * weight_factor(batch, weights)
             batch["td_error"] = of_critics["td_error"].detach().amax(0)
             critic_step(torch.autograd.grad(loss_qvalue, critic_step.parameters))
             losses = {"loss_qvalue": loss_qvalue}
@@ -261,6 +265,7 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         critic_optimizer,
         num_updates=config.updates_per_graph,
         actor_batch=actor_batches(replay),
+        weights=config.weights,
     )
     write_and_update = make_round(update, replay, config, device)
 

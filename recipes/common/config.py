@@ -36,6 +36,9 @@ BACKENDS = {
 
 MOST_THREADS = 1024
 
+# How losses average their weighted rows, see recipes.common.update.weight_factor.
+WEIGHTS = ("normalized", "mean")
+
 # Event conditions defined in recipes.common.events.
 EVENT_FUNCTIONS = ("land_between_flags", "land_near_middle")
 
@@ -317,6 +320,7 @@ class FixedRoundsRunConfig(RunConfig):
     """The options of recipes whose rounds of updates become graphs of `updates_per_graph` updates each."""
 
     updates_per_graph: int = MISSING
+    weights: str = MISSING
 
     @property
     @abstractmethod
@@ -327,6 +331,8 @@ class FixedRoundsRunConfig(RunConfig):
         super().__post_init__()
         if self.updates_per_graph < 1:
             raise ValueError(f"updates_per_graph={self.updates_per_graph}: must be >= 1")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights={self.weights}: choose {', '.join(WEIGHTS)}")
         require_divisor("updates_per_graph", self.updates_per_graph, self.learning, "gradient_steps")
 
 

@@ -21,6 +21,23 @@ def total(losses: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
     return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
 
 
+def weight_factor(batch: TensorDictBase, weights: str) -> Tensor | float:
+    """The factor of a loss of TorchRL that makes its weighted mean the one that `weights` names.
+
+    TorchRL divides by the sum of the weights, Σ w l / Σ w, so their scale has no effect ("normalized"). PER and ReaPER
+    (Algorithm 1 of both papers) divide by the number of rows, Σ w l / B ("mean").
+
+    Args:
+        batch: a batch, [B].
+        weights: "normalized" or "mean".
+
+    Returns:
+        The mean weight, [], for "mean"; 1 for "normalized" and for batches without weights.
+    """
+    weight = batch.get("priority_weight", None)
+    return 1.0 if weight is None or weights == "normalized" else weight.mean()
+
+
 def stack_updates(losses: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The numbers of consecutive updates as tensors [updates], detached. Only the last update must have all names."""
     return {name: torch.stack([each[name].detach() for each in losses if name in each]) for name in losses[-1]}
