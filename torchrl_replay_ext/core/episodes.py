@@ -365,11 +365,11 @@ class EpisodeIndex:
         if num_writes is not None:
             scatter_in_bounds(self._updated_at, record, num_writes.expand(record.shape[0]))
 
-    def reliability(self, slots: Tensor, generation: Tensor, *, exact: bool = True) -> Tensor:
+    def reliability(self, slots: Tensor | None, generation: Tensor, *, exact: bool = True) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in (0, 1]; 1 for new transitions.
 
         Args:
-            slots: int64 [n].
+            slots: int64 [n]. None: all slots, with one pass over all masses where lanes are fixed.
             generation: int64 [size], number of the write that filled each slot.
             exact: if True (default), the result is float64, and 1 for episodes without mass. If False, it is float32,
                 and NaN for episodes without mass. This takes fewer operations and is sufficient for a draw.
@@ -377,10 +377,17 @@ class EpisodeIndex:
         Returns:
             [n].
         """
+        in_order = slots is None and not self.assigned
+        if slots is None:
+            slots = torch.arange(self.size, device=self.device)
         record = gather_in_bounds(self.episode, slots)
         position = self.positions(slots)
         start = gather_in_bounds(self._start, record)
-        before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
+        if in_order:
+            sums = torch.cat([torch.zeros_like(self._tree.leaves[:1]), self._tree.leaves.cumsum(0)])
+            before_start, upto = gather_in_bounds(sums, start), gather_in_bounds(sums, position + 1)
+        else:
+            before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # add the total of the lane if the episode wraps around the end of its ring
         around = self._lane_total
         if self.num_lanes > 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import as_array, rows_where, uniform
+from torchrl_replay_ext.compilation import as_array, uniform
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -82,7 +82,8 @@ class ReliabilityAdjusted(Distribution):
         """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
         if self._weight_norm == "batch":
             return None
-        everything = self.density(rows_where(self._log.generation > 0))
+        factor = self._reliability.factor(None)
+        everything = self._tree.leaves[: len(factor)] * factor
         return torch.where(everything > 0, everything, math.inf).min()
 
     def sums(self) -> Sums:

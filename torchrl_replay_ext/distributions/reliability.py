@@ -80,8 +80,11 @@ class Reliability(WriteObserver):
         """R of ``slots`` [n], float64 [n]."""
         return self._episodes.reliability(slots, self._log.generation)
 
-    def factor(self, slots: Tensor, *, exact: bool = True) -> Tensor:
-        """R^ω of ``slots`` [n], float64; ``exact=False``: float32, and NaN in episodes where all d are 0."""
+    def factor(self, slots: Tensor | None, *, exact: bool = True) -> Tensor:
+        """R^ω of ``slots`` [n], or of all slots if None, float64.
+
+        ``exact=False``: float32, and NaN in episodes where all d are 0.
+        """
         return self._episodes.reliability(slots, self._log.generation, exact=exact) ** self.omega.current()
 
     @property
