@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import pickle
@@ -224,8 +223,6 @@ class Driven:
         self.observed: dict[int, torch.Tensor] = {}
         self.length = 0
         self.late: list[tuple[TensorDict, list[int]]] = []
-        # True if nothing was written since a checkpoint was loaded
-        self.restored = False
         self.tables = None
         if self.sampler_has_tables:
             tables = self.tables_of()
@@ -361,7 +358,6 @@ class Driven:
             count = max(count, 2)
         steps, data = self.chunk(count)
         self.buffer.extend(data.clone())
-        self.restored = False
         self.tell(steps, data)
 
     def extend_beyond_capacity(self) -> None:
@@ -374,7 +370,6 @@ class Driven:
             return self.extend()
         steps, data = self.chunk(1)
         self.buffer.add(data[0].clone())
-        self.restored = False
         self.tell(steps, data)
 
     def set_item(self) -> None:
@@ -397,33 +392,17 @@ class Driven:
             self.extend(1)
 
     def write_wrongly(self) -> None:
-        """Write invalid rows: they must be rejected before anything is written, or never be drawn."""
+        """Write invalid rows, which must be rejected before anything is written."""
+        if not isinstance(self.buffer.writer, CompilableWriter):
+            # after an error TorchRL's writer has moved its cursor, and the storage may hold incomplete rows
+            return
         environments, frames = copy.deepcopy(self.environments), copy.deepcopy(self.frames)
-        steps, data = self.chunk(2)
+        _, data = self.chunk(2)
         self.environments, self.frames = environments, frames
         self.environments.rng = self.rng
         action = torch.rand(*data.shape, 3)
-        if isinstance(self.buffer.writer, CompilableWriter):
-            wrong = data.exclude(("next", "done")) if self.rng.random() < 0.5 else data.set("action", action)
-            return self.refused(lambda: self.buffer.extend(wrong))
-        if len(steps) >= len(self.content) or self.restored:
-            # no rows would remain to draw, or the failed write cannot be detected since a checkpoint was loaded
-            return None
-        with contextlib.suppress(RuntimeError):
-            self.buffer.extend(data.set("action", action))
-            raise Refused("another shape")
-        # the cursor of TorchRL's writer has moved
-        for slot in range(self.cursor, self.cursor + len(steps)):
-            self.content.pop(slot % self.setting.capacity, None)
-            if self.reference is not None:
-                self.reference.transitions.pop(slot % self.setting.capacity, None)
-        self.length = min(self.length + len(steps), self.setting.capacity)
-        self.cursor = (self.cursor + len(steps)) % self.setting.capacity
-        if self.setting.num_envs == 1 or self.setting.ndim == 2:
-            # it is unknown whether the unfinished episodes continue
-            self.environments.open.clear()
-        if self.content:
-            self.sample()
+        wrong = data.exclude(("next", "done")) if self.rng.random() < 0.5 else data.set("action", action)
+        self.refused(lambda: self.buffer.extend(wrong))
 
     # --- drawing
 
@@ -650,14 +629,11 @@ class Driven:
             # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
-        self.restored = True
 
     def update_after_load(self, batch: TensorDict) -> None:
-        """Update a batch that was drawn before a checkpoint was loaded: all rows are late, unless they have stamps."""
+        """Update a batch that was drawn before a checkpoint was loaded: all rows are late."""
         batch["td_error"] = self.td_errors(len(batch))
         self.buffer.update_tensordict_priority(batch)
-        if self.reference is not None and self.setting.compilable:
-            self.reference.update(self.slots(batch["index"]), batch["td_error"].tolist())
 
     def empty(self) -> None:
         self.update_all()

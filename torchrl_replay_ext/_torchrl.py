@@ -32,6 +32,11 @@ def length(storage: Storage) -> int:
     return len(storage)  # pyright: ignore[reportArgumentType]: the abstract class declares no __len__
 
 
+def set_length(storage: Any, count: int) -> None:
+    """Set the number of stored transitions of a tensor storage."""
+    storage._len = count
+
+
 def stored_data(storage: Storage | None) -> Any:
     """The content of a storage: a TensorDict, a list, or another tree of tensors; None before the first write."""
     return getattr(storage, "_storage", None)
@@ -59,21 +64,20 @@ def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | Non
     return shape, device
 
 
-def last_step(storage: Storage | None) -> int | None:
-    """The step of the ring that was written last; None if unknown."""
-    last = getattr(storage, "_last_cursor_index", None)
-    return None if last is None else int(last)
+def next_step(storage: Any) -> int | None:
+    """The step of the ring that the writer of this storage's buffer fills next; None if there is no such writer."""
+    step = next_step_value(storage)
+    return None if step is None else int(step)
 
 
-def last_step_value(storage: Any) -> int | Tensor | None:
-    """:func:`last_step`, as a tensor if the storage holds it in a tensor; -1 or None if unknown."""
-    return storage._last_cursor_index_value if is_compilable(storage) else last_step(storage)
-
-
-def num_sets(storage: Any) -> int | None:
-    """The number of calls of ``set`` outside graphs; None if the storage does not count them."""
-    sets = getattr(storage, "num_sets", None)
-    return None if sets is None else sets.item()
+def next_step_value(storage: Any) -> int | Tensor | None:
+    """:func:`next_step`, as a tensor if the writer holds it in a tensor."""
+    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities_list", ())]
+    writers = [writer for writer in writers if isinstance(writer, RoundRobinWriter)]
+    if len(writers) != 1:
+        return None
+    cursor = getattr(writers[0], "cursor_value", None)
+    return writers[0]._cursor if cursor is None else cursor
 
 
 def is_compilable(storage: Storage) -> bool:
@@ -93,7 +97,7 @@ def rows_of_ring(storage: Any, data: Any) -> int:
 
 def set_rows(storage: Any, index: Tensor, data: Any, *, first: int | None) -> None:
     """Write ``data`` [n] to the steps ``index`` [n] of the ring; ``first``: the first one if they are consecutive."""
-    keeps_index = is_compilable(storage) and num_sets(storage) is None
+    keeps_index = is_compilable(storage) and not hasattr(storage, "num_rows")
     if not isinstance(storage, TensorStorage) or keeps_index:
         storage.set(index, data)  # pyright: ignore[reportArgumentType]: TorchRL's annotation names no tensors
         return
@@ -163,10 +167,10 @@ def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
     return build(root)
 
 
-def has_round_robin_writer(storage: Any) -> bool:
-    """True if only one buffer uses this storage and its writer is a round-robin writer."""
-    buffers = storage._attached_entities
-    return len(buffers) == 1 and isinstance(getattr(buffers[0], "_writer", None), RoundRobinWriter)
+def has_round_robin_writers(storage: Any) -> bool:
+    """True unless a buffer of this storage has a writer that does not fill one slot after the other."""
+    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities", ())]
+    return all(isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None) for writer in writers)
 
 
 def expands_draws(buffer: Any) -> bool:

@@ -134,9 +134,8 @@ def test_writers_that_choose_slots_are_refused():
     def ranked(*ranks):
         return rows(len(ranks)).set("rank", torch.tensor(ranks))
 
-    buffer.extend(ranked(5.0, 0.0, 4.0, 1.0, 3.0, 2.0))
     with pytest.raises(ValueError, match="round-robin"):
-        buffer.add(ranked(9.0)[0])
+        buffer.extend(ranked(5.0, 0.0, 4.0, 1.0, 3.0, 2.0))
 
 
 # --- draws

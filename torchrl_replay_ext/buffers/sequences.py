@@ -10,7 +10,7 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import Sequence
 
-from torchrl_replay_ext._torchrl import last_step_value, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import next_step_value, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import gather_in_bounds, values_can_be_read, where_int64
 from torchrl_replay_ext.indices import last_occurrence
 from torchrl_replay_ext.samplers.slot_index import row_major
@@ -93,12 +93,10 @@ def _first(mask: Tensor) -> Tensor:
 
 def _to_ends_of_ring(storage: Any, time: Tensor, steps: int, columns: int) -> tuple[Tensor, Tensor]:
     """The number of steps from ``time`` [n] to the newest and to the oldest stored step, int64 [n] each."""
-    last: Any = last_step_value(storage)
+    following: Any = next_step_value(storage)
     written = storage.num_rows // columns
-    is_full = written >= steps
-    # without a cursor, as in a storage that was filled before, TorchRL takes the order of the slots
-    newest = where_int64(is_full & (last >= 0), last, written - 1)
-    oldest = where_int64(is_full, newest + 1, torch.zeros_like(newest))
+    oldest = where_int64(written >= steps, torch.zeros_like(written) + following, torch.zeros_like(written))
+    newest = oldest + written - 1
     return (newest - time) % steps, (time - oldest) % steps
 
 

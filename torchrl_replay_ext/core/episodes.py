@@ -435,6 +435,10 @@ class EpisodeIndex:
             state |= {"position": self._position, "page_table": self._page_table, **self._pages.tensors("pages")}
         return state
 
+    def raise_numbers(self, last: int) -> None:
+        """Raise the numbers of all writes by ``last``."""
+        self._updated_at.add_(last * (self._updated_at > 0))
+
     def rebuild_(self) -> None:
         """Recompute the trees after their leaves were overwritten."""
         self._tree.rebuild_()

@@ -372,12 +372,12 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         """Lower bound on the numbers of the transitions in the default table."""
         return self.num_written - (self.size(0) if self._pinned else self.num_slots)
 
-    def adopt(self, count: int, last: int | None) -> None:
+    def adopt(self, count: int, next_slot: int) -> None:
         """Add the transitions that a storage held before the first write to the default table, without events.
 
         Args:
             count: length of the storage.
-            last: the slot that was written last; None if unknown.
+            next_slot: the slot that will be written next.
         """
         if self.num_written or not count:
             return
@@ -386,7 +386,7 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"EventTables(retention='pinned'): the storage must be empty at first, but holds {count} transitions; "
                 "create the buffer with an empty storage and write them to it."
             )
-        self._written.fill_(self.num_slots + (0 if last is None else last + 1))
+        self._written.fill_(self.num_slots + next_slot)
         self._set_default_size(count)
 
     def _set_default_size(self, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +14,8 @@ from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.recoverable import Recoverable
 from torchrl_replay_ext.indices import as_index
 
-# Special values of last_seen_step.
+# Value of last_seen_step before the first write.
 UNKNOWN = -1
-OUT_OF_ORDER = -2
 
 
 class RingWrite(NamedTuple):
@@ -28,8 +26,8 @@ class RingWrite(NamedTuple):
             :func:`~torchrl_replay_ext.indices.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
-        newest: the step that was last written to the storage; -1 if unknown.
-        last_seen: the step at which the last write ended that the log has seen, or a special value.
+        expected: the step after the last one that the log has seen; -1 before the first write.
+        cursor: the step that the buffer's writer fills next; -1 if unknown.
     """
 
     slots_as_index: Array
@@ -37,8 +35,8 @@ class RingWrite(NamedTuple):
     last: int
     smallest: int
     largest: int
-    newest: int
-    last_seen: int
+    expected: int
+    cursor: int
 
 
 class WriteLog(Recoverable):
@@ -154,104 +152,46 @@ class WriteLog(Recoverable):
         last = int(self.last_seen_step)
         return (last + 1) % self.layout.steps if last >= 0 else None
 
-    def steps_until(self, step: int) -> Tensor:
-        """Steps after the last seen write up to ``step``, int64 [n]; empty if the ring position is unknown."""
-        last, steps = int(self.last_seen_step), self.layout.steps
-        if last < 0:
-            return torch.zeros(0, dtype=torch.int64, device=self.layout.device)
-        return (last + 1 + torch.arange((step - last) % steps, device=self.layout.device)) % steps
-
-    def unannounced(self, storage_step: int | None) -> Tensor:
-        """Slots written after the last write that the sampler was notified of, int64 [n]. They may be incomplete.
-
-        Args:
-            storage_step: the step that was last written to the storage; None if unknown.
-        """
-        steps = self.steps_until(int(self.last_seen_step) if storage_step is None else storage_step)
-        return self.layout.slots_at(steps).reshape(-1)
-
-    def locate(self, slots: Tensor, newest: int | Tensor | None) -> RingWrite:
-        """Find where a write of ``slots`` [n] lies in the ring. ``newest``: see :class:`RingWrite`; None: unknown."""
-        newest, lanes, index = -1 if newest is None else newest, self.layout.slots_per_step, as_index(slots)
+    def locate(self, slots: Tensor, cursor: int | Tensor | None) -> RingWrite:
+        """Find where a write of ``slots`` [n] lies in the ring. ``cursor``: see :class:`RingWrite`; None: unknown."""
+        cursor, lanes, index = -1 if cursor is None else cursor, self.layout.slots_per_step, as_index(slots)
         if isinstance(index, slice):
             first, last = index.start, index.stop - 1
-            others = [first, last, *read(newest, self.last_seen_step)]
+            others = [first, last, *read(self.last_seen_step, cursor)]
         elif isinstance(index, np.ndarray):
             first, last, *others = map(int, (index[0], index[-1], index.min(), index.max()))
-            others += read(newest, self.last_seen_step)
+            others += read(self.last_seen_step, cursor)
         else:
-            first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), newest, self.last_seen_step)
-        return RingWrite(index, first // lanes, last // lanes, *others)
+            first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), self.last_seen_step, cursor)
+        smallest, largest, seen, cursor = others
+        expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
+        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 
-    def place_write(self, count: int, write: RingWrite, is_sequential: Callable[[], bool]) -> tuple[int, Tensor | None]:
-        """Find the step of the ring at which a write ends, and the slots that it skipped.
+    def is_rewrite(self, count: int, write: RingWrite) -> bool:
+        """True if a write of ``count`` rows changed stored rows in place: the writer is not where it would be else.
 
-        Args:
-            count: number of rows.
-            write: where the write lies in the ring.
-            is_sequential: returns True if all writes follow each other in the ring. Only then a gap means that a write
-                was interrupted.
-
-        Returns:
-            The value for :meth:`see_step` once the write is accepted; the skipped slots, int64 [k], or None.
+        If the place of the writer is unknown, stored rows count as changed unless they are next in the ring.
         """
-        newest, last_seen = write.newest, write.last_seen
-        if newest < 0 or write.last != newest:
-            return last_seen, None
-        if count < self.layout.num_slots and last_seen != UNKNOWN:
-            if last_seen == newest:
-                # a notification of stored rows (rb.mark_update), not of a new write
-                return last_seen, None
-            if write.first != (last_seen + 1) % self.layout.steps:
-                if not is_sequential():
-                    return OUT_OF_ORDER, None
-                skipped = self.steps_until((write.first - 1) % self.layout.steps)
-                return newest, self.layout.slots_at(skipped).reshape(-1)
-        return newest, None
-
-    def is_rewrite(self, slots: Tensor, write: RingWrite) -> bool:
-        """True if ``slots`` [n] were not empty and not next in the ring: rows changed in place (``rb.mark_update``).
-
-        Raises:
-            ValueError: if the rows are new and not consecutive in the ring.
-        """
-        size = self.layout.num_slots
-        if isinstance(write.slots_as_index, slice):
-            were_stored, consecutive = bool(gather_in_bounds(self.generation, write.slots_as_index).all()), True
+        if write.cursor < 0:
+            is_next = write.expected in (-1, write.first)
         else:
-            order = torch.arange(slots.shape[0], device=slots.device)
-            were_stored, consecutive = read(
-                (self.generation.index_select(0, slots) > 0).all(), (slots == (slots[0] + order) % size).all()
-            )
-        if were_stored:
-            if write.last != write.newest:
-                return True
-            expected = (write.last_seen + 1) % self.layout.steps
-            if write.last_seen >= 0 and write.first != expected and (write.last + 1) % self.layout.steps == expected:
-                return True
-        if not consecutive:
-            raise ValueError("slots must be written one after the other; use a round-robin writer, the default.")
-        return False
+            is_next = (write.last + 1) % self.layout.steps == write.cursor
+            is_next &= write.cursor != write.expected or count >= self.layout.num_slots
+        return not is_next and bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
 
-    def known_runs(self, storage_step: int | None, being_written: Tensor | None = None) -> list[Tensor]:
-        """Contiguous runs of slots with valid content, oldest first, int64 [n] each.
+    def steps_between(self, first: int, end: int) -> Tensor:
+        """The steps of the ring from ``first`` up to, but without, ``end``; int64 [n]."""
+        steps = self.layout.steps
+        return (first + torch.arange((end - first) % steps, device=self.layout.device)) % steps
 
-        Args:
-            storage_step: the step that was last written to the storage; None if unknown.
-            being_written: slots to exclude. Default: None.
-        """
-        layout, last_seen = self.layout, int(self.last_seen_step)
-        known = self.generation > 0
-        if being_written is not None:
-            known[being_written] = False
-        newest = last_seen if last_seen >= 0 else -1 if storage_step is None else storage_step
-        order = (newest + 1 + torch.arange(layout.steps, device=layout.device)) % layout.steps
-        if last_seen >= 0 and storage_step is not None:
-            order = order[(storage_step - last_seen) % layout.steps :]
-        slots = layout.slots_at(order)
-        is_known = known[slots].all(1)
-        ends = ((is_known[1:] != is_known[:-1]).nonzero().squeeze(1) + 1).cpu()
-        runs = zip(slots.tensor_split(ends), is_known.tensor_split(ends), strict=True)
+    def runs(self) -> list[Tensor]:
+        """Contiguous runs of slots that are not empty, oldest first, int64 [n] each."""
+        layout = self.layout
+        order = torch.arange(layout.steps, device=layout.device) + (self.next_step() or 0)
+        slots = layout.slots_at(order % layout.steps)
+        is_stored = (self.generation > 0)[slots].all(1)
+        ends = ((is_stored[1:] != is_stored[:-1]).nonzero().squeeze(1) + 1).cpu()
+        runs = zip(slots.tensor_split(ends), is_stored.tensor_split(ends), strict=True)
         return [run.reshape(-1) for run, kept in runs if kept.numel() and bool(kept[0])]
 
     # --- state
@@ -271,19 +211,18 @@ class WriteLog(Recoverable):
             "generation": self.generation,
             "num_writes": self.num_writes,
             "num_writes_at_clear": self._cleared_at,
+            "last_step": self.last_seen_step,
         }
 
-    def skip_numbers(self, last: int) -> None:
-        """Do not give the numbers up to ``last`` to further writes: batches drawn before a load may carry them."""
-        is_empty = bool(self.num_writes == self._cleared_at)
-        self.num_writes.clamp_min_(last)
-        if is_empty:
-            self._cleared_at.copy_(self.num_writes)
+    def raise_numbers(self, last: int) -> None:
+        """Raise the numbers of all writes by ``last``, so that batches drawn before a load carry none of them."""
+        self.generation.add_(last * (self.generation > 0))
+        self.num_writes.add_(last)
+        self._cleared_at.add_(last)
 
     def rebuild(self) -> None:
-        """Called after :meth:`tensors` were replaced. The ring position is then unknown."""
+        """Called after :meth:`tensors` were replaced."""
         self._has_writes.fill_(False)
-        self.last_seen_step.fill_(UNKNOWN)
         self.mark_clean()
         self._announced = None
 

@@ -47,7 +47,6 @@ class EventTableMixture(Distribution):
         beta: exponent of weights; None: all weights are 1.
     """
 
-    treats_gaps_as_lost = True
     writes_in_graphs = False
     settings = ("eta",)
 
@@ -83,7 +82,7 @@ class EventTableMixture(Distribution):
         if layout.for_graphs:
             self._tree.prepare()
         self._within = within = make_within(log, priorities, self._tree, tables, begins)
-        self.takes_priorities = within.takes_priorities
+        self.takes_priorities, self.needs_order = within.takes_priorities, within.needs_order
         # True if all entries of a table have the same probability, and p(i) depends on nothing else
         self._is_uniform = not within.takes_priorities and correction in (None, "mixture")
         self.why_not_joint = within.why_not_joint or why_not_joint(correction, tables.retention)
@@ -153,8 +152,8 @@ class EventTableMixture(Distribution):
         if self._tables.needs_recovery:
             self._tables.recover(next_slot())
 
-    def before_ingest(self, count: int, last_slot: int | None) -> None:
-        self._tables.adopt(count, last_slot)
+    def before_ingest(self, count: int, next_slot: int) -> None:
+        self._tables.adopt(count, next_slot)
         self._weights.before_ingest()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
@@ -382,6 +381,9 @@ class EventTableMixture(Distribution):
     def tensors(self) -> dict[str, Tensor]:
         state = {"masses": self._tree.rows, "eta": self._shares.state}
         return state | self._within.tensors() | self._weights.tensors()
+
+    def raise_numbers(self, last: int) -> None:
+        self._within.raise_numbers(last)
 
     def rebuild(self) -> None:
         self._holes.fill_(True)

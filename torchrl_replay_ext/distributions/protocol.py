@@ -84,6 +84,8 @@ class RowView(Protocol):
         slots: int64 [n].
         slots_as_index: the same slots as a slice or NumPy array where values can be read, see
             :func:`~torchrl_replay_ext.indices.as_index`.
+        is_rewrite: True if these rows were stored before and changed in place (``rb.mark_update``). Only known if a
+            part :attr:`~WriteObserver.needs_order`.
     """
 
     slots: Tensor
@@ -107,23 +109,14 @@ class RowView(Protocol):
         """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
         ...
 
-    def is_rewrite(self) -> bool:
-        """True if these rows were stored before and changed in place (``rb.mark_update``).
-
-        Raises:
-            ValueError: if the rows are new and not consecutive in the ring.
-        """
-        ...
+    is_rewrite: bool
 
 
 class WriteObserver(ABC):
     """State that is updated at each write to the slots of a buffer."""
 
-    # True if the order of the writes matters: a write that is not next in the ring is an error (ValueError) unless gaps
-    # count as lost, and rows whose order is unknown are removed
+    # True if the order of the writes matters: the buffer then needs a round-robin writer
     needs_order = False
-    # True if slots between two writes count as lost, with any writer, and are removed
-    treats_gaps_as_lost = False
 
     @abstractmethod
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
@@ -145,8 +138,8 @@ class WriteObserver(ABC):
     def before_full_overwrite(self) -> None:  # noqa: B027 (an empty hook)
         """Called before a write with more rows than slots, of which only the last rows are inserted."""
 
-    def before_ingest(self, count: int, last_slot: int | None) -> None:  # noqa: B027 (an empty hook)
-        """Called before ``count`` rows that the storage already holds are inserted; ``last_slot``: None if unknown."""
+    def before_ingest(self, count: int, next_slot: int) -> None:  # noqa: B027 (an empty hook)
+        """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -155,6 +148,9 @@ class WriteObserver(ABC):
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
+
+    def raise_numbers(self, last: int) -> None:  # noqa: B027 (an empty hook)
+        """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
 
     @abstractmethod
     def rebuild(self) -> None:

@@ -31,7 +31,7 @@ class ReliabilityAdjusted(Distribution):
         may_be_zero: True if all TD errors of an episode may be 0.
     """
 
-    needs_order = treats_gaps_as_lost = rejects = True
+    needs_order = rejects = True
 
     def __init__(
         self,
@@ -113,6 +113,9 @@ class ReliabilityAdjusted(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"proposals": self._tree.rows} | self._rejection.tensors() | self._reliability.tensors()
+
+    def raise_numbers(self, last: int) -> None:
+        self._reliability.raise_numbers(last)
 
     def rebuild(self) -> None:
         self._tree.rebuild_()

@@ -28,8 +28,7 @@ class Recency(Distribution):
             self._tree.prepare()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        # a ListStorage has no cursor, so every write to a full one looks like a rewrite
-        if not rows.is_rewrite() or self._log.next_step() is None:
+        if not rows.is_rewrite:
             self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
         self._tree.write(slots, torch.ones_like(slots), distinct=True)
 

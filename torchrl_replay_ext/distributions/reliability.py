@@ -60,7 +60,7 @@ class Reliability(WriteObserver):
             )
             assert terminated is not None
             finished = terminated.to(torch.bool)
-        if rows.is_rewrite():
+        if rows.is_rewrite:
             # the position of the transition in its episode does not change
             self._episodes.update(slots, SumTree.to_mass(priority).expand(slots.shape[0]), None)
             return
@@ -118,6 +118,9 @@ class Reliability(WriteObserver):
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
+
+    def raise_numbers(self, last: int) -> None:
+        self._episodes.raise_numbers(last)
 
     def rebuild(self) -> None:
         self._episodes.rebuild_()

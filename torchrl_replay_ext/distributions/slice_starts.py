@@ -35,7 +35,7 @@ class SliceStarts(Distribution):
         pad: if True, slices may be shorter than ``slice_len``.
     """
 
-    needs_order = treats_gaps_as_lost = True
+    needs_order = True
     takes_priorities = False
     # True after a draw that found a transition where a slice may begin
     _had_starts = False
@@ -72,7 +72,7 @@ class SliceStarts(Distribution):
         for key in self._behaviour_keys:
             rows.require(key, BEHAVIOUR)
         marks = self._reader.read(rows, needs_ids=self.slices.lanes.assigned)
-        if not rows.is_rewrite():
+        if not rows.is_rewrite:
             self.slices.write(slots, self._log.next_number(), marks)
 
     def remove(self, slots: Tensor) -> None:

@@ -33,6 +33,8 @@ class Uniform(WriteObserver):
 
     # True if draws depend on TD errors
     takes_priorities = False
+    # see WriteObserver.needs_order
+    needs_order = False
     # True if masses are computed by sorting
     sorts = False
     # why joint draws from several shards are not possible; None: they are
@@ -94,6 +96,9 @@ class Uniform(WriteObserver):
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
+
+    def raise_numbers(self, last: int) -> None:
+        """See :meth:`WriteObserver.raise_numbers`."""
 
     def rebuild(self) -> None:
         pass
@@ -208,6 +213,7 @@ class ByReliability(ByPriority):
         make_reliability: creates the model of R from the log.
     """
 
+    needs_order = True
     why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, make_reliability: Callable[[WriteLog], Reliability]):
@@ -251,6 +257,9 @@ class ByReliability(ByPriority):
 
     def tensors(self) -> dict[str, Tensor]:
         return self._rejection.tensors() | self._reliability.tensors()
+
+    def raise_numbers(self, last: int) -> None:
+        self._reliability.raise_numbers(last)
 
     def rebuild(self) -> None:
         self._reliability.rebuild()

@@ -183,11 +183,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             self.require_bound(storage)
             return False
         self.bind(storage)
-        self.state.discard_unseen_writes(storage)
-        if storage is None or not self.state.log.is_empty or not _torchrl.length(storage):
-            return False
-        self.state.ingest(storage)
-        return True
+        return self.state.synchronize(storage)
 
     # --- writes
 
@@ -201,6 +197,10 @@ class DistributionSampler(ShowsArguments, Sampler):
             return
         self.bind(storage)
         self.state.write(index, flat_slots(self.owner, index, self.layout), storage)
+
+    def discard(self, index: Tensor) -> None:
+        """Remove rows: they were overwritten by a write that failed."""
+        self.state.discard(self.flat_slots(index))
 
     # --- draws
 
@@ -276,11 +276,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         """The largest TD error that an update may contain."""
         limit = max(self.distribution.max_supported_priority - self._priority_arguments["eps"], 0.0)
         return limit**2 if self._priority_arguments["td_error"] == "squared" else limit
-
-    @property
-    def holds_only_rejected_write(self) -> bool:
-        """True if the storage holds only the rows of a rejected first write."""
-        return self.state.log.is_empty and self.state.holds_only_rejected_write
 
     def schedules(self) -> dict[str, list]:
         """The states of all schedules by name; empty if no hyperparameter is annealed."""
@@ -409,8 +404,7 @@ class DistributionSampler(ShowsArguments, Sampler):
     def probabilities(self, storage: Storage) -> Tensor:
         """Probability of each stored slot in one draw, float64 [len(storage)], slots in row-major order. O(N)."""
         with _torchrl.exclusive(storage):
-            self.bind(storage)
-            self.state.discard_unseen_writes(storage)
+            self.synchronize(storage)
             density = self.distribution.density(torch.arange(_torchrl.length(storage), device=self.layout.device))
         return density / density.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
@@ -478,8 +472,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             tensor.copy_(state_dict[key])
         for key, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(state_dict[key])
-        self.state.log.skip_numbers(num_writes)
-        self.state.rebuild()
+        self.state.rebuild(num_writes)
         mark_static(vars(self), vars(self.distribution))
 
     def dumps(self, path: str | Path) -> None:

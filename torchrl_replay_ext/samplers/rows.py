@@ -10,7 +10,6 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import Array
-from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 
 
 def stored_tensordict(owner: str, storage: Storage | None) -> Any:
@@ -33,8 +32,8 @@ class StoredRows:
         slots: int64 [n].
         slots_as_index: the same slots as a slice or NumPy array where values can be read, see
             :func:`~torchrl_replay_ext.indices.as_index`.
-        log: the log of earlier writes.
-        write: where the write lies in the ring. None: the rows are known to be new, or are written in a graph.
+        num_slots: number of slots of the storage.
+        is_rewrite: True if the rows were stored before and changed in place.
     """
 
     def __init__(
@@ -43,26 +42,11 @@ class StoredRows:
         storage: Storage | None,
         slots: Tensor,
         slots_as_index: Array,
-        log: WriteLog,
-        write: RingWrite | None,
+        num_slots: int,
+        is_rewrite: bool,
     ):
         self.owner, self.slots, self.slots_as_index = owner, slots, slots_as_index
-        self._storage, self._log, self._num_slots = storage, log, log.layout.num_slots
-        self._write, self._is_rewrite = write, None if write is not None else False
-
-    def is_rewrite(self) -> bool:
-        """True if these rows were stored before and changed in place (``rb.mark_update``); False in graphs.
-
-        Raises:
-            ValueError: if the rows are new and not consecutive in the ring.
-        """
-        if self._is_rewrite is None:
-            assert self._write is not None
-            try:
-                self._is_rewrite = self._log.is_rewrite(self.slots, self._write)
-            except ValueError as error:
-                raise ValueError(f"{self.owner}: {error}") from None
-        return self._is_rewrite
+        self.is_rewrite, self._storage, self._num_slots = is_rewrite, storage, num_slots
 
     def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
         """One number per row, [n]. If the entry is missing: None, or KeyError if ``why`` says why it is required."""

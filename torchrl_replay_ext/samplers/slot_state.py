@@ -12,10 +12,10 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import gather_in_bounds, to_device
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, to_device
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.write_log import OUT_OF_ORDER, UNKNOWN, RingWrite, WriteLog
+from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.rows import StoredRows
@@ -50,10 +50,8 @@ class SlotState:
         priority_arguments: how priorities are computed from TD errors.
     """
 
-    # True if the storage contains only rows of a rejected first write
-    holds_only_rejected_write = False
-    # True if the oldest slot was unknown when the content of a full storage was ingested
-    _order_is_unknown = False
+    # True once rows were written, or those of the storage were ingested: then the storage holds no unknown rows
+    _knows_storage = False
     # True if the current write has already changed a part, so that its rejection requires recovery
     _write_has_effects = False
 
@@ -73,8 +71,6 @@ class SlotState:
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
         if layout.for_graphs:
             self.priorities.prepare()
-        # number of writes to the storage, counted by the storage, at the last comparison of storage and log; on the CPU
-        self._seen_sets = torch.full((), -1, dtype=torch.int64, device="cpu")
         self.distribution = make(self.log, self.priorities)
         self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, hyperparameters)
         # all parts that are updated at each write; observers first, since they may reject rows
@@ -133,34 +129,30 @@ class SlotState:
     # --- writes
 
     def ingest(self, storage: Storage) -> None:
-        """Insert the rows that a storage held before this sampler was attached as new transitions, oldest first."""
-        steps = torch.arange(_torchrl.length(storage) // self.layout.slots_per_step, device=self.layout.device)
-        last = _torchrl.last_step(storage)
-        if last is not None:
-            steps = (steps + last + 1) % len(steps)
-        # the ring position of a loaded storage is unknown until the next write
-        self._order_is_unknown = last is None and len(steps) == self.layout.steps
-        slots = self.layout.slots_at(steps).reshape(-1)
+        """Insert the rows that a storage held before this sampler was attached as new transitions, oldest first.
+
+        Rows are in the order of their slots, beginning with the one that the buffer's writer will write next.
+        """
+        self._knows_storage = True
+        count, following = _torchrl.length(storage), _torchrl.next_step(storage)
+        steps = torch.arange(count // self.layout.slots_per_step, device=self.layout.device)
+        slots = self.layout.slots_at((steps + (following or 0)) % len(steps)).reshape(-1)
         with self.log.transaction():
             for part in self._parts:
-                part.before_ingest(len(slots), None if last is None else (last + 1) * self.layout.slots_per_step - 1)
+                part.before_ingest(count, (following or 0) * self.layout.slots_per_step)
             self.insert(slots, storage)
+        if following is not None:
+            self.log.see_step((following - 1) % self.layout.steps)
 
-    def discard_unseen_writes(self, storage: Storage | None) -> None:
-        """Remove slots written after the last write that the sampler was notified of; they may be incomplete."""
+    def synchronize(self, storage: Storage | None) -> bool:
+        """Ingest the rows of a storage that nothing is known of; True if there were such rows."""
         self.recover(storage)
-        sets = _torchrl.num_sets(storage)
-        if sets is not None and sets == self._seen_sets.item():
-            return
-        last, last_seen = _torchrl.last_step(storage), self.log.last_seen_step.item()
-        if last is not None and last_seen >= 0 and last != last_seen:
-            with self.log.transaction():
-                self.remove(self.log.unannounced(last))
-                self.log.see_step(last)
-        if sets is not None:
-            self._seen_sets.fill_(sets)
+        if storage is None or self._knows_storage or not self.log.is_empty or not _torchrl.length(storage):
+            return False
+        self.ingest(storage)
+        return True
 
-    def recover(self, storage: Storage | None, being_written: Tensor | None = None) -> None:
+    def recover(self, storage: Storage | None, *, before_write: bool = False) -> None:
         """Rebuild the state from the log and the stored rows if a change was interrupted.
 
         Stored transitions keep their last priorities. Two things are lost: the alpha of each transition while alpha is
@@ -168,15 +160,11 @@ class SlotState:
         """
         if storage is None:
             return
-        if being_written is None:
+        if not before_write:
             self.distribution.sync(lambda: self._next_slot(storage))
         if not self.log.needs_recovery:
             return
-        last = _torchrl.last_step(storage)
-        runs, priority = self.log.known_runs(last, being_written), self.priorities.of_slot.clone()
-        unseen = self.log.unannounced(last)
-        if unseen.numel():
-            self.distribution.remove(unseen)
+        runs, priority = self.log.runs(), self.priorities.of_slot.clone()
         for part in self._parts:
             part.clear()
         self.log.forget_contents()
@@ -193,15 +181,14 @@ class SlotState:
         self.log.mark_clean()
 
     def _next_slot(self, storage: Storage) -> int | None:
-        last = _torchrl.last_step(storage)
-        return None if last is None else (last + 1) * self.layout.slots_per_step
-
-    def _locate(self, slots: Tensor, storage: Storage | None) -> RingWrite:
-        newest = _torchrl.last_step_value(storage) if self.distribution.slots_in_ring_order else None
-        return self.log.locate(slots, newest)
+        step = _torchrl.next_step(storage)
+        return None if step is None else step * self.layout.slots_per_step
 
     def write(self, index: int | Tensor, slots: Tensor, storage: Storage | None) -> None:
         """Update the state after a write. Not usable in graphs.
+
+        If the order of the rows matters, stored rows that are not those before the cursor of the buffer's writer were
+        changed in place. All others are new, and slots between them and the last write were lost and are removed.
 
         Args:
             index: the index of the rows, in TorchRL's format.
@@ -209,57 +196,58 @@ class SlotState:
             storage: the storage.
 
         Raises:
-            KeyError, TypeError, ValueError: if a part rejects the rows; nothing is changed then.
+            KeyError, TypeError, ValueError: if a part rejects the rows. These slots are then empty; nothing else is
+                changed.
             IndexError: if a slot is out of range.
         """
         if not slots.numel():
             return
-        count, sets = slots.numel(), _torchrl.num_sets(storage)
-        write = self._locate(slots, storage)
+        count = slots.numel()
+        cursor = _torchrl.next_step_value(storage) if self._needs_order else None
+        write = self.log.locate(slots, cursor)
         if write.smallest < 0 and len(self.layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
             slots = slots[slots >= 0]
             if not slots.numel():
                 return
-            write = self._locate(slots, storage)
+            write = self.log.locate(slots, cursor)
         if write.smallest < 0 or write.largest >= self.layout.num_slots:
             require_in_range(self.owner, slots, self.layout.num_slots, self.layout.shape)
         if slots.device != self.layout.device:
             slots = to_device(slots, self.layout.device)
             write = write._replace(slots_as_index=as_index(slots))
-        self.recover(storage, slots)
+        self.recover(storage, before_write=True)
         self._write_has_effects = False
+        knew_storage, self._knows_storage = self._knows_storage, True
         try:
             with self.log.transaction():
-                end = self._apply_write(slots, write, storage)
-        except REFUSALS:
-            if not self._write_has_effects:
+                if not knew_storage and self.log.is_empty and _torchrl.length(storage) > count:
+                    self.ingest(storage)
+                    self.log.see_step(write.last)
+                else:
+                    self._apply_write(slots, write, storage)
+        except BaseException as error:
+            if isinstance(error, REFUSALS) and not self._write_has_effects:
                 self.log.mark_clean()
-            self.holds_only_rejected_write |= storage is not None and _torchrl.length(storage) <= slots.numel()
+                self.discard(slots)
+            else:
+                # rebuilt without these slots, see recover()
+                self.log.generation.index_fill_(0, slots, 0)
+                self.log.mark_dirty()
             raise
-        if sets is not None and end == write.newest:
-            self._seen_sets.fill_(sets)
         self.log.announce(index if slots.numel() == count else None, write.slots_as_index)
 
-    def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> int:
-        """Apply a write of ``slots`` [n]; returns the ring position after it, as :meth:`WriteLog.place_write`.
-
-        If n exceeds the number of slots, the first rows were overwritten.
-        """
-        log = self.log
-        if self._needs_order and self._order_is_unknown and write.newest >= 0:
-            self.clear()
-            log.mark_dirty()
-            write = write._replace(last_seen=UNKNOWN)
-        is_first = log.is_empty and not self.holds_only_rejected_write
-        if is_first and storage is not None and _torchrl.length(storage) > slots.numel():
-            self.ingest(storage)
-            end, _ = self._place(len(slots), write, storage)
-            log.see_step(end)
-            return end
-        end, skipped = self._place(len(slots), write, storage)
-        if skipped is not None:
-            self.remove(skipped)
+    def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
+        """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
+        if self._needs_order:
+            if self.log.is_rewrite(slots.numel(), write):
+                self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
+                return
+            self._require_ring_order(slots, write, storage)
+            if write.expected not in (-1, write.first):
+                lost = self.log.steps_between(write.expected, write.first)
+                self.remove(self.layout.slots_at(lost).reshape(-1))
+        index = write.slots_as_index
         if slots.numel() > self.layout.num_slots:
             # all earlier rows are overwritten, and also the first rows of this write
             self._write_has_effects = True
@@ -267,33 +255,35 @@ class SlotState:
                 part.before_full_overwrite()
             self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
             slots = slots[-self.layout.num_slots :]
-            write = write._replace(slots_as_index=as_index(slots))
-        self.insert(slots, storage, write)
+            index = as_index(slots)
+        self.insert(slots, storage, index)
         # last, because the write may be rejected
-        log.see_step(end)
-        return end
+        self.log.see_step(write.last)
 
-    def _place(self, count: int, write: RingWrite, storage: Storage | None) -> tuple[int, Tensor | None]:
-        """Find the ring position after a write of ``count`` rows, and the slots that it skipped, if any.
-
-        Raises:
-            ValueError: if the write is not consecutive in the ring, but the order of slots is needed.
-        """
-        end, skipped = self.log.place_write(
-            count,
-            write,
-            lambda: any(part.treats_gaps_as_lost for part in self._parts) or _torchrl.has_round_robin_writer(storage),
-        )
-        if end == OUT_OF_ORDER and self._needs_order:
+    def _require_ring_order(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
+        """Raise ValueError if the writer does not fill one slot of the ring after the other."""
+        consecutive = isinstance(write.slots_as_index, slice)
+        if not consecutive:
+            order = torch.arange(slots.shape[0], device=slots.device)
+            consecutive = bool((slots == (slots[0] + order) % self.layout.num_slots).all())
+        if not consecutive or not _torchrl.has_round_robin_writers(storage):
             raise ValueError(
                 f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
             )
-        return end, skipped
 
-    def insert(self, slots: Tensor, storage: Storage | None, write: RingWrite | None = None) -> None:
-        """Insert the transitions in ``slots`` [n]. Without ``write``, all of them count as new."""
-        index = as_index(slots) if write is None else write.slots_as_index
-        rows = StoredRows(self.owner, storage, slots, index, self.log, write)
+    def insert(
+        self, slots: Tensor, storage: Storage | None, index: Array | None = None, *, is_rewrite: bool = False
+    ) -> None:
+        """Insert the transitions in ``slots`` [n].
+
+        Args:
+            slots: int64 [n].
+            storage: the storage.
+            index: the slots as :attr:`RingWrite.slots_as_index`. Default: None, derived from ``slots``.
+            is_rewrite: True if the rows were stored before and changed in place. Default: False.
+        """
+        index = as_index(slots) if index is None else index
+        rows = StoredRows(self.owner, storage, slots, index, self.layout.num_slots, is_rewrite)
         largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.exclude(slots)
         accepted = False
@@ -317,6 +307,11 @@ class SlotState:
             self.log.invalidate(slots)
             self.priorities.remove(slots)
 
+    def discard(self, slots: Tensor) -> None:
+        """Mark those of ``slots`` [n], in the order of a failed write, as empty that hold a transition."""
+        slots = slots[-self.layout.num_slots :]
+        self.remove(slots[self.log.generation.index_select(0, slots) > 0])
+
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
         return gather_in_bounds(self.log.generation, slots)
@@ -336,7 +331,7 @@ class SlotState:
         self.priorities.reset()
         for counter in self.updates.counters.values():
             counter.zero_()
-        self.holds_only_rejected_write = self._order_is_unknown = False
+        self._knows_storage = False
         # updates of batches drawn before are dropped
         self.updates.pending.forget_contents()
 
@@ -347,11 +342,12 @@ class SlotState:
             tensors |= part.tensors()
         return tensors
 
-    def rebuild(self) -> None:
-        """Recompute derived state after :meth:`tensors` were replaced."""
+    def rebuild(self, num_writes: int) -> None:
+        """Recompute derived state after :meth:`tensors` were replaced; there were ``num_writes`` writes before."""
         self.hyperparameters_changed()
-        # a restored state knows its order
-        self.holds_only_rejected_write = self._order_is_unknown = False
+        self._knows_storage = True
+        for part in (self.log, *self._parts):
+            part.raise_numbers(num_writes)
         self.log.rebuild()
         self.priorities.rebuild()
         self.updates.pending.forget_contents()

@@ -89,6 +89,12 @@ class SamplerWrapper(ShowsArguments, Sampler):
         for sampler in self._samplers():
             sampler.mark_update(index, storage=storage)
 
+    def discard(self, index: Tensor) -> None:
+        """Remove rows: they were overwritten by a write that failed."""
+        for sampler in self._samplers():
+            if discard := getattr(sampler, "discard", None):
+                discard(index)
+
     def _empty(self) -> None:
         for sampler in self._samplers():
             empty_sampler(sampler)

@@ -181,17 +181,13 @@ class ReplayShard:
         state, self._staged = self._staged, None
         if state is None:
             raise RuntimeError("the process of a shard was started again while a checkpoint was loaded; load it again.")
-        rows = self._buffer[stored_slots(self._buffer)].exclude("index") if keep and self._length() else None
+        rows = self._buffer[stored_slots(self._buffer)].exclude("index") if keep and len(self._buffer) else None
         self._buffer.load_state_dict(state)
         self._incarnation = _new_incarnation()
         self.end_open_episodes()
         if rows is not None:
             self._buffer.extend(rows)
             self.end_open_episodes()
-
-    def _length(self) -> int:
-        drawing = drawing_sampler(self._buffer.sampler)
-        return 0 if drawing is not None and drawing.holds_only_rejected_write else len(self._buffer)
 
     def answer(self, method: str, *arguments: Any) -> tuple[Report, Any]:
         """Call a method; return its result after the report."""
@@ -201,7 +197,7 @@ class ReplayShard:
     def report(self) -> Report:
         """The state of the shard."""
         buffer, drawing = self._buffer, drawing_sampler(self._buffer.sampler)
-        sums, length = Sums(torch.zeros(1, dtype=torch.float64), None), self._length()
+        sums, length = Sums(torch.zeros(1, dtype=torch.float64), None), len(self._buffer)
         if length:
             sums = self._sampler.sums(buffer.storage)
         beta = None if drawing is None else drawing.hyperparameters.get("beta")
@@ -230,7 +226,7 @@ class ReplayShard:
         """The description of the stored rows; None if there are none."""
         return (
             describe(to_arrays(self._buffer[stored_slots(self._buffer)[:1]].exclude("index")))
-            if self._length()
+            if len(self._buffer)
             else None
         )
 
@@ -273,7 +269,7 @@ class ReplayShard:
             self._update(drawing, call.updates)
         if drawing is not None:
             drawing.note_other_shards(call.largest_priority, call.largest_episode)
-        rows = {} if call.wanted is None or not self._length() else self._draw(call.wanted)
+        rows = {} if call.wanted is None or not len(self._buffer) else self._draw(call.wanted)
         if call.counts_batch and drawing is not None:
             drawing.distribution.count_batch()
         return self.report(), rows
@@ -318,7 +314,7 @@ class ReplayShard:
         """Truncate all episodes that have not ended, by copies of their newest transitions."""
         buffer, storage = self._buffer, self._buffer.storage
         assert isinstance(storage, CompilableTensorStorage)
-        if not self._length() or self._column(self._done_key) is None:
+        if not len(self._buffer) or self._column(self._done_key) is None:
             return
         slots = stored_slots(buffer)
         # only these columns: the others may be large

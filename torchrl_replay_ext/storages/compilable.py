@@ -49,8 +49,6 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64)
-        # number of calls of set() outside graphs, by which samplers see without a read whether they missed a write
-        self.num_sets = torch.zeros((), dtype=torch.int64, device="cpu")
         super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
 
     @property
@@ -121,8 +119,6 @@ class CompilableTensorStorage(LazyTensorStorage):
         """Write ``data`` at ``cursor``. In a graph, ``data`` must have the entries of the first write."""
         if is_traced():
             self._require_columns()
-        else:
-            self.num_sets.add_(1)
         if set_columns(self, cursor, data, set_cursor=set_cursor):
             return
         if is_traced():
@@ -167,7 +163,6 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory."""
-        self.num_sets.add_(1)
         is_allocated, saved = self.initialized, state_dict["_storage"]
         if isinstance(saved, dict) and all(str(key).startswith("__") for key in saved):
             # an empty TensorDict, whose batch size would replace that of the data
@@ -178,7 +173,6 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def loads(self, path: Any) -> None:
         """Load a state saved by ``dumps``."""
-        self.num_sets.add_(1)
         super().loads(path)
         self._settle()
 

@@ -345,20 +345,20 @@ class EventTableWriter(CompilableWriter):
 
     def _write_ring(self, data: TensorDictBase) -> tuple[np.ndarray, Tensor]:
         """Write to the storage; returns the slots, int64 [n], and TorchRL's index of them."""
-        tables, write_count = self._tables, self._write_count
+        tables = self._tables
         count = data.numel()
         first = self._cursor * (count // len(data))
         if not tables.num_written and length(self._storage):
             self._allocate()
-            tables.adopt(length(self._storage), first - 1)
+            tables.adopt(length(self._storage), first)
         if tables.skip_to(first):
             self._tails.clear()
         try:
             # not extend(), which moves the cursor to the device of the storage, for graphs
             index = self._undone_if_refused(self._extend, data)
         except BaseException:
-            # if the cursor has moved, the sampler rejected the rows, but they may be in the storage already
-            if tables.num_slots and self._write_count != write_count:
+            # the rows may be in the storage already
+            if tables.num_slots:
                 tables.overwrite(tables.ring(first, count))
                 self._tails.clear()
             tables.abandon_write()

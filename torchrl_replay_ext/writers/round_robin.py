@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from torchrl.data.replay_buffers import TensorDictRoundRobinWriter, TensorStorag
 from torchrl_replay_ext._torchrl import (
     attached_buffers,
     is_stacked,
-    last_step,
-    last_step_value,
-    num_sets,
+    length,
     rows_of_ring,
+    set_length,
     set_rows,
     shape_and_device,
     stored_data,
@@ -42,11 +41,23 @@ def _counter(name: str) -> Any:
     return property(get, set_)
 
 
-def _copy(value: int | Tensor | None) -> int | Tensor:
-    """A number, -1 for None; a copy of a tensor that cannot be read without waiting."""
-    if not isinstance(value, Tensor):
-        return -1 if value is None else value
-    return int(value) if values_can_be_read(value) else value.clone()
+def _copy(value: Tensor) -> int | Tensor:
+    """A number; a copy of a tensor that cannot be read without waiting."""
+    return value.item() if values_can_be_read(value) else value.clone()
+
+
+def _length_value(storage: Any) -> int | Tensor:
+    """The length of a storage; a copy of a tensor that cannot be read without waiting."""
+    return _copy(storage.num_rows) if isinstance(storage, CompilableTensorStorage) else length(storage)
+
+
+def _with_columns(index: Tensor, columns: Sequence[int]) -> Tensor:
+    """The index of all rows of the steps ``index`` [n]: [n], or [n · columns, ndim] if steps have several columns."""
+    if not columns:
+        return index
+    lanes = torch.arange(math.prod(columns), device=index.device)
+    slots = (index.unsqueeze(1) * len(lanes) + lanes).reshape(-1)
+    return torch.stack([*unravel(slots, (0, *columns))], 1)
 
 
 def bind_samplers(storage: Any) -> None:
@@ -66,15 +77,12 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         track_generations: as in TorchRL's writer; not supported in compiled graphs. Default: False.
     """
 
-    # True while the storage holds only rows of rejected writes; such rows do not fix the set of entries
-    _holds_only_rejected_writes = False
-
     def __init__(self, *, track_generations: bool = False):
-        self._cursor_value = torch.zeros((), dtype=torch.int64)
+        self.cursor_value = torch.zeros((), dtype=torch.int64)
         self._write_count_value = torch.zeros((), dtype=torch.int64)
         super().__init__(compilable=True, track_generations=track_generations)
 
-    _cursor = _counter("_cursor_value")
+    _cursor = _counter("cursor_value")
     _write_count = _counter("_write_count_value")
 
     def add(self, data: Any) -> Any:
@@ -133,33 +141,38 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                     f"before the write: data[{key!r}] = data[{key!r}].to({known.dtype})."
                 )
         surplus = [key for key in columns if not is_stacked(storage, key)]
-        if surplus and len(storage) and not self._holds_only_rejected_writes:
+        if surplus and len(storage):
             raise KeyError(
                 f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from "
                 "the first row on, leave them out (data.exclude(...)), or empty the buffer first (rb.empty())."
             )
 
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
-        """Call ``write(data)``; after an error, let the cursor follow the rows that the storage has written, if any.
-
-        A :class:`~torchrl_replay_ext.FrameStackStorage` writes many rows in parts, and may run out of frames between
-        them.
-        """
+        """Call ``write(data)``; after an error, undo it and remove the overwritten rows from the samplers."""
         storage: Any = self._storage
-        # on an accelerator these are tensors, which are read only after an error
-        sets = num_sets(storage)
-        last, cursor, write_count = map(_copy, (last_step_value(storage), self._cursor_value, self._write_count_value))
+        before = _copy(self.cursor_value), _copy(self._write_count_value), _length_value(storage)
         try:
             return write(data)
         except BaseException:
-            known, now = shape_and_device(storage), last_step(storage)
-            steps = storage.max_size if known is None else known[0][0]
-            before, first, moved = int(last), int(cursor), int(self._write_count_value - write_count)
-            written = 0 if now is None or now == before else (now + 1 - first) % steps
-            # a write of the whole ring ends where the one before it has ended
-            if (sets is not None and num_sets(storage) == sets) or written <= moved < steps:
-                self._cursor, self._write_count = (first + written) % steps, int(write_count) + written
+            first, write_count, length_before = map(int, before)
+            self._cursor, self._write_count = first, write_count
+            self._discard(first, data, length_before)
             raise
+
+    def _discard(self, first: int, data: Any, length_before: int) -> None:
+        """Remove the rows of a failed write, ``data``, from storage and samplers; it began at the step ``first``."""
+        storage: Any = self._storage
+        if isinstance(storage, TensorStorage):
+            set_length(storage, length_before)
+        known = shape_and_device(storage)
+        if known is None:
+            return
+        steps, *columns = known[0]
+        count = len(data) if is_tensor_collection(data) and data.ndim else 1
+        index = (first + torch.arange(min(count, steps), device=known[1])) % steps
+        for buffer in attached_buffers(storage):
+            if discard := getattr(buffer.sampler, "discard", None):
+                discard(_with_columns(index, columns))
 
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n, ...] over the oldest rows, and notify the samplers. After an error nothing is written.
@@ -189,8 +202,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             self._check(data, storage.ndim)
         index = self._undone_if_refused(self._extend, data)
         device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
-        if device not in (None, self._cursor_value.device):
-            self._cursor_value = self._cursor_value.to(device)
+        if device not in (None, self.cursor_value.device):
+            self.cursor_value = self.cursor_value.to(device)
             self._write_count_value = self._write_count_value.to(device)
             mark_static(vars(self))
         return index
@@ -199,8 +212,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         """:meth:`extend` after the checks. On accelerators it does not read the cursor."""
         storage: Any = self._storage
         steps, count = rows_of_ring(storage, data), len(data)
-        first: Any = scalar(self._cursor_value)
-        is_known = values_can_be_read(self._cursor_value)
+        first: Any = scalar(self.cursor_value)
+        is_known = values_can_be_read(self.cursor_value)
         fits = is_known and first + count <= steps
         device = (getattr(data, "device", None) or "cpu") if is_known else first.device
         index = first + torch.arange(count, device=device)
@@ -209,9 +222,9 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             data.set("index", expand_as_right(index.to(data.device or index.device), data))
         # before the data, so that other processes do not write to the same slots
         if is_known:
-            self._cursor_value.fill_((first + count) % steps)
+            self.cursor_value.fill_((first + count) % steps)
         else:
-            self._cursor_value.add_(count).remainder_(steps)
+            self.cursor_value.add_(count).remainder_(steps)
         increase(self._write_count_value, count)
         if fits:
             set_rows(storage, index, data, first=first)
@@ -225,9 +238,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         known = shape_and_device(storage) if storage.ndim > 1 else None
         if known is not None:
             # not _replicate_index of TorchRL, which reads the length of the storage
-            lanes = torch.arange(math.prod(known[0][1:]), device=index.device)
-            slots = (index.unsqueeze(1) * len(lanes) + lanes).reshape(-1)
-            index = torch.stack([*unravel(slots, known[0])], 1)
+            index = _with_columns(index, known[0][1:])
         self._mark_update_entities(index)
         return index
 
@@ -238,27 +249,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return super().write_at(index, data)
 
     def _mark_update_entities(self, index: Tensor) -> None:
-        storage: Any = self._storage
-        try:
-            for buffer in attached_buffers(storage):
-                buffer.mark_update(index)
-        except BaseException:
-            # a sampler has rejected the rows
-            self._holds_only_rejected_writes |= (
-                len(storage) <= torch.as_tensor(index).reshape(-1, storage.ndim).shape[0]
-            )
-            raise
-        self._holds_only_rejected_writes = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that ``state_dict`` returned."""
-        super().load_state_dict(state_dict)
-        self._holds_only_rejected_writes = False
-
-    def loads(self, path: Any) -> None:
-        """Restore a state that ``dumps`` saved."""
-        super().loads(path)
-        self._holds_only_rejected_writes = False
+        for buffer in attached_buffers(self._storage):
+            buffer.mark_update(index)
 
     def __getstate__(self) -> dict[str, Any]:
         # keep the tensors of TorchRL's counters: spawned processes share them
