@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,23 +37,26 @@ def key_path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(map(str, key))
 
 
-def require_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
-    """ValueError if ``value`` is not one of ``choices``."""
+def require_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """Return ``value``. ValueError if it is not one of ``choices``."""
     if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"{owner}({name}={value!r}): {name} must be {', '.join(others)} or {last}.")
+    return value
 
 
-def require_bool(owner: str, name: str, value: Any) -> None:
-    """TypeError if ``value`` is not a bool."""
+def require_bool(owner: str, name: str, value: Any) -> bool:
+    """Return ``value``. TypeError if it is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{owner}({name}={value!r}): {name} must be True or False.")
+    return value
 
 
-def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> None:
-    """ValueError if ``value`` is not an integer >= ``least``."""
+def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> int:
+    """Return ``value``. ValueError if it is not an integer >= ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{owner}({name}={value!r}): {name} must be an integer >= {least}.")
+    return value
 
 
 def as_number(owner: str, name: str, value: Any) -> float:
@@ -72,6 +75,14 @@ def require_finite(owner: str, name: str, value: Any) -> float:
     number = as_number(owner, name, value)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{owner}({name}={value}): {name} must be >= 0 and finite.")
+    return number
+
+
+def require_number(owner: str, name: str, value: Any, valid: Callable[[float], bool], rule: str) -> float:
+    """Return ``value`` as a float. TypeError if it is not a number, ValueError with the ``rule`` if it is not valid."""
+    number = as_number(owner, name, value)
+    if not valid(number):
+        raise ValueError(f"{owner}({name}={value!r}): {name} must be {rule}.")
     return number
 
 

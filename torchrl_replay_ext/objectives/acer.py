@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -18,13 +19,14 @@ from tensordict.nn import (
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
-from torchrl_replay_ext.arguments import key_path
+from torchrl_replay_ext.arguments import key_path, require_choice
 from torchrl_replay_ext.functional import trust_region_projection
 from torchrl_replay_ext.functional.retrace import log_ratio, max_log_ratio
 from torchrl_replay_ext.objectives.categorical import action_index, expectation, is_probability, log_probabilities
 from torchrl_replay_ext.objectives.trajectory import (
     READ_BY_NETWORKS,
     WRITTEN_BY_POLICY,
+    Check,
     TrajectoryLoss,
     blank_invalid,
     require_entry,
@@ -96,12 +98,16 @@ class ACERLoss(TrajectoryLoss):
         returns: "retrace" (default), or "importance_sampling" as in an ablation of the paper (App. E.4).
         behaviour_key: the entry with the statistics of μ [\*B, T, A]: probabilities if the name ends with "probs", else
             logits. If the actor's distribution reads an entry with another name, pass that name. Default: "logits".
-        reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask").
+        reduction: "mean" (default, or None), "sum" or "none", over the steps that are valid in ("collector", "mask").
 
     The loss reads "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the inputs of
     the networks, also under "next" for x_{t+1}, and ("next", "reward" | "done" | "terminated") [\*B, T, 1].
     ``set_keys`` changes the names. If the batch has "priority_weight", losses are weighted averages, as in TorchRL.
     Steps that are masked out by ("collector", "mask") may hold any values, including NaN.
+
+    Every argument except networks and keys can be assigned later, as in ``loss.entropy_coeff = 0.003``, and is checked
+    as in the constructor. A compiled graph uses new values of ``entropy_coeff`` and ``critic_coeff``, which are
+    buffers, as they are; it compiles once more when another real number, such as ``c``, first changes.
 
     Returns:
         A TensorDict of the losses and of detached diagnostics: ``entropy``, ``kl`` (D_KL(average ‖ current
@@ -140,12 +146,14 @@ class ACERLoss(TrajectoryLoss):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    actor_network: ProbabilisticTensorDictSequential
     qvalue_network: TensorDictModule
-    actor_network_params: TensorDictParams
     qvalue_network_params: TensorDictParams
-    target_actor_network_params: TensorDictParams
     target_qvalue_network_params: TensorDictParams
+    statistics: Statistics
+    _ARGUMENTS: ClassVar[dict[str, Check]] = {
+        **TrajectoryLoss._ARGUMENTS,
+        "statistics": partial(require_choice, choices=STATISTICS),
+    }
     _LOSSES = ("loss_actor", "loss_qvalue", "loss_entropy")
 
     def __init__(
@@ -164,10 +172,8 @@ class ACERLoss(TrajectoryLoss):
         retrace_thresh: float = 1.0,
         returns: str = "retrace",
         behaviour_key: NestedKey = "logits",
-        reduction: str = "mean",
+        reduction: str | None = "mean",
     ):
-        if statistics not in STATISTICS:
-            raise ValueError(f"ACERLoss(statistics={statistics!r}): statistics must be one of {', '.join(STATISTICS)}.")
         if not isinstance(qvalue_network, TensorDictModuleBase):
             raise TypeError(
                 f"ACERLoss: qvalue_network must be a TensorDictModule that writes the values of all actions, not "
@@ -181,6 +187,7 @@ class ACERLoss(TrajectoryLoss):
             c=c,
             delta=delta,
             trust_region=trust_region,
+            statistics=statistics,
             retrace_thresh=retrace_thresh,
             returns=returns,
             reduction=reduction,
@@ -205,7 +212,6 @@ class ACERLoss(TrajectoryLoss):
                 "probabilities; let the network write the logits of impossible actions as -inf instead."
             )
         self._parameter, self._parameter_name = last.in_keys[0], names[0]
-        self.statistics = statistics
         self.set_keys(behaviour=behaviour_key)
 
     @property

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
 from torch import Tensor, nn
 
-from torchrl_replay_ext.arguments import require_integer
+from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer, require_number
 from torchrl_replay_ext.functional import (
     acer_value_target,
     importance_ratio,
@@ -21,12 +23,30 @@ from torchrl_replay_ext.functional import (
 )
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.shifted import ShiftedStates
-from torchrl_replay_ext.objectives.trajectory import Trajectories, TrajectoryLoss, blank_invalid, require_entry
+from torchrl_replay_ext.objectives.trajectory import (
+    Check,
+    Trajectories,
+    TrajectoryLoss,
+    blank_invalid,
+    coefficient,
+    require_entry,
+)
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
 _HALF_LOG_2PI = math.log(2 * math.pi) / 2
 _TRUNCATED = "truncated_importance_sampling"
+
+
+def _statistics(owner: str, name: str, value: Any) -> tuple[str, ...]:
+    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return require_choice(owner, name, names, _STATISTICS)
+
+
+def _rho_power(owner: str, name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    return require_number(owner, name, value, lambda x: 0 < x < math.inf, "> 0 and finite, or None")
 
 
 def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
@@ -87,7 +107,8 @@ class ACERContinuousLoss(TrajectoryLoss):
       cancels out. An action outside of [-1, 1] raises an error; in a compiled graph, where values cannot be checked, it
       is clamped. The critic reads the actions themselves, not their arctanh. ``loss_entropy`` uses the entropy of the
       Gaussian.
-    * The average policy, truncated episodes, masks and weights are handled as in :class:`ACERLoss`.
+    * The average policy, truncated episodes, masks, weights and assignments to arguments are handled as in
+      :class:`ACERLoss`.
 
     ``returns="truncated_importance_sampling"`` is the baseline TIS of the paper (App. E.2), and with the trust region
     Trust-TIS. Its critic is V alone. With importance ratios of 1, on-policy, it is A3C (Eq. 2) and Trust-A3C::
@@ -123,7 +144,7 @@ class ACERContinuousLoss(TrajectoryLoss):
         returns: "retrace" (default); "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation of
             the paper (App. E.4); or "truncated_importance_sampling", the baseline described above.
         behaviour_keys: the entries with the mean and the standard deviation of μ. Default: ("loc", "scale").
-        reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask").
+        reduction: "mean" (default, or None), "sum" or "none", over the steps that are valid in ("collector", "mask").
 
     The loss reads "action" [\*B, T, A], ``behaviour_keys`` [\*B, T, A], the inputs of the actor, "observation" and
     ("next", "observation") for the critic, and ("next", "reward" | "done" | "terminated") [\*B, T, 1]. ``set_keys``
@@ -168,14 +189,24 @@ class ACERContinuousLoss(TrajectoryLoss):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    actor_network: ProbabilisticTensorDictSequential
     sdn: StochasticDuelingNetwork | SeparateValueNetworks  # or another module with their forward() and state_value()
-    actor_network_params: TensorDictParams
     sdn_params: TensorDictParams
-    target_actor_network_params: TensorDictParams
     target_sdn_params: TensorDictParams
+    statistics: tuple[str, ...]
+    num_samples: int
+    rho_power: float | None
+    use_q_opc: bool
     value_coeff: Tensor
-    _RETURNS = (*TrajectoryLoss._RETURNS, _TRUNCATED)
+    _schedulable_buffers = frozenset({"value_coeff"})
+    _ARGUMENTS: ClassVar[dict[str, Check]] = {
+        **TrajectoryLoss._ARGUMENTS,
+        "statistics": _statistics,
+        "num_samples": require_integer,
+        "rho_power": _rho_power,
+        "use_q_opc": require_bool,
+        "returns": partial(require_choice, choices=("retrace", "importance_sampling", _TRUNCATED)),
+        "value_coeff": coefficient,
+    }
     _LOSSES = ("loss_actor", "loss_qvalue", "loss_value", "loss_entropy")
 
     def __init__(
@@ -198,15 +229,8 @@ class ACERContinuousLoss(TrajectoryLoss):
         use_q_opc: bool = True,
         returns: str = "retrace",
         behaviour_keys: tuple[NestedKey, NestedKey] = ("loc", "scale"),
-        reduction: str = "mean",
+        reduction: str | None = "mean",
     ):
-        if tuple(statistics) not in _STATISTICS:
-            raise ValueError(
-                f"ACERContinuousLoss(statistics={statistics!r}): statistics must be ('loc',) or ('loc', 'scale')."
-            )
-        require_integer("ACERContinuousLoss", "num_samples", num_samples)
-        if rho_power is not None and not 0 < rho_power < math.inf:
-            raise ValueError(f"ACERContinuousLoss(rho_power={rho_power}): rho_power must be > 0 and finite, or None.")
         if len(behaviour_keys) != 2:
             raise ValueError(
                 f"ACERContinuousLoss(behaviour_keys={behaviour_keys!r}): behaviour_keys must be two keys, one of the "
@@ -225,7 +249,11 @@ class ACERContinuousLoss(TrajectoryLoss):
             c=c,
             delta=delta,
             trust_region=trust_region,
+            statistics=statistics,
+            num_samples=num_samples,
             retrace_thresh=retrace_thresh,
+            rho_power=rho_power,
+            use_q_opc=use_q_opc,
             returns=returns,
             reduction=reduction,
             entropy_coeff=entropy_coeff,
@@ -233,8 +261,6 @@ class ACERContinuousLoss(TrajectoryLoss):
             value_coeff=value_coeff,
         )
         self._squashed = is_squashed(actor_network, "ACERContinuousLoss")
-        self.statistics, self.num_samples, self.rho_power = tuple(statistics), num_samples, rho_power
-        self.use_q_opc = use_q_opc
         self.set_keys(behaviour_loc=behaviour_keys[0], behaviour_scale=behaviour_keys[1])
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -16,8 +16,8 @@ from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from torchrl_replay_ext.arguments import as_number, key_path, require_bool
-from torchrl_replay_ext.compilation import raise_if
+from torchrl_replay_ext.arguments import key_path, require_bool, require_choice, require_finite, require_number
+from torchrl_replay_ext.compilation import raise_if, values_can_be_read
 from torchrl_replay_ext.functional import importance_sampling_return, retrace
 from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
 
@@ -195,10 +195,35 @@ class Trajectories:
         return x.masked_fill(~self.valid, 0.0).sum() / self.valid.sum().clamp_min(1)
 
 
+# Return the value of an attribute; the arguments are the class, the name, and the value that is assigned.
+Check = Callable[[str, str, Any], Any]
+
+
+def _number(valid: Callable[[float], bool], rule: str) -> Check:
+    """Make the check of a number; ``rule`` completes "must be" in its error."""
+    return partial(require_number, valid=valid, rule=rule)
+
+
+def _reduction(owner: str, name: str, value: Any) -> str:
+    return require_choice(owner, name, "mean" if value is None else value, ("mean", "sum", "none"))
+
+
+def coefficient(owner: str, name: str, value: Any) -> float | Tensor:
+    """Check the weight of a loss; a real tensor stays a tensor, whose value is not read on an accelerator."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return require_finite(owner, name, value)
+    if value.numel() != 1 or values_can_be_read(value):
+        require_finite(owner, name, value)
+    return value
+
+
 class TrajectoryLoss(LossModule):
     """Abstract loss on trajectories with a stored behaviour policy: TensorDicts of shape [*B, T], time last.
 
     The average policy is ``target_actor_network_params``; a :class:`~torchrl.objectives.SoftUpdate` updates it.
+
+    Subclasses list the checks of their arguments in ``_ARGUMENTS``, and the weights of their losses, which are buffers,
+    in TorchRL's ``_schedulable_buffers``.
     """
 
     @dataclass
@@ -212,27 +237,36 @@ class TrajectoryLoss(LossModule):
 
     tensor_keys: _AcceptedKeys
     actor_network: ProbabilisticTensorDictSequential
+    actor_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+    gamma: float
+    lmbda: float
+    c: float
+    delta: float
+    retrace_thresh: float
+    trust_region: bool
+    returns: str
+    reduction: str
     entropy_coeff: Tensor
     critic_coeff: Tensor
-    _RETURNS: tuple[str, ...] = ("retrace", "importance_sampling")
+    _schedulable_buffers = frozenset({"entropy_coeff", "critic_coeff"})
+    # the check of each argument that can be assigned; it returns the value of the attribute
+    _ARGUMENTS: ClassVar[dict[str, Check]] = {
+        "gamma": _number(lambda x: 0 <= x <= 1, "in [0, 1]"),
+        "lmbda": _number(lambda x: 0 <= x <= 1, "in [0, 1]"),
+        "c": _number(lambda x: x >= 0, ">= 0; use math.inf for importance sampling without truncation"),
+        "delta": _number(lambda x: x >= 0, ">= 0; use trust_region=False for no trust region"),
+        "retrace_thresh": _number(lambda x: x >= 0, ">= 0"),
+        "trust_region": require_bool,
+        "returns": partial(require_choice, choices=("retrace", "importance_sampling")),
+        "reduction": _reduction,
+        "entropy_coeff": coefficient,
+        "critic_coeff": coefficient,
+    }
     _LOSSES: tuple[str, ...]
     _DIAGNOSTICS = ("entropy", "kl", "rho", "bc_weight", "tr_active")
 
-    def __init__(
-        self,
-        actor_network: ProbabilisticTensorDictSequential,
-        critic: tuple[str, nn.Module],
-        *,
-        gamma: float,
-        lmbda: float,
-        c: float,
-        delta: float,
-        trust_region: bool,
-        retrace_thresh: float,
-        returns: str,
-        reduction: str,
-        **coefficients: float,
-    ):
+    def __init__(self, actor_network: ProbabilisticTensorDictSequential, critic: tuple[str, nn.Module], **arguments):
         name = type(self).__name__
         super().__init__()
         if not isinstance(actor_network, ProbabilisticTensorDictSequential):
@@ -240,37 +274,40 @@ class TrajectoryLoss(LossModule):
                 f"{name}: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDictSequential, "
                 f"not {type(actor_network).__name__}."
             )
-        require_bool(name, "trust_region", trust_region)
-        numbers = {"gamma": gamma, "lmbda": lmbda, "c": c, "delta": delta, "retrace_thresh": retrace_thresh}
-        for key, value in (numbers | coefficients).items():
-            as_number(name, key, value)
-        for key, value, valid, requirement in (
-            ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
-            ("lmbda", lmbda, 0 <= lmbda <= 1, "in [0, 1]"),
-            ("c", c, c >= 0, ">= 0; use math.inf for importance sampling without truncation"),
-            ("delta", delta, delta >= 0, ">= 0; use trust_region=False for no trust region"),
-            ("retrace_thresh", retrace_thresh, retrace_thresh >= 0, ">= 0"),
-            ("returns", returns, returns in self._RETURNS, f"one of {', '.join(self._RETURNS)}"),
-            ("reduction", reduction, reduction in ("mean", "sum", "none"), "one of mean, sum, none"),
-            *((key, value, 0 <= value < math.inf, ">= 0 and finite") for key, value in coefficients.items()),
-        ):
-            if not valid:
-                raise ValueError(f"{name}({key}={value!r}): {key} must be {requirement}.")
-        self.gamma, self.lmbda, self.c, self.delta = gamma, lmbda, c, delta
-        self.trust_region, self.retrace_thresh, self.returns, self.reduction = (
-            trust_region,
-            retrace_thresh,
-            returns,
-            reduction,
-        )
+        for key, value in arguments.items():
+            self._ARGUMENTS[key](name, key, value)
         self.convert_to_functional(actor_network, "actor_network", create_target_params=True)
         # without ``compare_against``: parameters that the two networks share get the gradients of both losses
         self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]: any module will do
         self._network_names = ("actor_network", critic[0])
         self.out_keys = [*self._LOSSES, *self._DIAGNOSTICS]
         device = next(self.parameters()).device
-        for key, value in coefficients.items():
-            self.register_coeff_buffer(key, value, device=device)
+        for key, value in arguments.items():
+            if key in self._all_schedulable_buffers:
+                self.register_coeff_buffer(key, self._ARGUMENTS[key](name, key, value), device=device)
+            else:
+                setattr(self, key, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = self._ARGUMENTS.get(name)
+        # a number is copied into a buffer, a tensor replaces it, as in all losses of TorchRL
+        super().__setattr__(name, value if check is None else check(type(self).__name__, name, value))
+
+    def reset_parameters_recursive(self) -> None:
+        """Reset the networks by the ``reset_parameters()`` of their modules, and copy the policy to the average policy.
+
+        Modules without this method keep their values.
+        """
+        for name in self._network_names:
+            network: nn.Module = getattr(self, name)
+            with self._params(name):
+                for module in network.modules():
+                    reset = getattr(module, "reset_parameters", None)
+                    if reset is not None:
+                        reset()
+        # not as an attribute, which warns if no updater is associated yet
+        average: Any = dict(self.named_children())["target_actor_network_params"]
+        average.data.update_(self.actor_network_params.data)
 
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         pass
