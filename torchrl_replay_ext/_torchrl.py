@@ -7,14 +7,21 @@ including those of this file, and fails if a release of TorchRL removes one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
@@ -42,10 +49,35 @@ def stored_data(storage: Storage | None) -> Any:
     return getattr(storage, "_storage", None)
 
 
-def stored_columns(storage: Storage) -> list[Any]:
+def is_group(value: Any) -> bool:
+    """True for a TensorDict or tensorclass, False for tensors and non-tensor data."""
+    return is_tensor_collection(value) and not is_non_tensor(value)
+
+
+def _entries(data: Any, ndim: int, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The entries of a TensorDict, tensorclass or another tree of tensors, each with its path. It stacks nothing.
+
+    A lazy stack along one of the first ``ndim`` dimensions counts as an entry. Other lazy stacks, such as agents with
+    different shapes, are divided into their parts.
+    """
+    items: Any = None
+    if isinstance(data, LazyStackedTensorDict) and not is_non_tensor(data):
+        if data.stack_dim >= ndim:
+            items = (((data.stack_dim - ndim, number), part) for number, part in enumerate(data.tensordicts))
+    elif is_group(data) or isinstance(data, dict):
+        items = data.items()
+    elif isinstance(data, list | tuple):
+        items = enumerate(data)
+    if items is None:
+        yield path, data
+        return
+    for name, value in items:
+        yield from _entries(value, ndim, (*path, name))
+
+
+def stored_columns(storage: Any) -> list[Any]:
     """The tensors of a tensor storage, after the first write."""
-    data = stored_data(storage)
-    return list(data.values(True, True)) if is_tensor_collection(data) else tree_leaves(data)
+    return [column for _, column in _entries(stored_data(storage), storage.ndim)]
 
 
 def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | None:
@@ -62,6 +94,21 @@ def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | Non
     shape = tuple(storage._total_shape)[: storage.ndim]
     device = next((c.device for c in stored_columns(storage) if isinstance(c, Tensor)), torch.device("cpu"))
     return shape, device
+
+
+def has_size(storage: Any) -> bool:
+    """False for a list storage without a maximum size."""
+    return storage.max_size < torch.iinfo(torch.int64).max
+
+
+def step_after_rows(storage: Any) -> int:
+    """The step of the ring that a write after the stored rows begins with; 0 in a full storage of unknown order."""
+    known = shape_and_device(storage)
+    if known is None:
+        return 0
+    steps, *lanes = known[0]
+    stored, last = length(storage) // math.prod(lanes), getattr(storage, "_last_cursor_index", None)
+    return stored if stored < steps else 0 if last is None else (int(last) + 1) % steps
 
 
 def next_step(storage: Any) -> int | None:
@@ -110,16 +157,15 @@ def set_rows(storage: Any, index: Tensor, data: Any, *, first: int | None) -> No
 
 
 def set_columns(storage: Any, cursor: Any, data: Any, *, set_cursor: bool = True) -> bool:
-    """:meth:`TensorStorage.set` by columns, which takes a third of the time of the assignment to a TensorDict.
+    """:meth:`TensorStorage.set` by columns, which graphs can trace; it takes a third of the time.
 
-    Returns False, and writes nothing, unless data and storage are TensorDicts with the same entries, all tensors.
+    Returns False, and writes nothing, unless data and storage have the same entries, all tensors.
     """
     stored = stored_data(storage)
-    if not isinstance(data, TensorDict) or not isinstance(stored, TensorDict):
-        return False
-    # non-tensor entries count as entries, so that they are not skipped
-    rows, columns = (dict(each.items(True, True, is_leaf=is_leaf_nontensor)) for each in (data, stored))
-    if rows.keys() != columns.keys() or not all(isinstance(column, Tensor) for column in rows.values()):
+    rows, columns = (dict(_entries(each, getattr(each, "ndim", 0))) for each in (data, stored))
+    are_tensors = all(isinstance(each, Tensor) for each in (*rows.values(), *columns.values()))
+    # TorchRL takes the elements of a list as rows
+    if rows.keys() != columns.keys() or not are_tensors or isinstance(data, list):
         return False
     if set_cursor:
         storage._set_last_cursor(cursor)

@@ -442,8 +442,8 @@ def test_a_storage_that_was_filled_before():
     source.extend(data[:30].clone())
     tables = EventTables([SPEC], {"a": 12})
     rb = buffer(tables, 40, storage=source.storage)
-    # slots are used in order, starting with the first
-    for first, last, size in ((30, 33, 30), (33, 60, 30), (60, 100, 40)):
+    # writes go on after the stored rows
+    for first, last, size in ((30, 33, 33), (33, 60, 40), (60, 100, 40)):
         rb.extend(data[first:last].clone())
         assert len(tables["default"]) == size
     assert contents(rb, tables, "a") == [66, 67, 68, 69, 70, 91, 92, 93, 94, 95]

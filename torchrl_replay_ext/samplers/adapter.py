@@ -22,7 +22,7 @@ from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
-from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, unravel
+from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
 from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initialization, td_errors
 
@@ -196,7 +196,10 @@ class DistributionSampler(ShowsArguments, Sampler):
             self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
-        self.state.write(index, flat_slots(self.owner, index, self.layout), storage)
+        slots = flat_slots(self.owner, index, self.layout)
+        if isinstance(_torchrl.stored_data(storage), list):
+            require_fitting_items(self.owner, storage, slots.tolist(), self.layout.num_slots)
+        self.state.write(index, slots, storage)
 
     def discard(self, index: Tensor) -> None:
         """Remove rows: they were overwritten by a write that failed."""

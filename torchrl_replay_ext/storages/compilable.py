@@ -89,11 +89,23 @@ class CompilableTensorStorage(LazyTensorStorage):
             super()._set_last_cursor(cursor)
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
+        # the end of all writes, not the sum of their lengths, because rows may be written again
         shape = data.shape if is_tensor_collection(data) else tree_leaves(data)[0].shape
         is_single = isinstance(cursor, Integral) or getattr(cursor, "ndim", None) == 0
-        added = shape[: self.ndim - is_single].numel()
+        columns = self._total_shape[1:] if self._total_shape else shape[1 - is_single : self.ndim - is_single]
+        lanes = math.prod(columns)
+        steps = -(self.max_size // -lanes)
+        first = cursor[0] if isinstance(cursor, tuple) else cursor
+        last: Any
+        if isinstance(first, slice | range):
+            written = range(steps)[first] if isinstance(first, slice) else first
+            last = max(written, default=-1)
+        else:
+            written = torch.as_tensor(first)
+            written = written.nonzero() if written.dtype == torch.bool else written
+            last = (written % steps).max() if written.numel() else -1
         # one assignment, so that an interrupted write leaves a valid length
-        self._len_value.copy_((self._len_value + added).clamp_max(self.max_size))
+        self._len_value.copy_(self._len_value.clamp_min((last + 1) * lanes))
 
     def _init(self, data: Any) -> None:
         super()._init(data)
@@ -115,20 +127,24 @@ class CompilableTensorStorage(LazyTensorStorage):
             setattr(self, name, getattr(self, name).to(device))
         mark_static(vars(self), columns)
 
+    @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write ``data`` at ``cursor``. In a graph, ``data`` must have the entries of the first write."""
+        """Write ``data`` at ``cursor``, without its autograd history.
+
+        In a compiled graph, ``data`` must have the entries of the first write.
+        """
         if is_traced():
             self._require_columns()
         if set_columns(self, cursor, data, set_cursor=set_cursor):
             return
         if is_traced():
             rows, columns = (
-                sorted(map(str, entries.keys(True, True))) if is_tensor_collection(entries) else []
+                sorted(map(str, entries.keys(True, True))) if is_tensor_collection(entries) else type(entries).__name__
                 for entries in (data, stored_data(self))
             )
             raise KeyError(
                 f"CompilableTensorStorage: the data has the entries {rows}, the storage {columns}; in a graph both "
-                "must be the same."
+                "must be the same, without non-tensor data and lazy stacks of rows."
             )
         super().set(cursor, data, set_cursor=set_cursor)
 

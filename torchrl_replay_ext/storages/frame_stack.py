@@ -147,6 +147,7 @@ class FrameStackStorage(CompilableTensorStorage):
             device=device,
         )
 
+    @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write ``data`` at ``cursor``."""
         if isinstance(data, list):

@@ -15,7 +15,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext._torchrl import length, rows_of_ring, set_rows, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import has_size, length, rows_of_ring, set_rows, shape_and_device, stored_data
 from torchrl_replay_ext.arguments import require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -130,6 +130,9 @@ class EventTableWriter(CompilableWriter):
             raise ValueError(
                 f"EventTableWriter: retention='pinned' needs a flat storage (ndim=1), not ndim={storage.ndim}."
             )
+        if not has_size(storage):
+            kind = type(storage).__name__
+            raise ValueError(f"EventTableWriter: the {kind} has no size; pass one: {kind}(1000).")
         self._tables.check(storage.max_size)
         if self._tables.num_written and storage is not self._storage:
             raise ValueError(_TWO_STORAGES)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
 from tensordict.utils import expand_as_right
 from torch import Tensor
-from torchrl.data.replay_buffers import TensorDictRoundRobinWriter, TensorStorage
+from torchrl.data.replay_buffers import Storage, TensorDictRoundRobinWriter, TensorStorage
 
 from torchrl_replay_ext._torchrl import (
     attached_buffers,
@@ -20,11 +20,13 @@ from torchrl_replay_ext._torchrl import (
     set_length,
     set_rows,
     shape_and_device,
+    step_after_rows,
     stored_data,
 )
 from torchrl_replay_ext.compilation import increase, is_traced, mark_static, scalar, values_can_be_read
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+from torchrl_replay_ext.writers.entries import new_entries
 
 
 def _counter(name: str) -> Any:
@@ -85,6 +87,12 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     _cursor = _counter("cursor_value")
     _write_count = _counter("_write_count_value")
 
+    def register_storage(self, storage: Storage) -> None:
+        """Called by the buffer. A new writer goes on after the rows that the storage holds."""
+        super().register_storage(storage)
+        if not self._write_count and not self._cursor:
+            self._cursor = step_after_rows(storage)
+
     def add(self, data: Any) -> Any:
         """Write a single row over the oldest row, and notify the samplers."""
         if is_tensor_collection(data):
@@ -116,31 +124,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                 f"{name}: data of shape {tuple(data.shape)} does not fit a storage of shape {tuple(stored.shape)}; "
                 f"each step needs {tuple(stored.shape[1:ndim])} rows."
             )
-        columns = dict(data.items(True, True))
-        columns.pop("index", None)
-        for key, known in stored.items(True, True):
-            if key == "index":
-                continue
-            column = columns.pop(key, None)
-            if column is None:
-                raise KeyError(
-                    f"{name}: the data has no entry {key!r}, but the stored rows have it. The environment, policy or "
-                    "transform that wrote it must write it into every row. For rows with other entries use a new "
-                    "storage."
-                )
-            if column.is_meta and not known.is_meta:
-                raise ValueError(f"{name}: the entry {key!r} is on the meta device and has no values.")
-            if known.shape[stored.ndim :] != column.shape[ndim:]:
-                raise ValueError(
-                    f"{name}: the entry {key!r} has shape {tuple(column.shape)}; the storage needs "
-                    f"{(*data.shape[:ndim], *known.shape[stored.ndim :])}."
-                )
-            if known.dtype != column.dtype:
-                raise TypeError(
-                    f"{name}: the entry {key!r} has dtype {column.dtype}; the storage needs {known.dtype}. Convert it "
-                    f"before the write: data[{key!r}] = data[{key!r}].to({known.dtype})."
-                )
-        surplus = [key for key in columns if not is_stacked(storage, key)]
+        surplus = [key for key in new_entries(name, stored, data, ndim) if not is_stacked(storage, key)]
         if surplus and len(storage):
             raise KeyError(
                 f"{name}: the data has the entries {surplus}, but the stored rows do not have them. Write them from "

@@ -1,0 +1,394 @@
+"""What storages hold: rows without graphs, agents of different shapes, lists, rows from before."""
+
+from functools import partial
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection, lazy_stack, tensorclass
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    TensorDictReplayBuffer,
+)
+
+from tests.data import buffer_with, event_sampler, linear_policy, random_rows
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    FrameStackStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    RecencySampler,
+    TrajectoryRetraceSampler,
+)
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
+
+CAPACITY = 20
+
+SAMPLERS = {
+    "uniform": lambda _: RandomSampler(),
+    "proportional": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "recency": RecencySampler,
+    "reaper": ReaPERSampler,
+    "tables": lambda capacity: event_sampler(capacity, "event"),
+    "slices": lambda capacity: TrajectoryRetraceSampler(capacity, slice_len=2),
+    "decoupled": lambda capacity: DecoupledSampler(ProportionalSampler(capacity), linear_policy(3, 2), noise_scale=0.1),
+}
+# these read no stored entries, so they work with lists
+ON_LISTS = ["proportional", "rank", "recency"]
+every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+
+
+# --- rows with a graph
+
+
+def frames(count: int) -> TensorDict:
+    stacks = torch.arange(1.0, count + 3).view(-1, 1, 1).expand(-1, 2, 2).unfold(0, 2, 1).movedim(-1, 1)
+    return TensorDict(
+        {"observation": stacks[:-1], "next": {"observation": stacks[1:]}, "value": torch.ones(count)}, [count]
+    )
+
+
+def write_at(rb, data):
+    rb.writer.write_at(torch.arange(len(data)), data)
+
+
+WRITES = {
+    "extend": lambda rb, data: rb.extend(data),
+    "wrapping": lambda rb, data: [rb.extend(data.clone()) for _ in range(4)],
+    "add": lambda rb, data: [rb.add(row) for row in data],
+    "set": lambda rb, data: rb.storage.set(torch.arange(len(data)), data),
+    "set slice": lambda rb, data: rb.storage.set(slice(0, len(data)), data),
+    "lazy stack": lambda rb, data: rb.extend(lazy_stack(list(data.unbind(0)))),
+    "write_at": write_at,
+}
+
+
+def without_graph(rb):
+    return not any(column.requires_grad for column in rb.storage[:].values(True, True))
+
+
+def times(data, parameter):
+    return TensorDict({key: column * parameter for key, column in data.items(True, True)}, data.shape)
+
+
+@pytest.mark.parametrize("storage", [CompilableTensorStorage, FrameStackStorage])
+@pytest.mark.parametrize("write", WRITES)
+def test_rows_are_stored_without_their_graph(write, storage):
+    rb = CompilableReplayBuffer(storage=storage(10), batch_size=2)
+    parameter = torch.ones((), requires_grad=True)
+    for _ in range(2):
+        data = times(frames(3), parameter)
+        WRITES[write](rb, data)
+        # fails if a stored row has the graph of an earlier write
+        data["value"].sum().backward()
+        assert without_graph(rb)
+    assert torch.equal(rb[:]["value"], torch.ones(len(rb)))
+
+
+@pytest.mark.parametrize("storage", [CompilableTensorStorage, FrameStackStorage])
+def test_graphs_store_rows_without_their_graph(storage):
+    rb = CompilableReplayBuffer(storage=storage(10), batch_size=2)
+    rb.extend(frames(3))
+    parameter = torch.ones((), requires_grad=True)
+
+    @torch.compile(fullgraph=True)
+    def write(data):
+        data = times(data, parameter)
+        rb.extend(data)
+        return data["value"].sum()
+
+    for _ in range(2):
+        write(frames(3)).backward()
+        assert without_graph(rb)
+    assert len(rb) == 9 and parameter.grad == 6
+
+
+# --- agents with different shapes
+
+
+def multi_agent(count: int, first: int = 0, how: str = "columns") -> TensorDict:
+    """Rows of two agents whose observations have 2 and 3 numbers."""
+    data = random_rows(count, first=first)
+    agents = [TensorDict({"position": torch.full((count, size), float(first))}, [count]) for size in (2, 3)]
+    data["agents"] = lazy_stack(agents, 1)
+    return data if how == "columns" else lazy_stack(list(data.unbind(0)))
+
+
+STORAGES = {
+    "tensor": (TensorDictReplayBuffer, LazyTensorStorage),
+    "compilable": (CompilableReplayBuffer, CompilableTensorStorage),
+    "list": (TensorDictReplayBuffer, ListStorage),
+    "lazy stack": (TensorDictReplayBuffer, LazyStackStorage),
+}
+
+
+@pytest.mark.parametrize("how", ["columns", "rows"])
+@pytest.mark.parametrize("kind", STORAGES)
+@every_sampler
+def test_agents_with_different_shapes(name, kind, how):
+    if kind in ("list", "lazy stack") and name not in ("uniform", *ON_LISTS):
+        pytest.skip("reads stored entries, which a list does not have")
+    make, storage = STORAGES[kind]
+    sampler = SAMPLERS[name](CAPACITY)
+    rb = buffer_with(sampler, CAPACITY, batch_size=4)
+    rb = make(storage=storage(CAPACITY), sampler=sampler, batch_size=4, writer=rb.writer if name == "tables" else None)
+    for first in (0, 8, 16):
+        rb.extend(multi_agent(8, first, how))
+    batch = rb.sample()
+    for agent, size in enumerate((2, 3)):
+        position = batch["agents"][..., agent]["position"]
+        assert position.shape == (4, size)
+        assert torch.equal(position[:, 0], batch["number"] // 8 * 8.0)
+    batch["td_error"] = torch.rand(4)
+    rb.update_tensordict_priority(batch)
+    rb.sample()
+
+
+@pytest.mark.parametrize("how", ["columns", "rows"])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, CompilableTensorStorage])
+def test_agents_that_do_not_fit_the_stored_ones_are_refused(storage, how):
+    rb = TensorDictReplayBuffer(storage=storage(CAPACITY), writer=CompilableWriter(), batch_size=4)
+    rb.extend(multi_agent(4, how=how))
+    stored = rb[:]
+
+    def agents(*sizes, dtype=torch.float32, key="position"):
+        data = multi_agent(2)
+        parts = [TensorDict({key: torch.zeros(2, size, dtype=dtype)}, [2]) for size in sizes]
+        data["agents"] = lazy_stack(parts, 1)
+        return data if how == "columns" else lazy_stack(list(data.unbind(0)))
+
+    for data, error, message in (
+        (
+            agents(2, 4),
+            ValueError,
+            r"the entry \('agents', '1', 'position'\) has shape .*4,?\); the storage needs .*3,?\)",
+        ),
+        (agents(2, 3, 3), ValueError, "the entry 'agents' has batch shape"),
+        (agents(2, 3, dtype=torch.float64), TypeError, "needs torch.float32"),
+        (agents(2, 3, key="velocity"), KeyError, "no entry .*'position'"),
+        (random_rows(2), KeyError, r"no entry \('agents', '0', 'position'\)"),
+    ):
+        with pytest.raises(error, match=message):
+            rb.extend(data)
+        assert len(rb) == 4
+    rb.extend(multi_agent(4, how=how))
+    assert torch.equal(rb[:4]["agents"][:, 1]["position"], stored["agents"][:, 1]["position"])
+
+
+def test_agents_that_are_stored_with_one_shape():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=CompilableWriter(), batch_size=4)
+    data = random_rows(4)
+    data["agents"] = TensorDict({"position": torch.zeros(4, 2, 2)}, [4, 2])
+    rb.extend(data)
+    with pytest.raises(ValueError, match="the parts of the entry 'agents' differ in shape"):
+        rb.extend(multi_agent(4))
+    data["agents"] = lazy_stack([TensorDict({"position": torch.ones(4, 2)}, [4]) for _ in range(2)], 1)
+    rb.extend(data)
+    assert rb[:]["agents", "position"].sum(0).tolist() == [[4, 4], [4, 4]]
+
+
+# --- lists
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("name", ON_LISTS)
+def test_a_list_without_a_size(name, storage):
+    rb = TensorDictReplayBuffer(storage=storage(), sampler=SAMPLERS[name](CAPACITY))
+    rb.extend(random_rows(12))
+    rb.extend(random_rows(8, first=12))
+    batch = rb.sample(200)
+    assert batch["number"].max() > 11
+    rb.update_priority(batch["index"], torch.rand(200))
+    with pytest.raises(ValueError, match=rf"capacity=20\): the {storage.__name__} has no size and holds 21 rows"):
+        rb.add(random_rows(1)[0])
+    assert rb.sample(200)["index"].max() < CAPACITY
+    rb.sampler.check_valid()
+    with pytest.raises(ValueError, match="holds 21 rows, more than the sampler's capacity"):
+        TensorDictReplayBuffer(storage=rb.storage, sampler=SAMPLERS[name](CAPACITY)).sample(8)
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("uniform", "tables")])
+def test_a_list_and_a_sampler_without_a_size(name, storage):
+    rb = TensorDictReplayBuffer(storage=storage(), sampler=SAMPLERS[name](None), batch_size=8)
+    message = rf"has no size. Pass a size to the storage, {storage.__name__}\(1000\), or to the sampler, \w+\(capacity="
+    with pytest.raises(ValueError, match=message):
+        rb.extend(random_rows(4))
+
+
+def test_event_tables_need_a_storage_with_a_size():
+    sampler = event_sampler(10, "event")
+    with pytest.raises(ValueError, match=r"EventTableWriter: the ListStorage has no size; pass one"):
+        buffer_with(sampler, CAPACITY, storage=ListStorage())
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("uniform", "tables")])
+def test_one_transition_per_slot(name, storage):
+    rollouts = torch.stack([random_rows(5) for _ in range(4)])
+    rb = TensorDictReplayBuffer(storage=storage(CAPACITY), sampler=SAMPLERS[name](CAPACITY), batch_size=4)
+    with pytest.raises(ValueError, match=r"each slot of the storage holds entries of shape \(5,\)"):
+        rb.extend(rollouts)
+    if storage is not LazyTensorStorage and name in ON_LISTS:
+        # not only the first rows
+        rb = TensorDictReplayBuffer(storage=storage(CAPACITY), sampler=SAMPLERS[name](CAPACITY))
+        rb.extend(random_rows(5))
+        with pytest.raises(ValueError, match=r"each slot of the storage holds entries of shape \(5,\)"):
+            rb.extend(rollouts)
+        assert rb.sample(100)["index"].max() < 5
+
+
+# --- compiled writes
+
+
+@tensorclass
+class Row:
+    """Two entries of a row."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def numbers(first, count, *shape):
+    return torch.arange(first, first + count).reshape(-1, *(1 for _ in shape)).expand(count, *shape).float()
+
+
+def row_class(first, count):
+    return Row(first=numbers(first, count), second=numbers(first, count, 2), batch_size=[count])
+
+
+def agents(first, count):
+    parts = [TensorDict({"x": numbers(first, count, size)}, [count]) for size in (2, 3)]
+    return TensorDict({"agents": lazy_stack(parts, 1)}, [count])
+
+
+DATA = {
+    "tensor": lambda first, count: numbers(first, count, 3),
+    "pytree": lambda first, count: {"x": numbers(first, count), "y": (numbers(first, count, 2), numbers(first, count))},
+    "nested": lambda first, count: TensorDict({"x": numbers(first, count), "y": {"z": numbers(first, count)}}, [count]),
+    "tensorclass": row_class,
+    "nested tensorclass": lambda first, count: TensorDict({"row": row_class(first, count)}, [count]),
+    "agents": agents,
+}
+
+
+def leaves(data):
+    if isinstance(data, LazyStackedTensorDict):
+        return [leaf for part in data.tensordicts for leaf in leaves(part)]
+    if is_tensor_collection(data):
+        data = [data.get(key) for key in sorted(data.keys())]
+    if isinstance(data, dict | list | tuple):
+        return [leaf for part in (data.values() if isinstance(data, dict) else data) for leaf in leaves(part)]
+    return [data]
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_graph_writes_data_of_any_kind(kind):
+    make = DATA[kind]
+    storage, eager = CompilableTensorStorage(10), CompilableTensorStorage(10)
+    for each in (storage, eager):
+        each.set(torch.arange(2), make(0, 2))
+    write = torch.compile(storage.set, fullgraph=True)
+    for first in (2, 5, 7):
+        index, data = torch.arange(first, first + 3), make(first, 3)
+        write(index, data)
+        eager.set(index, data)
+        assert len(storage) == len(eager) == first + 3
+    for got, expected in zip(leaves(storage[:]), leaves(eager[:]), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_graph_refuses_data_of_another_kind():
+    storage = CompilableTensorStorage(10)
+    storage.set(torch.arange(2), numbers(0, 2))
+    write = torch.compile(storage.set)
+    with pytest.raises(KeyError, match=r"the data has the entries \[.*\], the storage Tensor"):
+        write(torch.arange(2), DATA["nested"](0, 2))
+
+
+# --- rows from before
+
+
+def steps(first, count):
+    return TensorDict({"step": torch.arange(first, first + count)}, [count])
+
+
+@pytest.mark.parametrize("make", [LazyTensorStorage, CompilableTensorStorage, LazyMemmapStorage, ListStorage])
+@pytest.mark.parametrize(("filled", "index"), [(6, [6, 7, 8]), (9, [9, 0, 1]), (10, [0, 1, 2]), (13, [3, 4, 5])])
+def test_a_new_buffer_goes_on_after_the_stored_rows(make, filled, index):
+    storage = make(10)
+    TensorDictReplayBuffer(storage=storage).extend(steps(0, filled))
+    if make is ListStorage and filled == 13:
+        pytest.skip("a list does not know which of its rows was written last")
+    is_compilable = make is CompilableTensorStorage
+    writer = None if is_compilable else CompilableWriter()
+    rb = (CompilableReplayBuffer if is_compilable else TensorDictReplayBuffer)(storage=storage, writer=writer)
+    assert sorted(int(row["step"]) for row in rb[:]) == list(range(max(filled - 10, 0), filled))
+    assert rb.extend(steps(filled, 3)).tolist() == index
+    assert sorted(int(row["step"]) for row in rb[:]) == list(range(max(filled - 7, 0), filled + 3))
+    rb.add(steps(filled + 3, 1)[0])
+    assert sorted(int(row["step"]) for row in rb[:]) == list(range(max(filled - 6, 0), filled + 4))
+
+
+@pytest.mark.parametrize("make", [LazyTensorStorage, CompilableTensorStorage])
+def test_a_new_buffer_of_several_environments_goes_on_after_the_stored_rows(make):
+    storage = make(12, ndim=2)
+    TensorDictReplayBuffer(storage=storage, dim_extend=0).extend(steps(0, 6).reshape(2, 3))
+    rb = TensorDictReplayBuffer(storage=storage, writer=CompilableWriter(), dim_extend=0)
+    rb.extend(steps(6, 3).reshape(1, 3))
+    assert rb[:]["step"].flatten().tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "uniform"])
+def test_samplers_of_a_new_buffer_go_on_after_the_stored_rows(name):
+    storage = CompilableTensorStorage(CAPACITY)
+    TensorDictReplayBuffer(storage=storage).extend(random_rows(12))
+    rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, compilable=True, storage=storage)
+    rb.extend(random_rows(4, first=12))
+    assert rb[:]["number"].tolist() == list(range(16))
+    if name != "tables":
+        assert set(rb.sample(400)["number"].tolist()) == set(range(16))
+    getattr(rb.sampler, "critic_sampler", rb.sampler).check_valid()
+
+
+def test_a_used_writer_keeps_its_position():
+    writer = CompilableWriter()
+    TensorDictReplayBuffer(storage=LazyTensorStorage(10), writer=writer).extend(steps(0, 3))
+    storage = LazyTensorStorage(10)
+    TensorDictReplayBuffer(storage=storage).extend(steps(0, 6))
+    rb = TensorDictReplayBuffer(storage=storage, writer=writer)
+    assert rb.extend(steps(3, 2)).tolist() == [3, 4]
+
+
+CURSORS = [
+    (2, 3),
+    (-1, 10),
+    (slice(1, 4), 4),
+    (range(2, 5), 5),
+    ([0, 6], 7),
+    (torch.tensor([4, 1]), 5),
+    (torch.tensor([-2]), 9),
+    (torch.arange(10) == 3, 4),
+]
+
+
+@pytest.mark.parametrize(("cursor", "length"), CURSORS)
+def test_rows_that_are_written_again_do_not_count_twice(cursor, length):
+    storage = CompilableTensorStorage(10)
+    data = steps(0, 10)[cursor]
+    for _ in range(2):
+        storage.set(cursor, data)
+        assert len(storage) == length
+    shape = partial(torch.zeros, dtype=torch.int64)
+    wide = CompilableTensorStorage(30, ndim=2)
+    row = TensorDict({"step": shape(*data.shape, 3)}, [*data.shape, 3])
+    for _ in range(2):
+        wide.set(cursor, row)
+        assert len(wide) == 3 * length
