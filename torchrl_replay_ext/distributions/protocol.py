@@ -20,6 +20,9 @@ __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "UpdateMask",
 class Draw(NamedTuple):
     """A batch of slots.
 
+    The rows must be in random order: a row's position must not depend on its slot, because a part of a batch must be a
+    sample like the whole. Distributions that draw from strata assign the rows to them in random order.
+
     Importance-sampling weights are (density / smallest)^−β.
 
     Args:

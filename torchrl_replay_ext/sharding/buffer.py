@@ -215,7 +215,7 @@ class ShardedReplayBuffer:
         """Draw a batch.
 
         Returns:
-            ``batch_size`` rows, in the order of the shards, with the stored entries, ``"index"`` and ``"shard"``, int64
+            ``batch_size`` rows in random order, with the stored entries, ``"index"`` and ``"shard"``, int64
             [B], and the entries of the sampler, such as ``"priority_weight"``.
 
         Raises:

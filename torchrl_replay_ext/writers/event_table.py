@@ -82,7 +82,7 @@ class EventTableWriter(CompilableWriter):
         >>> index = rb.extend(TensorDict(data, [10]))
         >>> tables["goal"].index()
         tensor([5, 6, 7])
-        >>> rb.sample()["table"]
+        >>> rb.sample()["table"].sort().values
         tensor([0, 0, 1, 1])
     """
 
