@@ -169,7 +169,7 @@ class SumTree:
             raise ValueError(f"SumTree.update: index must lie in [0, {self.capacity}).")
         if not bool(((priority >= 0) & (priority <= self.max_supported_priority)).all()):
             raise ValueError(
-                f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority:g}]."
+                f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority}]."
             )
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 

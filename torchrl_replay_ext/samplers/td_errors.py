@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.indices import extremes
 
@@ -104,6 +106,6 @@ def largest_td_error(owner: str, error: Tensor, slots: Tensor, priorities: Prior
 def invalid_td_error(owner: str, error: float, slot: int, position: int, limit: float) -> ValueError:
     """The error for an invalid TD error at ``position`` of an update; ``limit``: the largest allowed priority."""
     return ValueError(
-        f"{owner}.update_priority: TD error {error:g} at index {slot} (position {position} of the update); TD errors "
-        f"must be >= 0 and finite, and the priority |δ| + eps at most {limit:g}."
+        f"{owner}.update_priority: TD error {shown(np.float32(error))} at index {slot} (position {position} of the "
+        f"update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
     )
