@@ -17,11 +17,12 @@ from torchrl_replay_ext.indices import extremes
 
 
 class DefaultPriority:
-    """Detects the default priority that TensorDictReplayBuffer uses for samples without TD errors.
+    """Detects the default priority that TensorDictReplayBuffer uses for rows without TD errors.
 
-    The buffer reads ``sampler.default_priority`` and expands it to all rows. All rows of an expanded tensor share their
-    memory; this distinguishes the default from constant TD errors of a user. A buffer that draws sequences reduces the
-    priorities to one per sequence, which makes a new tensor; then only the value can be compared.
+    The buffer does so for samples, and for each row that it adds. It reads ``sampler.default_priority`` and expands it
+    to all rows. All rows of an expanded tensor share their memory; this distinguishes the default from constant TD
+    errors of a user. For a single row it is a number in a tensor. A buffer that draws sequences reduces the priorities
+    to one per sequence, which makes a new tensor; then only the value can be compared.
     """
 
     def __init__(self):
@@ -32,17 +33,21 @@ class DefaultPriority:
         self._recorded = value
         return value
 
-    def is_filled_in(self, priority: Any, draws_sequences: Callable[[], bool]) -> bool:
+    def is_filled_in(self, index: Any, priority: Any, draws_sequences: Callable[[], bool]) -> bool:
         """Whether ``priority`` is the default that TorchRL read since the last call of this method.
 
         Args:
-            priority: the argument of ``update_priority``.
+            index: the index of the update.
+            priority: its TD errors.
             draws_sequences: returns True if the buffer draws sequences. It is only called if needed.
         """
         default, self._recorded = self._recorded, None
-        if default is None or not isinstance(priority, Tensor) or priority.ndim != 1 or not priority.numel():
+        if default is None or not isinstance(priority, Tensor) or priority.ndim > 1 or not priority.numel():
             return False
-        expanded = priority.stride(0) == 0 or draws_sequences()
+        if priority.ndim:
+            expanded = priority.stride(0) == 0 or draws_sequences()
+        else:
+            expanded = isinstance(index, Tensor) and not index.ndim
         return expanded and bool((priority == as_float32(default)).all())
 
 
