@@ -200,8 +200,9 @@ class Distribution(WriteObserver):
         Args:
             slots: int64 [n].
             priority: d of each slot, float32 [n].
-            mask: where values cannot be read: the valid rows, and the row that is used of duplicates. None: all rows
-                are valid, and the last of duplicates is used.
+            mask: where values cannot be read: the valid rows, and the row that is used of duplicates. The duplicates of
+                a slot then all have the values of its last valid row, if there is one. None: all rows are valid, and
+                the last of duplicates is used.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 
