@@ -3,6 +3,7 @@ import dataclasses
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,23 @@ def test_refuses_what_is_not_a_size(value):
 @pytest.mark.parametrize("value", [1.5, Anneal(0.5, 1.5, 3), Anneal(2.0, 0.5, 3)])
 def test_refuses_above_the_limit(value):
     with pytest.raises(ValueError, match=r"SomeSampler\(beta=\S+\): beta must be in \[0, 1\]"):
+        beta(value, high=1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"), [(1.0000000015, 1.0), (1 + 2**-23, 1.0), (torch.tensor(-3e-8), 0.0), (np.float32(-1e-7), 0.0)]
+)
+def test_a_limit_that_is_exceeded_by_rounding_is_the_limit(value, limit):
+    assert beta(value, high=1.0).current() == limit
+    schedule = beta(Anneal(0.5, value, 2), high=1.0)
+    for _ in range(3):
+        schedule.step()
+    assert schedule.current() == limit
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1.000002, "1.000002"), (2, "2"), (-1e-5, "-1e-05"), (1.0 + 1e-5, None)])
+def test_an_error_shows_the_value_that_it_refuses(value, shown):
+    with pytest.raises(ValueError, match=rf"\(beta={shown or value}\): beta must be in \[0, 1\]\."):
         beta(value, high=1.0)
 
 

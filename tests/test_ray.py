@@ -82,6 +82,10 @@ def local_buffer(name):
     return rb
 
 
+def remote_buffer(name):
+    return RayReplayBuffer(replay_buffer_cls=buffer_class(name), remote_config={"num_cpus": 0}, **arguments(name))
+
+
 @pytest.fixture(scope="module")
 def buffers():
     """One buffer per case; all start at the same time."""
@@ -89,12 +93,7 @@ def buffers():
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        yield {
-            name: RayReplayBuffer(
-                replay_buffer_cls=buffer_class(name), remote_config={"num_cpus": 0}, **arguments(name)
-            )
-            for name in PARTS
-        }
+        yield {name: remote_buffer(name) for name in PARTS}
     finally:
         ray.shutdown()
 
@@ -183,11 +182,14 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
 
 
 def test_saved_here_goes_on_there(buffers):
-    local = local_buffer("reaper")
+    # a buffer of its own, because other tests compare those of the fixture with local ones
+    remote, local = remote_buffer("reaper"), local_buffer("reaper")
+    for first in (0, 32):
+        remote.extend(transitions(first))
     local.extend(transitions(0))
     local.update_priority(torch.arange(8), torch.rand(8))
-    buffers["reaper"].load_state_dict(local.state_dict())
-    there, here = map(sampler_state, (buffers["reaper"], local))
+    remote.load_state_dict(local.state_dict())
+    there, here = map(sampler_state, (remote, local))
     # the actor's buffer was written to before, and does not use the numbers of these writes again
     assert there.pop("num_writes") > here.pop("num_writes")
     assert_same(there, here)

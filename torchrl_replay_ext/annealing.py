@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import as_number
+from torchrl_replay_ext.arguments import as_number, shown, within_limits
 from torchrl_replay_ext.compilation import values_can_be_read
 
 
@@ -52,6 +52,8 @@ class Anneal:
 class Hyperparameter:
     """A number in [0, ``high``], constant or annealed, held in a tensor that is changed in place.
 
+    A number that exceeds a limit by rounding, at most 1e-6, counts as the limit.
+
     Args:
         owner: the class that error messages name.
         name: the name of the hyperparameter.
@@ -75,11 +77,15 @@ class Hyperparameter:
         else:
             number = as_number(self._owner, self._name, value)
             schedule = Anneal(number, number, 1)
-        for number in (schedule.start, schedule.end):
-            if not (math.isfinite(number) and 0 <= number <= self._high):
-                limits = ">= 0" if math.isinf(self._high) else f"in [0, {self._high:g}]"
-                raise ValueError(f"{self._owner}({self._name}={number:g}): {self._name} must be {limits}{self._hint}.")
-        self._assign(schedule.start, 0.0, schedule.start, schedule.end, schedule.num_updates)
+        start, end = map(self._within_limits, (schedule.start, schedule.end))
+        self._assign(start, 0.0, start, end, schedule.num_updates)
+
+    def _within_limits(self, number: float) -> float:
+        limited = within_limits(number, self._high)
+        if limited is None:
+            limits = ">= 0" if math.isinf(self._high) else f"in [0, {shown(self._high)}]"
+            raise ValueError(f"{self._owner}({self._name}={shown(number)}): {self._name} must be {limits}{self._hint}.")
+        return limited
 
     def _assign(self, value: float, count: float, start: float, end: float, num_updates: float) -> None:
         self._state.copy_(torch.tensor([value, count, start, end, num_updates], dtype=torch.float64, device="cpu"))

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict import NestedKey
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 # How a loss writes the TD error δ: δ² or |δ|.
 TDError = Literal["squared", "absolute"]
 WeightNorm = Literal["buffer", "batch"]
+# A hyperparameter that exceeds a limit by at most this much is set to the limit: schedulers in float32 round.
+ROUNDING = 1e-6
 
 
 def is_key(value: Any) -> bool:
@@ -68,6 +71,17 @@ def as_number(owner: str, name: str, value: Any) -> float:
     if not is_number:
         raise TypeError(f"{owner}({name}={value!r}): {name} must be a number, not {type(value).__name__}.")
     return float(value)
+
+
+def within_limits(number: float, high: float = math.inf) -> float | None:
+    """``number``, or the limit of [0, ``high``] that it exceeds by rounding, see :data:`ROUNDING`; otherwise None."""
+    nearest = min(max(number, 0.0), high)
+    return nearest if math.isfinite(number) and abs(number - nearest) <= ROUNDING else None
+
+
+def shown(number: float | np.floating) -> str:
+    """``number`` with as few digits as identify it in its precision."""
+    return str(number).removesuffix(".0")
 
 
 def require_finite(owner: str, name: str, value: Any) -> float:

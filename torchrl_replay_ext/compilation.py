@@ -140,11 +140,14 @@ def generator_on(device: torch.device, source: torch.Generator) -> torch.Generat
     return torch.Generator(device).manual_seed(int(seed))
 
 
-def stratify(u: Tensor) -> Tensor:
-    """Map uniform numbers ``u`` [n] in [0, 1) to one number in each of n consecutive intervals of length 1/n."""
-    num = u.shape[0]
-    # rounding may give 1 for the last one
-    return ((torch.arange(num, device=u.device) + u) / num).clamp_(max=1 - 2**-_FLOAT64_BITS)
+def stratified_uniform(num: int, *, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """One random number in each of ``num`` intervals of length 1 / ``num`` of [0, 1), in random order, float64 [num].
+
+    For the arguments see :func:`uniform`.
+    """
+    u, order = uniform(2, num, device=device, generator=generator)
+    # rounding may give 1 for the last interval
+    return ((order.argsort() + u) / num).clamp_(max=1 - 2**-_FLOAT64_BITS)
 
 
 @overload

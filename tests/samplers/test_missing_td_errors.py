@@ -158,6 +158,37 @@ def test_single_rows_are_added_without_td_errors(stock):
     assert float(p[34] / p[33]) == pytest.approx((0.5 / largest) ** 0.6, rel=1e-4)
 
 
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("name", ["proportional", "rank", "events"])
+def test_a_single_row_may_have_the_shape_of_a_batch(name, first):
+    """TorchRL's buffer takes rows [1] in add(), and fills in the default priority as for a sample."""
+    rb = buffer_with(PRIORITIZED[name](), CAPACITY, batch_size=1)
+    rb.extend(random_rows(30))
+    if first:
+        updated(rb)
+        rb.extend(random_rows(first, first=30))
+    before, beta = rb.sampler.stats()["never_updated"] * (30 + first), rb.sampler.beta
+    shaped = (lambda row: row) if name == "events" else (lambda row: row.unsqueeze(0))
+    for slot, row in enumerate(random_rows(3), start=30 + first):
+        assert int(rb.add(shaped(row))) == slot
+    stats = rb.sampler.stats()
+    assert stats["rejected_updates"] == 0 and rb.sampler.beta == beta
+    assert float(stats["never_updated"] * stats["num_items"]) == pytest.approx(float(before) + 3)
+    # the sample of the added row is still a sample
+    index = torch.tensor([32 + first])
+    with warned():
+        rb.update_tensordict_priority(TensorDict({"index": index}, [1]))
+    assert rb.sampler.stats()["rejected_updates"] == 1
+
+
+def test_so_it_is_with_a_single_row_of_a_sample():
+    rb = updated(make(PRIORITIZED["proportional"], stock=True))
+    row, before = rb.sample()[0], dict(flat(rb.sampler.state_dict()))
+    with warned():
+        rb.update_tensordict_priority(row)
+    assert_unchanged(rb, before, counted=1)
+
+
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", ["no eps", "rank", "reaper"])
 def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 from torch.utils._pytree import tree_leaves
 from torchrl.collectors import MultiSyncCollector
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler, TensorDictRoundRobinWriter
 from torchrl.envs import GymEnv
 
 from tests.events import NaiveTables, scripted
@@ -23,6 +23,7 @@ from torchrl_replay_ext import (
     EventTableWriter,
     Threshold,
 )
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
 # (event, history, table), capacities, storage size
@@ -653,6 +654,45 @@ def test_lists_do_not_enter():
     with pytest.raises(TypeError, match="must be a TensorDict"):
         rb.writer.extend([1, 2])
     assert isinstance(scripted(3), TensorDict)
+
+
+@pytest.mark.parametrize("writer", [EventTableWriter, CompilableWriter, TensorDictRoundRobinWriter])
+def test_a_row_that_is_no_tensordict_is_refused_before_anything_changes(writer):
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
+    if writer is not EventTableWriter:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), writer=writer(), batch_size=4)
+    rb.extend(scripted(3))
+    row = scripted(1)[0]
+    for call in (rb.add, rb.writer.add):
+        # TorchRL's own writer refuses it too, but moves its cursor
+        with pytest.raises(AttributeError if writer is TensorDictRoundRobinWriter else TypeError):
+            call(row.to_dict())
+    if writer is not TensorDictRoundRobinWriter:
+        with pytest.raises(TypeError, match=rf"{writer.__name__}\.add: the data must be a TensorDict, not dict; write"):
+            rb.add(row.to_dict())
+        assert len(rb) == rb.write_count == 3
+        assert rb.add(TensorDict(row.to_dict())) == 3
+
+
+def test_add_is_refused_in_several_columns_before_anything_changes():
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40, ndim=2)
+    rb.extend(marked(2, 3))
+    with pytest.raises(ValueError, match=r"EventTableWriter\.add: the storage has ndim=2.*Use extend"):
+        rb.add(marked(2))
+    assert rb.write_count == 3 and rb.storage.shape[0] == 3
+
+
+@tensorclass
+class Row:
+    end: torch.Tensor
+
+
+def test_a_row_may_be_a_tensorclass():
+    tables = EventTables([EventSpec("end", "end", history=2)], {"end": 4})
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=EventTableWriter(tables, done_key="end"), batch_size=4)
+    for number in range(3):
+        assert rb.add(Row(end=torch.tensor([number == 2]), batch_size=[])) == number
+    assert tables["end"].index().tolist() == [1, 2]
 
 
 def marked(*shape, event=()):

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, is_traced, scalar, stratify, uniform
+from torchrl_replay_ext.compilation import (
+    Array,
+    as_array,
+    gather_in_bounds,
+    is_traced,
+    scalar,
+    stratified_uniform,
+    uniform,
+)
 from torchrl_replay_ext.core import _compiled_tree, _eager_tree
 from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
 
@@ -161,7 +169,7 @@ class SumTree:
             raise ValueError(f"SumTree.update: index must lie in [0, {self.capacity}).")
         if not bool(((priority >= 0) & (priority <= self.max_supported_priority)).all()):
             raise ValueError(
-                f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority:g}]."
+                f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority}]."
             )
         self.write(index.to(torch.int64), self.to_mass(priority.double()))
 
@@ -215,13 +223,13 @@ class SumTree:
             generator: random number generator on the tree's device. Default: None, torch's global generator.
 
         Returns:
-            The leaves and their masses, int64 [num] each. Stratified draws are in the order of their strata.
+            The leaves and their masses, int64 [num] each. The strata are in random order.
 
         Raises:
             RuntimeError: if the total is 0. Compiled graphs and accelerators return leaf 0 with mass 0 instead.
         """
-        u = uniform(num, device=self.leaves.device, generator=generator)
-        return self.draw(stratify(u) if stratified else u)
+        draw_numbers = stratified_uniform if stratified else uniform
+        return self.draw(draw_numbers(num, device=self.leaves.device, generator=generator))
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1). It may overwrite ``u``."""

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import Uniform
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
-from torchrl_replay_ext.indices import FEW
 
 
 class EventTableMixture(Distribution):
@@ -254,41 +253,44 @@ class EventTableMixture(Distribution):
         eta = [share * (size >= d) for share, size, d in zip(self._shares.current.tolist(), sizes, needed, strict=True)]
         total = sum(eta)
         eta = [share / total for share in eta] if total else [1.0, *(0.0 for _ in eta[1:])]
-        u = uniform(batch_size + 1, device=self._device, generator=generator)
-        if self._allocation == "systematic" and batch_size <= FEW:
+        first, u, order = self._random_numbers(batch_size, generator)
+        if self._allocation == "systematic":
             # same result as table_ends, in a quarter of the time
-            first, parts = u[0].item(), [*accumulate(eta)]
-            ends = [math.ceil(batch_size * (part / parts[-1]) - first) for part in parts]
-            counts = [end - begin for begin, end in pairwise([0, *ends])]
-            row_tables = [number for number, count in enumerate(counts) for _ in range(count)]
-            table = torch.tensor(row_tables, device=self._device)
+            shift, parts = first.item(), [*accumulate(eta)]
+            ends = torch.tensor(
+                [math.ceil(batch_size * (part / parts[-1]) - shift) for part in parts], device=self._device
+            )
         else:
             portions = torch.tensor(eta, dtype=torch.float64, device=self._device)
-            _, table = self._tables_of_rows(portions, batch_size, u, generator)
+            ends = self._ends_of_rows(portions, batch_size, first, generator)
+        table = torch.searchsorted(ends, order, right=True)
         # in the order of positions, as in the tree: first the entries after the wrap of the ring, then a gap
         starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
         wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
         offsets = [begin + at - n for begin, at, n in zip(begins, starts, wrapped, strict=True)]
         layout = torch.tensor([sizes, offsets, begins, wrapped], device=self._device)
         size, offset, begin, before = layout.index_select(1, table).unbind()
-        position = (u[1:] * size).to(torch.int64)
+        position = (u * size).to(torch.int64)
         if any(wrapped):
             offset = torch.where(position >= before, offset, begin)
         slots = self._tables.slot_at.index_select(0, position.add_(offset)).to(torch.int64)
         per_entry = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
         return slots, table, self._tables.sum_over_tables(slots, per_entry), per_entry
 
-    def _tables_of_rows(
-        self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """For each table, the end of its rows, [tables]; and the table of each row, in increasing order, [B].
+    def _random_numbers(self, batch_size: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Uniform numbers for the allocation, [1], and for the rows, [B]; 0, ..., B − 1 in random order, [B]."""
+        drawn = uniform(2 * batch_size + 1, device=self._device, generator=generator)
+        first, u, order = drawn.split([1, batch_size, batch_size])
+        return first, u, order.argsort()
 
-        The choice uses the first number of ``u``; with multinomial allocation it draws its own random numbers.
+    def _ends_of_rows(self, eta: Tensor, batch_size: int, u: Tensor, generator: torch.Generator | None) -> Tensor:
+        """For each table, the end of its rows if the rows are ordered by table, [tables].
+
+        With multinomial allocation it draws its own random numbers instead of ``u`` [1].
         """
         if self._allocation == "multinomial":
             u = uniform(batch_size, device=self._device, generator=generator)
-        ends = table_ends(eta, batch_size, self._allocation, u)
-        return ends, torch.searchsorted(ends, torch.arange(batch_size, device=self._device), right=True)
+        return table_ends(eta, batch_size, self._allocation, u)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         in_graph = is_traced()
@@ -309,9 +311,10 @@ class EventTableMixture(Distribution):
         eta, low, total = self._proportions(batch_size)
         message = "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
         raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
-        u = uniform(batch_size + 1, device=self._device, generator=generator)
-        ends, table = self._tables_of_rows(eta, batch_size, u, generator)
-        position, mass, total = self._within.draw(u[1:], TableRows(ends, table, low, total), generator)
+        first, u, order = self._random_numbers(batch_size, generator)
+        ends = self._ends_of_rows(eta, batch_size, first, generator)
+        table = torch.searchsorted(ends, order, right=True)
+        position, mass, total = self._within.draw(u, TableRows(ends, order, table, low, total), generator)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)

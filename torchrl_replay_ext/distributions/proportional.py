@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar
+from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar, stratified_uniform
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask, stratify
+from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 
@@ -156,7 +156,7 @@ class Proportional(Distribution):
         self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         table, u, eta = super().plan(everywhere, num_rows, batch_size, generator)
-        return table, stratify(u) if self._stratified else u, eta
+        return table, stratified_uniform(num_rows, device=u.device, generator=generator) if self._stratified else u, eta
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         return Draw(*self._power.draw_in_shard(wanted))

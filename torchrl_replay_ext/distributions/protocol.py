@@ -20,6 +20,9 @@ __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "UpdateMask",
 class Draw(NamedTuple):
     """A batch of slots.
 
+    The rows must be in random order: a row's position must not depend on its slot, because a part of a batch must be a
+    sample like the whole. Distributions that draw from strata assign the rows to them in random order.
+
     Importance-sampling weights are (density / smallest)^−β.
 
     Args:
@@ -193,8 +196,9 @@ class Distribution(WriteObserver):
         Args:
             slots: int64 [n].
             priority: d of each slot, float32 [n].
-            mask: where values cannot be read: the valid rows, and the row that is used of duplicates. None: all rows
-                are valid, and the last of duplicates is used.
+            mask: where values cannot be read: the valid rows, and the row that is used of duplicates. The duplicates of
+                a slot then all have the values of its last valid row, if there is one. None: all rows are valid, and
+                the last of duplicates is used.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 

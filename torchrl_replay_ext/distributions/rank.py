@@ -16,7 +16,7 @@ from torchrl_replay_ext.compilation import (
     is_traced,
     scalar,
     scatter_in_bounds,
-    stratify,
+    stratified_uniform,
     uniform,
     where_int64,
 )
@@ -240,9 +240,8 @@ class RankBased(Distribution):
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         self._sort_if_due()
         num = self._tree.total()
-        u = uniform(batch_size, device=self._device, generator=generator)
-        if self._stratified:
-            u = stratify(u)
+        draw_numbers = stratified_uniform if self._stratified else uniform
+        u = draw_numbers(batch_size, device=self._device, generator=generator)
         bounds = None
         if self._segments == "exact":
             rank = torch.searchsorted(self._cumulative, u * self._mass_of(num), right=True)

@@ -24,16 +24,18 @@ Count = TypeVar("Count", int, Tensor)
 
 
 class TableRows(NamedTuple):
-    """The tables that the rows of a batch are drawn from; the rows are ordered by table.
+    """The tables that the rows of a batch are drawn from.
 
     Args:
         ends: number of rows of tables 0 to k for each k, int64 [tables].
+        number: place of each row if the rows are ordered by table, int64 [B].
         table: table of each row, int64 [B].
         low: sum of the masses of all earlier tables, for each table, int64 [tables].
         total: sum of the masses of each table, int64 [tables].
     """
 
     ends: Tensor
+    number: Tensor
     table: Tensor
     low: Tensor
     total: Tensor
@@ -105,7 +107,7 @@ class Rejection:
             The leaves, int64 [B], and Ψ of each, [B].
         """
         traced, on_cpu = is_traced(), self._device.type == "cpu"
-        number = torch.arange(1, batch_size + 1, device=self._device)
+        number = 1 + (torch.arange(batch_size, device=self._device) if rows is None else rows.number)
         made, scale, ends = 0, 1, None
         while made <= self._tree.capacity // _PASS:
             num = scale * self._num_proposals(batch_size, self._num_tables)
@@ -169,7 +171,8 @@ class Rejection:
 
     def _one_table(self, batch_size: int) -> TableRows:
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        return TableRows(zero + batch_size, zero.expand(batch_size), zero, self._tree.total().reshape(1))
+        number = torch.arange(batch_size, device=self._device)
+        return TableRows(zero + batch_size, number, zero.expand(batch_size), zero, self._tree.total().reshape(1))
 
     def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: TableRows) -> Tensor:
         """Choose a proposal for each row by repeating accepted proposals, see :meth:`draw`; int64 [B]."""
@@ -177,7 +180,7 @@ class Rejection:
         edges = _with_zero(ends)
         ahead, low = gather_in_bounds(_with_zero(accepted), edges), gather_in_bounds(cumulative, edges)
         found, width = gather_in_bounds(ahead.diff(), rows.table), gather_in_bounds(low.diff(), rows.table)
-        row = torch.arange(len(found), device=self._device) - gather_in_bounds(_with_zero(rows.ends), rows.table)
+        row = rows.number - gather_in_bounds(_with_zero(rows.ends), rows.table)
         number = gather_in_bounds(ahead, rows.table) + row % found.clamp_min(1) + 1
         target = gather_in_bounds(low, rows.table) + uniform(len(found), device=self._device) * width
         # the target may have been rounded up to the end, and all factors of a table may be 0

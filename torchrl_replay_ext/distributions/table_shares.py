@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.arguments import is_number
+from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
 
 _OWNER = "EventTableSampler"
 
@@ -59,15 +58,18 @@ class TableShares:
             if not isinstance(value, Anneal) and not is_number(value):
                 raise TypeError(f"{_OWNER}(eta={{{name!r}: {value!r}}}): every eta must be a number or Anneal.")
         schedules = [v if isinstance(v, Anneal) else Anneal(v, v, 1) for v in (eta[name] for name in names)]
+        rows: list[list[float]] = []
         for which in ("start", "end"):
-            values = [getattr(schedule, which) for schedule in schedules]
-            if not all(math.isfinite(v) and 0 <= v <= 1 for v in values):
+            limited = [within_limits(getattr(schedule, which), 1.0) for schedule in schedules]
+            values = [value for value in limited if value is not None]
+            if len(values) < len(limited):
                 raise ValueError(f"{_OWNER}(eta={dict(eta)}): every eta must be in [0, 1].")
-            if abs(sum(values) - 1) > 1e-6:
+            if abs(sum(values) - 1) > ROUNDING:
                 raise ValueError(
-                    f"{_OWNER}(eta={dict(eta)}): the values must sum to 1, not {sum(values):g}"
+                    f"{_OWNER}(eta={dict(eta)}): the values must sum to 1, not {sum(values):.7g}"
                     f"{' at the end of their schedules' if which == 'end' else ''}."
                 )
+            rows.append(values)
         durations = {s.num_updates for s in schedules if s.start != s.end}
         if durations and not self._may_anneal:
             raise ValueError(f"{_OWNER}(correction='priority'): eta cannot be annealed; assign it instead.")
@@ -75,7 +77,7 @@ class TableShares:
             raise ValueError(
                 f"{_OWNER}(eta={dict(eta)}): all schedules must have the same num_updates, so that the sum stays 1."
             )
-        start, end = [s.start for s in schedules], [s.end for s in schedules]
+        start, end = rows
         steps = [0.0] * len(names)
         steps[-1] = float(max(durations, default=1))
         self.state.copy_(torch.tensor([start, start, end, steps], dtype=torch.float64))
@@ -84,13 +86,13 @@ class TableShares:
     def with_event_share(self, value: float) -> dict[str, float]:
         """η of each table, with the event tables scaled to a sum of ``value``."""
         events = self.current[1:]
-        share = float(events.sum())
-        if not (is_number(value) and 0 <= value <= 1) or (share == 0 and value > 0):
+        share, wanted = float(events.sum()), within_limits(float(value), 1.0) if is_number(value) else None
+        if wanted is None or (share == 0 and wanted > 0):
             raise ValueError(
                 f"{_OWNER}.event_share={value}: event_share must be in [0, 1]; if the η of all event tables are 0, "
                 "assign eta instead."
             )
-        scaled = (events * (value / share if share else 0.0)).tolist()
+        scaled = (events * (wanted / share if share else 0.0)).tolist()
         return dict(zip(self._names, [max(0.0, 1 - sum(scaled)), *scaled], strict=True))
 
     def step(self) -> None:

@@ -329,13 +329,17 @@ class DistributionSampler(ShowsArguments, Sampler):
         """The argument of ``update_priority`` that results in the priority of a new transition."""
         return self._default_priority.record(self.state.priorities.default_td_error())
 
-    def lacks_td_errors(self, priority: Any, storage: Storage | None) -> bool:
-        """True, with a warning, if TorchRL used the default for a sample without TD errors; its rows are counted."""
+    def lacks_td_errors(self, index: Any, slots: Tensor, priority: Any, storage: Storage | None) -> bool:
+        """True if TorchRL used the default for rows without TD errors. A sample causes a warning and is counted."""
         if not self._default_priority.is_filled_in(
-            priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
+            index, priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
         ):
             return False
-        self.state.updates.counters["rejected_updates"].add_(priority.shape[0])
+        # an added row, of shape [] or [1], keeps the priority of a new transition
+        if self.state.log.is_last_write(slots[0] if len(slots) == 1 else index, slots):
+            self.state.log.announce(None)
+            return True
+        self.state.updates.counters["rejected_updates"].add_(len(slots))
         warnings.warn(
             f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names (default: "
             '"td_error"), so priorities stay as they are. The loss must write this entry, or pass priority_key=.',
@@ -395,7 +399,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         )
         slots = self.flat_slots(index)
         error = td_errors(self.owner, priority, len(slots), self.layout.device)
-        if len(slots) and not self.lacks_td_errors(priority, storage):
+        if len(slots) and not self.lacks_td_errors(index, slots, priority, storage):
             self.state.updates.apply(index, slots, error, stamp)
 
     # --- inspection and state

@@ -136,7 +136,8 @@ class CandidateScorer:
         scores = self._scores(parts, correction.reshape(count, -1, size), policy.scale is not None)
         scores = scores.nan_to_num(nan=math.inf, posinf=math.inf)
         if self.granularity == "transition":
-            rows = scores.reshape(-1).argsort(stable=True)[:batch_size]
+            # not by score: in the order in which they were drawn, which is random
+            rows = scores.reshape(-1).argsort(stable=True)[:batch_size].sort().values
             return Choice(rows, scores.reshape(-1)[rows], scores.reshape(count, batch_size).T)
         best = scores.argmin(0)
         groups = torch.arange(best.shape[0], device=best.device)

@@ -98,8 +98,7 @@ class EventTableSampler(DistributionSampler):
 
     The sampler adds three entries to a batch:
 
-    * ``"table"``, int64 [B]: the number of the table (0: default, then in the order of ``tables``). The rows of a batch
-      are sorted by table.
+    * ``"table"``, int64 [B]: the number of the table (0: default, then in the order of ``tables``).
     * ``"sample_probability"``, float32 [B]: p(i).
     * ``"priority_weight"``, float32 [B]: the importance-sampling weight w divided by the largest weight of the batch.
       TorchRL's losses apply it.

@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
-from torchrl_replay_ext.arguments import TDError
+from torchrl_replay_ext.arguments import TDError, shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, to_device
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities
@@ -80,8 +80,8 @@ class SlotState:
         self.hyperparameters_changed()
         if self.priorities.largest.item() > self.distribution.max_supported_priority:
             raise ValueError(
-                f"{owner}(min_priority={priority_arguments['min_priority']:g}): must be <= "
-                f"{self.distribution.max_supported_priority:g} for {layout.size} slots and this alpha."
+                f"{owner}(min_priority={shown(priority_arguments['min_priority'])}): must be <= "
+                f"{shown(self.distribution.max_supported_priority)} for {layout.size} slots and this alpha."
             )
 
     @property
@@ -119,8 +119,8 @@ class SlotState:
             bound = hyperparameter.bound
             hyperparameter.load(saved)
             raise ValueError(
-                f"{self.owner}(alpha={bound:g}): alpha is too large for the largest priority so far, {largest:g}; "
-                "use a smaller alpha."
+                f"{self.owner}(alpha={shown(bound)}): alpha is too large for the largest priority so far, "
+                f"{shown(largest)}; use a smaller alpha."
             )
         self.hyperparameters_changed()
         if name == "alpha" and float(hyperparameter.value) != before:

@@ -130,9 +130,6 @@ class SlotUpdates:
             IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
         """
         is_own_write = self._log.is_last_write(index, slots)
-        # TensorDictReplayBuffer.add() passes the default for a transition without a TD error
-        if is_own_write and torch.as_tensor(index).ndim == 0 and self._priorities.is_default(float(error.max())):
-            return
         if values_can_be_read(slots):
             self._apply_readable(slots, error, stamp, is_own_write=is_own_write)
         else:

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.indices import extremes
 
 
 class DefaultPriority:
-    """Detects the default priority that TensorDictReplayBuffer uses for samples without TD errors.
+    """Detects the default priority that TensorDictReplayBuffer uses for rows without TD errors.
 
-    The buffer reads ``sampler.default_priority`` and expands it to all rows. All rows of an expanded tensor share their
-    memory; this distinguishes the default from constant TD errors of a user. A buffer that draws sequences reduces the
-    priorities to one per sequence, which makes a new tensor; then only the value can be compared.
+    The buffer does so for samples, and for each row that it adds. It reads ``sampler.default_priority`` and expands it
+    to all rows. All rows of an expanded tensor share their memory; this distinguishes the default from constant TD
+    errors of a user. For a single row it is a number in a tensor. A buffer that draws sequences reduces the priorities
+    to one per sequence, which makes a new tensor; then only the value can be compared.
     """
 
     def __init__(self):
@@ -30,17 +33,21 @@ class DefaultPriority:
         self._recorded = value
         return value
 
-    def is_filled_in(self, priority: Any, draws_sequences: Callable[[], bool]) -> bool:
+    def is_filled_in(self, index: Any, priority: Any, draws_sequences: Callable[[], bool]) -> bool:
         """Whether ``priority`` is the default that TorchRL read since the last call of this method.
 
         Args:
-            priority: the argument of ``update_priority``.
+            index: the index of the update.
+            priority: its TD errors.
             draws_sequences: returns True if the buffer draws sequences. It is only called if needed.
         """
         default, self._recorded = self._recorded, None
-        if default is None or not isinstance(priority, Tensor) or priority.ndim != 1 or not priority.numel():
+        if default is None or not isinstance(priority, Tensor) or priority.ndim > 1 or not priority.numel():
             return False
-        expanded = priority.stride(0) == 0 or draws_sequences()
+        if priority.ndim:
+            expanded = priority.stride(0) == 0 or draws_sequences()
+        else:
+            expanded = isinstance(index, Tensor) and not index.ndim
         return expanded and bool((priority == as_float32(default)).all())
 
 
@@ -104,6 +111,6 @@ def largest_td_error(owner: str, error: Tensor, slots: Tensor, priorities: Prior
 def invalid_td_error(owner: str, error: float, slot: int, position: int, limit: float) -> ValueError:
     """The error for an invalid TD error at ``position`` of an update; ``limit``: the largest allowed priority."""
     return ValueError(
-        f"{owner}.update_priority: TD error {error:g} at index {slot} (position {position} of the update); TD errors "
-        f"must be >= 0 and finite, and the priority |δ| + eps at most {limit:g}."
+        f"{owner}.update_priority: TD error {shown(np.float32(error))} at index {slot} (position {position} of the "
+        f"update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
     )

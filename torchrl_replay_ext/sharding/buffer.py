@@ -14,7 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler
 
-from torchrl_replay_ext.arguments import key_path, require_bool, require_integer
+from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, shown
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.samplers.trajectory import MASK_KEY
@@ -215,7 +215,7 @@ class ShardedReplayBuffer:
         """Draw a batch.
 
         Returns:
-            ``batch_size`` rows, in the order of the shards, with the stored entries, ``"index"`` and ``"shard"``, int64
+            ``batch_size`` rows in random order, with the stored entries, ``"index"`` and ``"shard"``, int64
             [B], and the entries of the sampler, such as ``"priority_weight"``.
 
         Raises:
@@ -338,7 +338,7 @@ class ShardedReplayBuffer:
         valid = (error >= 0) & (error <= limit)
         if not valid.all():
             raise ValueError(
-                f"{OWNER}.update_tensordict_priority: TD errors must lie in [0, {limit:g}]; the entry "
+                f"{OWNER}.update_tensordict_priority: TD errors must lie in [0, {shown(limit)}]; the entry "
                 f"{self.priority_key!r} has {error[~valid].reshape(-1)[0]}."
             )
         if data.get(MASK_KEY, None) is not None:

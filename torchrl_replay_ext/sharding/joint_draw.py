@@ -132,9 +132,6 @@ def weights(density: np.ndarray, beta: float, smallest: float | None) -> np.ndar
 
 
 def choose(rows: Arrays, wanted: int, unit: int, generator: torch.Generator | None) -> Arrays:
-    """``wanted`` units of ``unit`` rows, chosen at random; all of them if there are not more."""
-    units = num_rows(rows) // unit
-    if units <= wanted:
-        return rows
-    kept = torch.randperm(units, generator=generator)[:wanted].sort().values.numpy()
+    """``wanted`` units of ``unit`` rows, chosen at random, in random order; all of them if there are not more."""
+    kept = torch.randperm(num_rows(rows) // unit, generator=generator)[:wanted].numpy()
     return take(rows, (kept[:, None] * unit + np.arange(unit)).reshape(-1))

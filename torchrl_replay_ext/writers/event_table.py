@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensorclass
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -82,7 +82,7 @@ class EventTableWriter(CompilableWriter):
         >>> index = rb.extend(TensorDict(data, [10]))
         >>> tables["goal"].index()
         tensor([5, 6, 7])
-        >>> rb.sample()["table"]
+        >>> rb.sample()["table"].sort().values
         tensor([0, 0, 1, 1])
     """
 
@@ -140,14 +140,25 @@ class EventTableWriter(CompilableWriter):
         setattr(storage, STORAGE_ATTRIBUTE, self._tables)
 
     def add(self, data: TensorDictBase) -> int:
-        """Write a single transition."""
+        """Write a single transition, a TensorDict []."""
+        self._require_tensordict("add", data)
+        if self._storage.ndim > 1:
+            raise ValueError(
+                f"EventTableWriter.add: the storage has ndim={self._storage.ndim}: a write has one row per column. "
+                "Use extend."
+            )
         self._adds = True
         try:
             index = self.extend(data.unsqueeze(0))
         finally:
             self._adds = False
-        data.set("index", expand_as_right(index[0].to(data.device or index.device), data))
+        self._set_index(data, index[0])
         return int(index[0])
+
+    @staticmethod
+    def _set_index(data: Any, index: Tensor) -> None:
+        if not is_tensorclass(data):
+            data.set("index", expand_as_right(index.to(data.device or index.device), data))
 
     def extend(self, data: TensorDictBase) -> Tensor:
         """Write ``data`` [n], or [t, e] in a storage of two dimensions, and fill the tables."""
@@ -155,8 +166,7 @@ class EventTableWriter(CompilableWriter):
             raise RuntimeError(
                 "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
             )
-        if not is_tensor_collection(data):
-            raise TypeError(f"EventTableWriter: the data must be a TensorDict, not {type(data).__name__}.")
+        self._require_tensordict("extend", data)
         storage: Any = self._storage
         if data.ndim != storage.ndim:
             raise ValueError(
@@ -184,7 +194,7 @@ class EventTableWriter(CompilableWriter):
             written.append(self._write(data[first : first + piece], rows[of_part], occurred[of_part]))
         index = torch.cat(written)
         if is_flat:
-            data.set("index", expand_as_right(index.to(data.device or index.device), data))
+            self._set_index(data, index)
         return index
 
     def _mark_update_entities(self, index: Tensor) -> None:

@@ -95,9 +95,16 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def add(self, data: Any) -> Any:
         """Write a single row over the oldest row, and notify the samplers."""
-        if is_tensor_collection(data):
-            self._check(data, 0)
+        self._require_tensordict("add", data)
+        self._check(data, 0)
         return self._undone_if_refused(super().add, data)
+
+    def _require_tensordict(self, call: str, data: Any) -> None:
+        if not is_tensor_collection(data):
+            raise TypeError(
+                f"{type(self).__name__}.{call}: the data must be a TensorDict, not {type(data).__name__}; write "
+                "TensorDict(data) or TensorDict(data, [n])."
+            )
 
     def _check(self, data: TensorDictBase, ndim: int) -> None:
         """Reject rows that do not fit the stored rows, before anything is changed.
@@ -174,7 +181,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             ValueError: if an entry has another shape than in the storage.
         """
         storage: Any = self._storage
-        if is_tensor_collection(data) and 0 in data.shape:
+        self._require_tensordict("extend", data)
+        if 0 in data.shape:
             return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64)
         if is_traced():
             if not isinstance(storage, CompilableTensorStorage) or self._track_generations:
@@ -182,8 +190,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                     "CompilableWriter: compiled graphs need a CompilableTensorStorage and track_generations=False."
                 )
             return self._extend(data)
-        if is_tensor_collection(data):
-            self._check(data, storage.ndim)
+        self._check(data, storage.ndim)
         index = self._undone_if_refused(self._extend, data)
         device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
         if device not in (None, self.cursor_value.device):

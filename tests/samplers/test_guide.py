@@ -1,0 +1,87 @@
+"""The guide's sampler of one's own works in graphs and on accelerators."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import torchrl_replay_ext
+from tests.chi_square import p_value
+from tests.emulated_device import EmulatedDevice
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage
+
+GUIDE = (Path(torchrl_replay_ext.__file__).parent / "README.md").read_text(encoding="utf-8")
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def linear_sampler():
+    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if "class Linear(" in block)
+    # torch's compiler looks the names up in the module
+    module = types.ModuleType("module_of_the_guide")
+    sys.modules[module.__name__] = module
+    exec(block, vars(module))
+    return vars(module)["LinearSampler"]
+
+
+def drive(rb, device):
+    """Writes, updates with invalid rows, late rows and duplicates, and draws."""
+    rb.extend(TensorDict({"number": torch.arange(6, device=device)}, [6], device=device))
+    batch = rb.sample(64)
+    assert (batch["priority_weight"] == 1).all()
+    # slots 3 and 4 have no valid row, and the last row of slot 2 is invalid
+    slots, error = [0, 1, 2, 0, 2, 3, 4, 2], [9.0, 2.0, 8.0, 1.0, 3.0, NAN, -1.0, NAN]
+    rows = TensorDict({"index": torch.tensor(slots), "td_error": torch.tensor(error)}, [8]).to(device)
+    rows["write_stamp"] = batch["write_stamp"][:1].repeat(8)
+    rb.update_tensordict_priority(rows)
+    assert rb.sampler.stats()["rejected_updates"] == 3
+    d = torch.tensor([1.0, 2, 3, 1, 1, 1])
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage).cpu(), (d / d.sum()).double())
+    drawn = [rb.sample(64) for _ in range(10)]
+    assert p_value(torch.cat([batch["index"] for batch in drawn]), d) > 1e-4
+    assert all(torch.allclose(b["priority_weight"].cpu(), 1 / d[b["index"].cpu()]) for b in drawn)
+    # an overwritten row, and the priority of a new one, which is the largest so far
+    rb.extend(TensorDict({"number": torch.arange(6, 9, device=device)}, [3], device=device))
+    rb.update_tensordict_priority(rows)
+    assert rb.sampler.stats()["dropped_updates"] == 3 - 1
+    d = torch.tensor([9.0, 2, 3, 1, 1, 1, 9, 9])
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage).cpu(), (d / d.sum()).double())
+    rb.sampler.check_valid()
+
+
+def buffer(sampler, device="cpu", **arguments):
+    return CompilableReplayBuffer(storage=CompilableTensorStorage(8, device=device), sampler=sampler, **arguments)
+
+
+def test_in_graphs(linear_sampler):
+    drive(buffer(linear_sampler(beta=1.0), compile=True), "cpu")
+
+
+def test_on_an_accelerator(linear_sampler):
+    with EmulatedDevice("torchrl_replay_ext", "tests"):
+        drive(buffer(linear_sampler(beta=1.0), "emulated"), "emulated")
+
+
+def test_writes_in_graphs(linear_sampler):
+    rb = buffer(linear_sampler(beta=1.0), batch_size=4)
+    rb.extend(TensorDict({"number": torch.arange(3)}, [3], device="cpu"))
+
+    @torch.compile(fullgraph=True)
+    def step(rows):
+        rb.extend(rows)
+        batch = rb.sample()
+        batch["td_error"] = batch["number"] + 1.0
+        rb.update_tensordict_priority(batch)
+        return batch
+
+    for first in range(3, 30, 3):
+        batch = step(TensorDict({"number": torch.arange(first, first + 3)}, [3], device="cpu"))
+        d = rb.sampler.probabilities(rb.storage)
+        torch.testing.assert_close(
+            d[batch["index"]] / d[batch["index"][0]], (batch["td_error"] / batch["td_error"][0]).double()
+        )

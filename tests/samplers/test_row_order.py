@@ -1,0 +1,149 @@
+"""The rows of a batch are in random order: a part of a batch is a sample like the whole batch."""
+
+import pytest
+import torch
+from scipy import stats
+
+from tests.data import buffer_with, event_sampler, linear_policy, random_rows
+from tests.emulated_device import EmulatedDevice
+from tests.operations import CASES, SLICE, Driven
+from tests.params import slow_but
+from tests.sharding.shards import PARTS, fill, set_priorities, sharded, whole
+from torchrl_replay_ext import (
+    DecoupledSampler,
+    ProportionalSampler,
+    RankBasedSampler,
+)
+
+ROWS, DRAWS = 4, 800
+
+
+def p_value(position, what):
+    """That of a test of independence of ``position`` [n] and ``what`` [n], from rows of different batches."""
+    # classes of consecutive values, each with about a quarter of the rows, at most
+    classes = [torch.zeros(ROWS)]
+    for value in what.unique():
+        if classes[-1].sum() >= max(8 * ROWS, len(what) // 4):
+            classes.append(torch.zeros(ROWS))
+        classes[-1] += position[what == value].bincount(minlength=ROWS)
+    if len(classes) > 1 and classes[-1].sum() < 8 * ROWS:
+        classes[-2] += classes.pop()
+    assert len(classes) > 1
+    return stats.chi2_contingency(torch.stack(classes).numpy()).pvalue
+
+
+def assert_random_order(draw, draws=DRAWS):
+    """``draw()`` returns the slots of a batch, [ROWS], and possibly the tables. Only one row of a batch is used."""
+    batches = [torch.stack(draw()).cpu() for _ in range(draws)]
+    position = torch.arange(draws) % ROWS
+    rows = torch.stack([batch[:, row] for batch, row in zip(batches, position.tolist(), strict=True)], 1)
+    for what in rows:
+        if what.max() > 0:
+            assert p_value(position, what) > 1e-4
+    # the negative control
+    in_order = [batch[0].sort().values[row] for batch, row in zip(batches, position.tolist(), strict=True)]
+    assert p_value(position, torch.stack(in_order)) < 1e-4
+
+
+def filled(name, seed, device="cpu"):
+    """A buffer of the contract's tests with its model; TD errors increase with the slots."""
+    driven = Driven(name, seed, device)
+    for _ in range(12):
+        driven.extend()
+    buffer = driven.buffer
+    slots = (buffer.sampler.probabilities(buffer.storage) > 0).nonzero().squeeze(1).cpu()
+    envs = driven.setting.num_envs
+    index = torch.stack([slots // envs, slots % envs], 1) if driven.setting.ndim == 2 else slots
+    buffer.update_priority(index.to(device), torch.linspace(0.5, 4.0, len(slots)))
+    return driven
+
+
+def draw_from(driven, unit):
+    def draw():
+        index, info = driven.buffer.sampler.sample(driven.buffer.storage, ROWS * unit)
+        index = torch.stack(index, 1) if isinstance(index, tuple) else index
+        slots = torch.tensor(driven.slots(index))[::unit]
+        return [slots, info["table"].cpu()] if "table" in info else [slots]
+
+    return draw
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_the_position_of_a_row_does_not_depend_on_its_slot(name, seed):
+    assert_random_order(draw_from(filled(name, seed), SLICE if "slices" in name else 1))
+
+
+@pytest.mark.parametrize("name", slow_but(["rank", "tables"], ["proportional", "rank", "tables", "tables, reaper"]))
+def test_nor_does_it_on_an_accelerator(name):
+    with EmulatedDevice("torchrl_replay_ext", "tests"):
+        assert_random_order(draw_from(filled(name, 1, "emulated"), 1), 160)
+
+
+IN_GRAPHS = {
+    "proportional": lambda: ProportionalSampler(64, stratified=True),
+    "rank": lambda: RankBasedSampler(64),
+    "tables": lambda: event_sampler(20, history=6),
+    "tables, rank": lambda: event_sampler(20, history=6, priority={"kind": "rank"}),
+    "tables, reaper": lambda: event_sampler(20, history=6, priority={"kind": "reaper"}),
+}
+
+
+def buffer(sampler, **arguments):
+    rb = buffer_with(sampler, 64, batch_size=ROWS, **arguments)
+    rb.extend(random_rows(60))
+    if getattr(sampler, "takes_priorities", False):
+        rb.update_priority(torch.arange(60), torch.linspace(0.5, 4.0, 60))
+    return rb
+
+
+@pytest.mark.parametrize("name", slow_but(["proportional", "tables, reaper"], IN_GRAPHS))
+def test_nor_does_it_in_a_graph(name):
+    rb = buffer(IN_GRAPHS[name](), compilable=True, compile=True)
+
+    def draw():
+        batch = rb.sample()
+        return [batch["index"], batch["table"]] if "table" in batch else [batch["index"]]
+
+    assert_random_order(draw, 400)
+
+
+@pytest.mark.parametrize("candidates", ["uniform", "tables"])
+@pytest.mark.parametrize("granularity", ["batch", "group", "transition"])
+def test_nor_does_it_in_the_actors_batch(granularity, candidates):
+    drawn_by = event_sampler(20, history=6) if candidates == "tables" else None
+    sampler = DecoupledSampler(
+        ProportionalSampler(64) if drawn_by is None else drawn_by,
+        linear_policy(3, 2),
+        granularity=granularity,
+        group_size=2,
+        candidate_sampler=drawn_by,
+    )
+    actor_rb = sampler.actor_buffer(buffer(sampler))
+
+    def draw():
+        batch = actor_rb.sample()
+        # the score of a row, in 4 classes, beside its slot
+        return [batch["index"], batch["index"]] if granularity != "transition" else [batch["index"], by_score(batch)]
+
+    assert_random_order(draw)
+
+
+def by_score(batch):
+    """The rank of each row's score within the batch."""
+    return batch["score"].argsort().argsort()
+
+
+@pytest.mark.parametrize("name", slow_but(["stratified", "event tables, mixture", "slices, priorities"], PARTS))
+def test_nor_does_it_in_joint_draws(name):
+    one, many = whole(name), sharded(name, 3)
+    fill(one)
+    fill(many)
+    set_priorities(one, many)
+    unit = 4 if name.startswith("slices") else 1
+
+    def draw():
+        batch = many.sample()[: ROWS * unit : unit]
+        return [batch["shard"], batch["number"], *([batch["table"]] if "table" in batch else [])]
+
+    assert_random_order(draw, 400)
