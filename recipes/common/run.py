@@ -188,6 +188,11 @@ class Run:
         self._camera = Camera(config.env, run_dir) if config.video else None
 
     @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self._counters.updates
+
+    @property
     def env_steps(self) -> int:
         """Number of environment steps so far."""
         return self._counters.env_steps

@@ -66,6 +66,7 @@ class DQN:
             self.optimizer,
             num_updates=1,
             num_tables=len(config.env.events) + 1,
+            cagrad=config.dqn.cagrad,
             weights=weights,
         )
 
