@@ -48,7 +48,7 @@ EVENT_FUNCTIONS = ("land_between_flags", "land_near_middle")
 def ends(key: str, value: Any) -> tuple[float, float]:
     """Start and end of the hyperparameter `key`: a number or {start, end}; ValueError if it is neither."""
     is_schedule = isinstance(value, dict) and set(value) == {"start", "end"}
-    found = (value["start"], value["end"]) if is_schedule else (value, value)
+    found: tuple[Any, Any] = (value["start"], value["end"]) if is_schedule else (value, value)
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in found):
         raise ValueError(f"{key}={value}: must be a number or {{start, end}}")
     return found
@@ -301,9 +301,12 @@ class RunConfig(ABC):
                 f"{learning.group}.n_step={n_step}: num_envs · n_step must be < {learning.group}.total_steps="
                 f"{learning.total_steps}"
             )
-        # of sampler=dper, the sampler of the critic
+        # of sampler=dper, the sampler of the critic, with the settings in its file
         critic = self.sampler.get("critic")
         name = (critic if isinstance(critic, dict) else self.sampler).get("name")
+        if isinstance(critic, dict) and name in (*PLAIN, *EVENT_TABLES):
+            preset = OmegaConf.load(CONF / "sampler" / f"{name}.yaml")
+            self.sampler["critic"] = OmegaConf.to_object(OmegaConf.merge(preset, critic))
         if n_step > 1:
             others = [name for name, event in self.env.events.items() if not event.is_flag]
             if others and name in EVENT_TABLES:

@@ -5,7 +5,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
@@ -15,11 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.atari_scores import OTHER_GAMES, SCORES
-from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN
+from recipes.common.config import CONF, DECOUPLED, EVENT_TABLES, PLAIN
 from recipes.common.schemas.acer import FOR_CONTINUOUS, FOR_DISCRETE
 from recipes.common.signatures import SAMPLER_CLASSES, sampler_arguments
 
-CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
 RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "r2d2": "r2d2", "distributed": "dqn"}
 HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
@@ -32,7 +30,7 @@ WITH_COLUMNS = "r2d2"
 ONE_KIND_OF_ACTIONS = (*FOR_CONTINUOUS, *FOR_DISCRETE)
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 # Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
-OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
+OPEN = ("sampler", "sampler.critic", "env.options", "dqn.optimizer", "acer.optimizer")
 
 
 def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
