@@ -16,7 +16,7 @@ from gymnasium.spaces import Discrete
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_continuous_env, make_discrete_env, make_env
 from recipes.common.errors import ConfigError
-from recipes.common.hints import did_you_mean, unsupported_sampler, with_suggestion
+from recipes.common.hints import WITH_VECTORS, did_you_mean, unsupported_sampler, with_suggestion
 from recipes.common.schemas.acer import ACERConfig
 from recipes.common.signatures import LIBRARY, SAMPLER_CLASSES, SET_BY_RECIPES, Argument, arguments, sampler_arguments
 
@@ -172,6 +172,8 @@ def _check_environment(config: EnvConfig, recipe: str) -> gymnasium.Space:
             changed["events"] = {}
         try:
             env = MAKERS[recipe](EnvConfig(**changed))
+            if recipe == WITH_VECTORS and len(env.observation_space.shape or ()) != 1:
+                raise ConfigError(f"env.id={config.id}: recipes.{recipe} needs vector observations; use recipes.dqn")
             spaces.append(env.action_space)
             env.close()
         except ConfigError as error:
