@@ -28,15 +28,13 @@ import torch
 from gymnasium.spaces import flatdim
 from omegaconf import DictConfig
 from tensordict.nn import TensorDictSequential
-from torch import nn
 from torchrl.data import Categorical
-from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.modules import EGreedyModule, QValueActor
 
 from recipes.common.cli import parse_config
 from recipes.common.environment import make_discrete_env
-from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation
-from recipes.common.networks import to_tensor
+from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import make_optimizer
 from recipes.common.q_values import TargetValues
 from recipes.common.remote import RemoteCollector, RemoteReplay, runtime
@@ -67,19 +65,9 @@ def train_with_ray(config: Config, raw_config: DictConfig, run_dir: Path) -> int
     if config.address is None:
         require_memory(config, evaluation.envs[0], torch.device("cpu"))
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
-    if len(observed) != 1:
-        raise ConfigError(
-            f"env.id={config.env.id}: observations have shape {observed}, must be vectors; use recipes.dqn"
-        )
 
     # Networks and loss.
-    network = MLP(
-        in_features=observed[0],
-        out_features=num_actions,
-        num_cells=dqn.hidden_sizes,
-        activation_class=nn.ReLU,
-        device=device,
-    )
+    network = make_network(observed, num_actions, dqn.hidden_sizes, device=device)
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     # The collectors have no GPU: they get a copy on the CPU.
     exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)

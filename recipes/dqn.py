@@ -90,6 +90,7 @@ def make_update(
     *,
     num_updates: int,
     num_tables: int = 0,
+    cagrad: float | Tensor | None = None,
     weights: str = "normalized",
 ) -> Update:
     """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
@@ -101,7 +102,8 @@ def make_update(
         target: updates the target network. If dqn.tau is None, the training loop does it.
         optimizer: optimizer of the loss. If it is restored from a checkpoint, restore it before.
         num_updates: updates per call.
-        num_tables: number of event tables, needed if dqn.cagrad is set. Default: 0.
+        num_tables: number of event tables, needed for CAGrad. Default: 0.
+        cagrad: c of CAGrad, see recipes.common.cagrad. Default: None, the gradient of the whole batch.
         weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
             "normalized".
     """
@@ -115,12 +117,12 @@ def make_update(
             batch = replay.sample()
             # The loss applies batch["priority_weight"] and writes the SQUARED TD errors to batch["td_error"].
             loss, factor = loss_module(batch)["loss"], weight_factor(batch, weights)
-            if dqn.cagrad is None:
+            if cagrad is None:
                 loss = loss * factor
                 gradients = torch.autograd.grad(loss, optimizer_step.parameters)
             else:
                 loss, by_table, shares = table_losses(loss * factor, batch, num_tables)
-                gradients = cagrad_gradients(by_table, shares, optimizer_step.parameters, dqn.cagrad)
+                gradients = cagrad_gradients(by_table, shares, optimizer_step.parameters, cagrad)
             if dqn.max_grad_norm is not None:
                 gradients = clip_gradients(gradients, dqn.max_grad_norm)
             optimizer_step(gradients)
@@ -196,6 +198,8 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         log=log,
         state={"loss": loss_module, "optimizer": optimizer},
     )
+    # a tensor, because it can be annealed and a graph keeps numbers
+    cagrad = None if dqn.cagrad is None else torch.zeros((), dtype=torch.float64, device=device)
     update = make_update(
         dqn,
         replay,
@@ -204,6 +208,7 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         optimizer,
         num_updates=config.updates_per_graph,
         num_tables=len(config.env.events) + 1,
+        cagrad=cagrad,
         weights=config.weights,
     )
     write_and_update = make_round(update, replay, config, device)
@@ -215,6 +220,8 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
             if dqn.copies_due(run.env_steps, collector.steps_of_batch):
                 target.step()
             if run.env_steps > dqn.learning_starts:
+                if cagrad is not None:
+                    cagrad.fill_(dqn.cagrad_after(run.updates))
                 for losses in write_and_update(data):
                     run.log_losses(losses)
             else:

@@ -56,7 +56,7 @@ def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[
     return rows.sum() / weights.sum(), *losses_by_table(rows, weights, batch["table"], num_tables)
 
 
-def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
+def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float | Tensor) -> list[Tensor]:
     """The CAGrad update d.
 
     It does not branch on values, so torch.compile can trace it.
@@ -66,7 +66,7 @@ def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tenso
         weights: weights of the losses in g_0, [K], >= 0. They need not sum to 1. A loss with weight 0 is ignored and
             must have the gradient 0, as the loss of a table without rows.
         parameters: the tensors that the losses depend on.
-        c: radius of the ball relative to ||g_0||, in [0, 1).
+        c: radius of the ball relative to ||g_0||, in [0, 1); a tensor, [], if it changes between calls of a graph.
 
     Returns:
         The part of d for each parameter, with its shape and dtype.
@@ -84,7 +84,7 @@ def _products(gradients: Tensor) -> Tensor:
     return double @ double.mT
 
 
-def _coefficients(products: Tensor, c: float, weights: Tensor) -> Tensor:
+def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tensor:
     """The numbers a with Σ_i a_i g_i = d.
 
     Args:
@@ -103,7 +103,7 @@ def _coefficients(products: Tensor, c: float, weights: Tensor) -> Tensor:
     return share + mixing.mT @ _dual(mixing @ products @ mixing.mT, share, c)
 
 
-def _dual(gram: Tensor, share: Tensor, c: float) -> Tensor:
+def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
     """√φ / ||g_w|| w, for the w that minimises <g_w, g_0> + √φ ||g_w|| over the simplex.
 
     Solves all 2^K - 1 faces of the simplex at once in closed form and takes the best solution. Let M = (<g_i, g_j>),

@@ -16,7 +16,7 @@ from gymnasium.spaces import Discrete
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig
 from recipes.common.environment import make_continuous_env, make_discrete_env, make_env
 from recipes.common.errors import ConfigError
-from recipes.common.hints import did_you_mean, unsupported_sampler, with_suggestion
+from recipes.common.hints import WITH_VECTORS, did_you_mean, unsupported_sampler, with_suggestion
 from recipes.common.schemas.acer import ACERConfig
 from recipes.common.signatures import LIBRARY, SAMPLER_CLASSES, SET_BY_RECIPES, Argument, arguments, sampler_arguments
 
@@ -49,17 +49,20 @@ def check(config: RunConfig, recipe: str, given: Collection[str]) -> None:
     Args:
         config: the configuration of a training recipe.
         recipe: name of the recipe.
-        given: names of the hyperparameters that the command line sets.
+        given: the keys that the command line sets.
 
     Raises:
-        ConfigError: if a package is missing, the recipe does not support the sampler, an argument of the sampler or the
-            optimizer does not exist or has a wrong kind of value, the environment cannot be made, or a hyperparameter
-            does not apply to its actions.
+        ConfigError: if a package is missing, the recipe does not support the sampler, the command line replaces the
+            sampler but not its options, an argument of the sampler or the optimizer does not exist or has a wrong kind
+            of value, the environment cannot be made, or a hyperparameter does not apply to its actions.
     """
     try:
         config.logger.require_package()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if "sampler.name" in given:
+        name = config.sampler["name"]
+        raise ConfigError(f"sampler.name={name}: write sampler={name}, which also sets the options of this sampler")
     _check_sampler(config, recipe)
     optimizer = getattr(config.learning, "optimizer", None)
     if optimizer is not None:
@@ -67,7 +70,8 @@ def check(config: RunConfig, recipe: str, given: Collection[str]) -> None:
     space = _check_environment(config.env, recipe)
     if isinstance(config.learning, ACERConfig):
         try:
-            config.learning.check_actions(given, discrete=isinstance(space, Discrete))
+            names = [key.removeprefix("acer.") for key in given if key.startswith("acer.")]
+            config.learning.check_actions(names, discrete=isinstance(space, Discrete))
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -102,19 +106,7 @@ def _check_sampler(config: RunConfig, recipe: str) -> None:
             for key in SET_BY_RECIPES:
                 if isinstance(group, dict) and key in group:
                     raise ConfigError(f"{prefix}.{key}: the recipe sets it; leave it out")
-        known = sampler_arguments(settings["name"])
-        try:
-            check_arguments(given, known, where)
-        except ConfigError as error:
-            # as after sampler.name=per, which leaves the options of the sampler that was chosen before
-            key = str(error).partition(":")[0].rpartition(".")[2]
-            owners = [f"sampler={other}" for other in SAMPLER_CLASSES if key in sampler_arguments(other)]
-            if key in known or not owners or where != "sampler":
-                raise
-            raise ConfigError(
-                f"{error}; {key} is an option of {', '.join(owners)}. Choose a sampler with sampler=<name>, which also "
-                "sets its options"
-            ) from error
+        check_arguments(given, sampler_arguments(settings["name"]), where)
 
 
 def _check_optimizer(settings: Mapping[str, Any], where: str) -> None:
@@ -180,6 +172,8 @@ def _check_environment(config: EnvConfig, recipe: str) -> gymnasium.Space:
             changed["events"] = {}
         try:
             env = MAKERS[recipe](EnvConfig(**changed))
+            if recipe == WITH_VECTORS and len(env.observation_space.shape or ()) != 1:
+                raise ConfigError(f"env.id={config.id}: recipes.{recipe} needs vector observations; use recipes.dqn")
             spaces.append(env.action_space)
             env.close()
         except ConfigError as error:

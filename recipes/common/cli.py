@@ -171,15 +171,11 @@ def check_config(name: str, schema: type, config: DictConfig, words: Iterable[st
     """
     parsed = parse_config(config, schema)
     if hasattr(parsed, "learning"):
-        import_module("recipes.common.checks").check(parsed, name, hyperparameters_in(words, parsed.learning.group))
+        import_module("recipes.common.checks").check(
+            parsed, name, [word.lstrip("+").partition("=")[0] for word in words]
+        )
     if hasattr(parsed, "study"):
         check_study(parsed.study)
-
-
-def hyperparameters_in(words: Iterable[str], group: str) -> list[str]:
-    """The names of the keys of a group that the words of a command line set."""
-    keys = [word.lstrip("+").partition("=")[0] for word in words]
-    return [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
 
 
 def check_study(study: StudyConfig) -> None:

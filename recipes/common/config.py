@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
@@ -34,6 +35,7 @@ BACKENDS = {
     "csv": None,
 }
 
+CONF = Path(__file__).parents[1] / "conf"
 MOST_THREADS = 1024
 
 # How losses average their weighted rows, see recipes.common.update.weight_factor.
@@ -43,19 +45,29 @@ WEIGHTS = ("normalized", "mean")
 EVENT_FUNCTIONS = ("land_between_flags", "land_near_middle")
 
 
+def ends(key: str, value: Any) -> tuple[float, float]:
+    """Start and end of the hyperparameter `key`: a number or {start, end}; ValueError if it is neither."""
+    is_schedule = isinstance(value, dict) and set(value) == {"start", "end"}
+    found: tuple[Any, Any] = (value["start"], value["end"]) if is_schedule else (value, value)
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in found):
+        raise ValueError(f"{key}={value}: must be a number or {{start, end}}")
+    return found
+
+
 @dataclass
 class EventConfig:
     """An event of an environment and its table. By default, `info[<event name>]` of the environment signals it.
 
     Args:
         history: number of transitions, up to and including the event, that enter the table; >= 1.
-        eta: share of the batch drawn from the table, in [0, 1].
+        eta: share of the batch drawn from the table, in [0, 1]; {start, end}: linear over all updates of the run. The
+            table's size is the largest value times the buffer's.
         above: the event occurs if the reward is larger than this value. Default: None, use `info`.
         function: land_between_flags or land_near_middle, the condition of the event. Default: None, use `info`.
     """
 
     history: int = MISSING
-    eta: float = MISSING
+    eta: Any = MISSING
     above: float | None = None
     function: str | None = None
 
@@ -63,12 +75,17 @@ class EventConfig:
         """Raise ValueError if a value is invalid. `where`: configuration key of the event, for the message."""
         if self.history < 1:
             raise ValueError(f"{where}.history={self.history}: must be >= 1")
-        if not 0 <= self.eta <= 1:
+        if not all(0 <= value <= 1 for value in ends(f"{where}.eta", self.eta)):
             raise ValueError(f"{where}.eta={self.eta}: must be in [0, 1]")
         if self.function is not None and self.function not in EVENT_FUNCTIONS:
             raise ValueError(f"{where}.function={self.function}: choose {', '.join(EVENT_FUNCTIONS)}")
         if self.function is not None and self.above is not None:
             raise ValueError(f"{where}: above and function are both set; set one of them to null")
+
+    @property
+    def largest_eta(self) -> float:
+        """The largest value of eta."""
+        return max(ends("eta", self.eta))
 
     @property
     def is_flag(self) -> bool:
@@ -87,7 +104,7 @@ class EnvConfig:
         options: keyword arguments for gymnasium.make. Default: {}.
         training: keyword arguments for gymnasium.make in which the training environments differ from `options`, such
             as the shaping of rewards. Evaluations do not use them. Default: {}.
-        events: events by name, see recipes.common.events. Default: {}. Their `eta` must sum to at most 1.
+        events: events by name, see recipes.common.events. Default: {}. Their largest `eta` must sum to at most 1.
         atari: preprocessing of an Atari game. Default: None, not an Atari game.
         random_score: mean return of random actions, normalized to 0. Default: None, no normalization.
         human_score: mean return of humans, normalized to 1. Default: None, no normalization.
@@ -134,7 +151,7 @@ class EnvConfig:
             )
         for name, event in self.events.items():
             event.check(f"env.events.{name}")
-        share = sum(event.eta for event in self.events.values())
+        share = sum(event.largest_eta for event in self.events.values())
         if share > 1 + 1e-9:
             raise ValueError(f"env.events: the sum of all eta is {share:g}, must be <= 1")
 
@@ -284,9 +301,12 @@ class RunConfig(ABC):
                 f"{learning.group}.n_step={n_step}: num_envs · n_step must be < {learning.group}.total_steps="
                 f"{learning.total_steps}"
             )
-        # of sampler=dper, the sampler of the critic
+        # of sampler=dper, the sampler of the critic, with the settings in its file
         critic = self.sampler.get("critic")
         name = (critic if isinstance(critic, dict) else self.sampler).get("name")
+        if isinstance(critic, dict) and name in (*PLAIN, *EVENT_TABLES):
+            preset = OmegaConf.load(CONF / "sampler" / f"{name}.yaml")
+            self.sampler["critic"] = OmegaConf.to_object(OmegaConf.merge(preset, critic))
         if n_step > 1:
             others = [name for name, event in self.env.events.items() if not event.is_flag]
             if others and name in EVENT_TABLES:

@@ -37,7 +37,7 @@ def condition(name: str, event: EventConfig) -> NestedKey | Threshold | Callable
 
 
 def make_tables(events: dict[str, EventConfig], capacity: int, retention: Retention) -> EventTables:
-    """Build one table per event, with the event's share of the buffer (SSET, Table 1: κ_i = capacity · η_i).
+    """Build one table per event, with the event's largest share of the buffer (SSET, Table 1: κ_i = capacity · η_i).
 
     Args:
         events: events by name.
@@ -45,7 +45,7 @@ def make_tables(events: dict[str, EventConfig], capacity: int, retention: Retent
         retention: "ring" or "pinned", see EventTables.
     """
     specs = [EventSpec(name, condition(name, event), event.history) for name, event in events.items()]
-    shares = {name: round(capacity * event.eta) for name, event in events.items()}
+    shares = {name: round(capacity * event.largest_eta) for name, event in events.items()}
     if retention == "pinned":
         shares["default"] = capacity - sum(shares.values())
     return EventTables(specs, shares, retention=retention)

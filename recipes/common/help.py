@@ -230,7 +230,8 @@ def _fields(type_: Any, prefix: str, known: Sequence[Any] = (), *, added: bool =
             continue
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         required = default == OMITTED
-        shown = f"<{getattr(item.type, '__name__', 'value')}>" if required else _flow(default)
+        kind = "value" if item.type is Any else getattr(item.type, "__name__", "value")
+        shown = f"<{kind}>" if required else _flow(default)
         mark = "+" if added or not required else ""
         yield Row(f"{mark}{prefix}{item.name}={shown}", _without_default(texts[item.name]))
         yield from _item_rows(type_of(type_, item.name), f"{prefix}{item.name}.", added=True)

@@ -5,7 +5,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
@@ -15,11 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common.atari_scores import OTHER_GAMES, SCORES
-from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN
+from recipes.common.config import CONF, DECOUPLED, EVENT_TABLES, PLAIN
 from recipes.common.schemas.acer import FOR_CONTINUOUS, FOR_DISCRETE
 from recipes.common.signatures import SAMPLER_CLASSES, sampler_arguments
 
-CONF = Path(__file__).parents[1] / "conf"
 # Training recipes -> configuration group with their settings per environment; the most common recipes first.
 RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "r2d2": "r2d2", "distributed": "dqn"}
 HYDRA_OPTIONS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
@@ -29,10 +27,15 @@ WITH_ACTOR = ("td3", "sac")
 WITH_HUBER_LOSS = ("td3", "dqn", "distributed")
 # The recipe whose buffer has a column for each environment; event tables need a flat buffer.
 WITH_COLUMNS = "r2d2"
+# Atari games, whose buffer stores each frame once.
+WITH_ATARI = ("dqn", "acer")
+# Environments that observe images, and the recipe that needs vectors.
+IMAGES = ("atari", "minatar_breakout", "minatar_space_invaders")
+WITH_VECTORS = "r2d2"
 ONE_KIND_OF_ACTIONS = (*FOR_CONTINUOUS, *FOR_DISCRETE)
 GAMES = tuple(sorted((*SCORES, *OTHER_GAMES)))
 # Groups whose keys are keyword arguments of a class: keys that their files do not list are allowed.
-OPEN = ("sampler", "env.options", "dqn.optimizer", "acer.optimizer")
+OPEN = ("sampler", "sampler.critic", "env.options", "dqn.optimizer", "acer.optimizer")
 
 
 def closest(word: str, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
@@ -159,29 +162,44 @@ def environments(recipe: str) -> list[str]:
 
 
 def atari_note(recipe: str) -> str:
-    """A hint how to list the Atari games; empty if the recipe has no settings for them."""
-    if recipe not in RECIPES or "atari" not in options(RECIPES[recipe]):
+    """A hint how to list the Atari games; empty if the recipe does not support them."""
+    if recipe not in WITH_ATARI:
         return ""
     return f", or atari/<game> (python -m recipes.{recipe} --help atari lists the games)"
 
 
+def similar(env: str, recipe: str) -> str | None:
+    """The environment whose settings of the recipe also work for `env`; None if the recipe does not support `env`.
+
+    It has the same kind of actions: recipes.dqn and recipes.r2d2 have settings for discrete ones. Of several, it is the
+    one with a similar name, or the first.
+    """
+    family, discrete = env.split("/")[0], {*options("dqn"), *options("r2d2")}
+    if family in IMAGES and (recipe == WITH_VECTORS or (family == "atari" and recipe not in WITH_ATARI)):
+        return None
+    fitting = [name for name in environments(recipe) if (name in discrete) == (family in discrete)]
+    return next(iter([*closest(env, fitting, 1), *fitting]), None)
+
+
 def _wrong_recipe(env: str, recipe: str) -> str:
     """Explain that the environment exists, but the recipe has no settings for it."""
-    family = env.split("/")[0]
+    family, group = env.split("/")[0], RECIPES[recipe]
     fitting = [name for name, group in RECIPES.items() if name != "distributed" and family in options(group)]
     # acer supports discrete and continuous actions; suggest the better-known recipes first
     first = [f"recipes.{name}" for name in fitting if name != "acer"] or [f"recipes.{name}" for name in fitting]
     if not first:
-        group = RECIPES[recipe]
         return (
             f"env={env}: there are no settings for it; write recipes/conf/{group}/{env}.yaml, or choose those of "
-            f"another environment, as in {group}={environments(recipe)[0]}"
+            f"another environment, as in {group}={environments(recipe)[0]} env={env}"
         )
     also = " (recipes.acer has settings for it, too)" if "acer" in fitting and "recipes.acer" not in first else ""
-    return (
-        f"env={env}: recipes.{recipe} has no settings for it; use {_or(first)}{also}, "
-        f"or choose one of {', '.join(environments(recipe))}"
+    other = similar(env, recipe)
+    way = (
+        f"or those of another environment: {group}={other} env={env}"
+        if other
+        else "or choose one of " + ", ".join(environments(recipe))
     )
+    return f"env={env}: recipes.{recipe} has no settings for it; use {_or(first)}{also}, {way}"
 
 
 def _no_such_key(key: str, recipe: str, schema: Any, words: Sequence[str]) -> str | None:

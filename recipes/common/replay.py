@@ -17,7 +17,7 @@ from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig
+from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig, ends
 from recipes.common.errors import ConfigError
 from recipes.common.events import FLAGS, make_tables
 from recipes.common.hints import keyword_hint
@@ -273,8 +273,9 @@ def make_event_tables(
                 raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
             streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
             keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
-        shares = {event_name: event.eta for event_name, event in env.events.items()}
-        eta = {"default": max(0.0, 1 - sum(shares.values())), **shares}
+        shares = {event_name: ends("eta", event.eta) for event_name, event in env.events.items()}
+        shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
+        eta = {table: a if a == b else Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
         return tables, EventTableSampler(tables, eta=eta, **keywords)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"sampler={name}: {error}") from error

@@ -188,6 +188,11 @@ class Run:
         self._camera = Camera(config.env, run_dir) if config.video else None
 
     @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self._counters.updates
+
+    @property
     def env_steps(self) -> int:
         """Number of environment steps so far."""
         return self._counters.env_steps
@@ -210,7 +215,8 @@ class Run:
                 opened.enter_context(locked(run_dir))
                 self._progress = Progress(run_dir, config.logger.csv, config.logger.backend, until=self.env_steps)
                 with atomic_write(run_dir / CONFIG) as path:
-                    OmegaConf.save(OmegaConf.merge(self._raw_config, {"resume": None}), path)
+                    changed = {"sampler": config.sampler, "resume": None}
+                    OmegaConf.save(OmegaConf.merge(OmegaConf.to_container(self._raw_config), changed), path)
             except BlockingIOError as error:
                 raise ConfigError(f"{run_dir}: another process trains there") from error
             except OSError as error:

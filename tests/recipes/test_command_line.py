@@ -1,5 +1,6 @@
 """Messages of commands after mistakes, their exit codes, and Ctrl-C while a graph is compiled."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -67,7 +68,11 @@ def refused(tmp_path, monkeypatch, capsys):
         ("dqn +sampler.epsilon=1", "did you mean eps?"),
         ("dqn +sampler.beta.strat=.4", "sampler.beta has no key strat; did you mean start?"),
         ("dqn sampler=uniform +sampler.beta=.4", "sampler has no key beta; its keys are none"),
-        ("dqn sampler.name=per", "omega is an option of sampler=reaper. Choose a sampler with sampler=<name>"),
+        ("dqn sampler.name=per", "sampler.name=per: write sampler=per, which also sets the options of this sampler"),
+        ("dqn sampler=per sampler.name=reaper", "sampler.name=reaper: write sampler=reaper, which also sets"),
+        ("td3 sampler=dper sampler.critic.alpha=.5", "add a keyword that the file does not list with +sampler.critic"),
+        ("td3 sampler=dper +sampler.critic.alhpa=.5", "sampler.critic has no key alhpa; did you mean alpha?"),
+        ("td3 sampler=dper +sampler.critic.omega=.5", "sampler.critic has no key omega; its keys are alpha, beta"),
         ("dqn dqn.gama=.9", "did you mean gamma?"),
         ("dqn +dqn.gama=.9", "dqn has no key gama; did you mean gamma?"),
         ("dqn gamma=.9", "did you mean dqn.gamma?"),
@@ -120,6 +125,15 @@ def refused(tmp_path, monkeypatch, capsys):
         ("sac env=atari/pong", "use recipes.dqn"),
         ("sac env=ant", "use recipes.td3"),
         ("acer env=ant", "use recipes.td3"),
+        ("acer env=hopper", "or those of another environment: acer=halfcheetah env=hopper"),
+        ("r2d2 env=cartpole", "or those of another environment: r2d2=cartpole_positions env=cartpole"),
+        ("sac env=invertedpendulum", "or those of another environment: sac=pendulum env=invertedpendulum"),
+        ("r2d2 r2d2=cartpole_positions env=atari/pong", "recipes.r2d2 needs vector observations; use recipes.dqn"),
+        ("distributed --help atari", "--help atari: there is no such topic"),
+        (
+            "distributed dqn=cartpole env=atari/pong",
+            "recipes.distributed does not support Atari games; use recipes.dqn",
+        ),
         ("dqn env.id=Pendulum-v1", "use recipes.sac, recipes.td3 or recipes.acer"),
         ("dqn env.id=CartPol-v1", "Did you mean: CartPole?"),
         ("dqn env=threerooms +env.options.gama=.9", "env.options.gama: recipes.envs:ThreeRooms-v0 has no option gama"),
@@ -249,7 +263,45 @@ def test_values_that_cannot_be_are_refused_before_training_starts(refused, comma
 
 def test_an_environment_without_settings_in_any_recipe_is_told_how_to_get_some():
     message = no_such_option("dqn", "line", "dqn", ["env=line"])
-    assert "write recipes/conf/dqn/line.yaml, or choose those of another environment, as in dqn=acrobot" in message
+    way = "write recipes/conf/dqn/line.yaml, or choose those of another environment, as in dqn=acrobot env=line"
+    assert way in message
+
+
+PACKAGES = {"minatar": "minatar", "doorkey": "minigrid", "lavagap": "minigrid", "atari": "ale_py"}
+
+
+def installed(env):
+    package = PACKAGES.get(env.split("/")[0], PACKAGES.get(env.split("_")[0]))
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_supports_the_environments_that_it_offers(shown, recipe):
+    schema = import_module(f"recipes.common.schemas.{recipe}").Config
+    offered = re.search(r"\n  env=\w+: (.*?)\n(?=  \w+=)", shown(recipe), re.DOTALL)
+    names = offered[1].split(", or")[0].replace(",", " ").split()
+    games = ["atari/pong"] if "atari/<game>" in offered[1] else []
+    assert set(names) == set(environments(recipe)) and bool(games) == (recipe in ("dqn", "acer"))
+    for env in filter(installed, names + games):
+        assert check_command_line(recipe, schema, [f"env={env}"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_environment_without_settings_runs_with_those_that_the_message_names(refused, recipe):
+    schema = import_module(f"recipes.common.schemas.{recipe}").Config
+    named = 0
+    for env in {*options("env"), "atari/pong"} - {*environments(recipe)}:
+        if not installed(env) or (env == "atari/pong" and recipe in ("dqn", "acer")):
+            continue
+        found = re.search(r"or those of another environment: (.*)", refused(recipe, f"env={env}"))
+        if found:
+            named += 1
+            assert check_command_line(recipe, schema, found[1].split())
+            continue
+        # no settings of the recipe fit: neither do those of its first environment
+        with pytest.raises(ValueError):
+            check_command_line(recipe, schema, [f"{RECIPES[recipe]}={environments(recipe)[0]}", f"env={env}"])
+    assert named >= 1
 
 
 def test_a_run_of_another_recipe_is_not_resumed(refused, tmp_path):

@@ -90,6 +90,13 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
     }
 
 
+@needs("minatar")
+def test_images(ray_runtime, tmp_path):
+    words = composer.composed("env=minatar_breakout", *composer.tiny, "dqn.hidden_sizes=[8]")
+    assert distributed.train(words, tmp_path) == DONE
+    assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
+
+
 def killing(monkeypatch, victim):
     """Kill a process before the second evaluation, as if it had run out of memory; `victim` maps a collector to it."""
     import ray

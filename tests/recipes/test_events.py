@@ -160,6 +160,36 @@ def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
     assert sampler.beta == pytest.approx(1.0)
 
 
+def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
+    used, gradients = [], dqn.cagrad_gradients
+    monkeypatch.setattr(dqn, "cagrad_gradients", lambda *given: used.append(given[-1].clone()) or gradients(*given))
+    schedules = "env.events.done.eta={start: 0.05, end: 0.25}", "dqn.cagrad={start: 0.8, end: 0.2}"
+    words = (*schedules, "sampler.min_size=1", "dqn.train_interval=8", "updates_per_graph=2")
+    changed = {word.split("=")[0] for word in words}
+    config = composed("dqn", *(word for word in TINY if word.split("=")[0] not in changed), *words)
+    assert dqn.train(config, tmp_path) == DONE
+    table = rows(tmp_path)
+    # 16 updates: 8 rounds of 2, the first one after 40 steps
+    for row, updates in zip(table, (0, 8, 16), strict=True):
+        assert int(row["updates"]) == updates
+        assert float(row["sampler/eta_done"]) == pytest.approx(0.05 + 0.2 * updates / 16)
+        assert float(row["sampler/eta_default"]) == pytest.approx(0.7 - 0.2 * updates / 16)
+        assert int(float(row["sampler/size_done"])) <= 16  # .25 of 64, the largest share
+    expected = [0.8 - 0.6 * number / 8 for number in range(8) for _ in range(2)]
+    assert torch.stack(used).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_annealed_shares_and_cagrad_compiled(tmp_path):
+    """The graph reads the values of each round: the same losses as in eager code."""
+    words = "env.events.done.eta={start: 0.05, end: 0.25}", "dqn.cagrad={start: 0.8, end: 0.2}", "sampler.min_size=1"
+    tables = eager_and_compiled(dqn.train, configuration, tmp_path, *words)
+    results = [
+        [float(row[name]) for row in table[1:] for name in ("loss", "q_sum", "sampler/eta_done")] for table in tables
+    ]
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
 def test_priorities_by_reliability_know_the_environments():
     words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
     cfg = parse_config(configuration(*words), dqn.Config)
@@ -174,7 +204,11 @@ def test_priorities_by_reliability_know_the_environments():
     [
         ("env=cartpole", "sampler=sset: env=cartpole has no events; "),
         ("env.events.done.eta=0.9", "env.events: the sum of all eta is 1.15, must be <= 1"),
-        ("env.events.done.eta=-1", "env.events.done.eta=-1.0: must be in [0, 1]"),
+        ("env.events.done.eta=-1", "env.events.done.eta=-1: must be in [0, 1]"),
+        ("env.events.done.eta=half", "env.events.done.eta=half: must be a number or {start, end}"),
+        ("env.events.done.eta={start: 0.1}", "env.events.done.eta={'start': 0.1}: must be a number or {start, end}"),
+        ("env.events.done.eta={start: 0.1, end: 2}", "env.events.done.eta={'start': 0.1, 'end': 2}: must be in [0, 1]"),
+        ("env.events.done.eta={start: 0.9, end: 0.1}", "env.events: the sum of all eta is 1.15, must be <= 1"),
         ("env.events.done.history=0", "env.events.done.history=0: must be >= 1"),
         (
             "+env.events.done.function=land",
@@ -198,7 +232,9 @@ def test_priorities_by_reliability_know_the_environments():
         ("dqn.tau=null", "dqn.tau=None: exactly one of dqn.tau and dqn.target_update_interval=None"),
         ("dqn.target_update_interval=9", "dqn.tau=0.01: exactly one of dqn.tau and dqn.target_update_interval=9"),
         ("dqn.loss_function=l3", "dqn.loss_function=l3: choose smooth_l1, l2"),
-        ("dqn.cagrad=1", "dqn.cagrad=1.0: must be in [0, 1)"),
+        ("dqn.cagrad=1", "dqn.cagrad=1: must be in [0, 1)"),
+        ("dqn.cagrad=much", "dqn.cagrad=much: must be a number or {start, end}"),
+        ("dqn.cagrad={start: 0.5, end: 1}", "dqn.cagrad={'start': 0.5, 'end': 1}: must be in [0, 1)"),
         ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables; use sampler=sset or sset_per"),
     ],
 )

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from recipes import dqn, sac, td3
-from recipes.common.cli import DONE
+from recipes.common.cli import DONE, check_command_line, parse_config
 from recipes.common.errors import ConfigError
+from recipes.common.hints import CONF, options
 from tests.recipes.runs import composed, rows, tiny
 
 TINY = {"total_steps": 64, "batch_size": 16, "num_evaluations": 2, "hidden_sizes": "[16, 16]"}
@@ -31,6 +33,27 @@ def test_the_actor_learns_from_batches_of_its_own(tmp_path, recipe, sampler):
     last = rows(tmp_path)[-1]
     assert float(last["sampler/actor_score"]) <= float(last["sampler/actor_candidate_score"])
     assert ("sampler/max_priority" in last) == ("uniform" not in sampler)
+
+
+@pytest.mark.parametrize("name", [name for name in options("sampler") if "dper" not in name])
+@pytest.mark.parametrize("recipe", [td3, sac])
+def test_the_sampler_of_the_critic_has_the_settings_in_its_file(recipe, name):
+    preset = OmegaConf.to_container(OmegaConf.load(CONF / "sampler" / f"{name}.yaml"))
+    huber = ["td3.loss_function=smooth_l1"] if name == "lap" else []
+    for choice in (f"sampler.critic.name={name}", f"sampler.critic={{name: {name}}}"):
+        if name == "lap" and recipe is sac:
+            continue
+        recipe_name = recipe.__name__.split(".")[-1]
+        words = ["sampler=dper", choice, *huber, "env=halfcheetah"]
+        assert check_command_line(recipe_name, recipe.Config, words)
+        assert parse_config(composed(recipe_name, *words), recipe.Config).sampler["critic"] == preset
+
+
+def test_options_of_the_critics_sampler_replace_those_in_its_file(tmp_path):
+    words = ["sampler=dper", "sampler.critic.name=reaper", "+sampler.critic.beta.start=0.5", "+sampler.critic.eps=1e-3"]
+    assert td3.train(configuration("td3", *words), tmp_path) == DONE
+    saved = OmegaConf.load(tmp_path / "config.yaml").sampler.critic
+    assert saved == {"name": "reaper", "alpha": 0.4, "omega": 0.2, "beta": {"start": 0.5, "end": 1.0}, "eps": 1e-3}
 
 
 @pytest.mark.parametrize("recipe", [dqn, td3, sac])

@@ -30,6 +30,8 @@ class Config(RunConfig):
             raise ValueError(f"prefetch={self.prefetch}: must be in [0, 16]")
         if self.compile:
             raise ValueError("compile=true: the buffer is in another process; use recipes.dqn")
+        if self.env.atari is not None:
+            raise ValueError(f"env={self.env.name}: recipes.distributed does not support Atari games; use recipes.dqn")
         if self.dqn.n_step > 1:
             raise ValueError(f"dqn.n_step={self.dqn.n_step}: recipes.distributed does not support it; use recipes.dqn")
         if self.dqn.cagrad is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, FixedRoundsRunConfig
+from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, FixedRoundsRunConfig, ends
 
 
 @dataclass
@@ -63,8 +63,8 @@ class DQNConfig(EpsilonGreedyConfig):
     Args:
         target_update_interval: steps between two copies to the target network; None: use tau. Exactly one of the two
             must be None.
-        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1); None: gradient of the whole
-            batch.
+        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1), or {start, end}: linear over
+            all updates of the run; None: gradient of the whole batch.
         log_q_mean: whether evaluations also log the mean value of their steps, as the target network gives it. Default:
             False.
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
@@ -73,19 +73,26 @@ class DQNConfig(EpsilonGreedyConfig):
     group = "dqn"
 
     target_update_interval: int | None = MISSING
-    cagrad: float | None = MISSING
+    cagrad: Any = MISSING
     log_q_mean: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("target_update_interval", lambda value: value is None or value > 0, "must be > 0")
-        self.check("cagrad", lambda value: value is None or 0 <= value < 1, "must be in [0, 1)")
+        if self.cagrad is not None:
+            in_range = all(0 <= value < 1 for value in ends("dqn.cagrad", self.cagrad))
+            self.check("cagrad", lambda _: in_range, "must be in [0, 1)")
         interval = self.target_update_interval
         self.check(
             "tau",
             lambda value: (value is None) != (interval is None),
             f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null",
         )
+
+    def cagrad_after(self, updates: int) -> float:
+        """The c of CAGrad after so many updates of the run."""
+        start, end = ends("dqn.cagrad", self.cagrad)
+        return start + min(updates / self.num_updates(), 1.0) * (end - start)
 
     def copies_due(self, step: int, count: int) -> bool:
         """Whether the last `count` of `step` steps include one at which the target network must be copied."""

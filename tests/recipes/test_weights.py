@@ -1,0 +1,184 @@
+"""The option weights: how a loss averages the weighted losses l_i of its rows.
+
+"mean" is Σ w_i l_i / B, as in Algorithm 1 of PER and Algorithms 1 and 2 of ReaPER, up to their constant factor B.
+"normalized" is Σ w_i l_i / Σ w_i, as TorchRL's losses compute it.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.modules import QValueActor
+from torchrl.objectives import SoftUpdate
+
+from recipes import dqn, r2d2, sac, td3
+from recipes.common.recurrent import RecurrentNetwork
+from recipes.common.update import compiled
+from tests.recipes.runs import TINY_R2D2, assert_commands, composed, tiny
+
+B = 6
+WEIGHTS = torch.tensor([0.1, 1.0, 0.4, 0.7, 0.05, 0.3])
+TABLES = torch.tensor([0, 0, 0, 1, 1, 2])
+CPU = torch.device("cpu")
+
+
+class OneBatch:
+    """A buffer that always returns the same batch."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def sample(self):
+        return self.batch.clone()
+
+    def update_tensordict_priority(self, batch):
+        pass
+
+
+def transitions(action, shape=(B,)):
+    torch.manual_seed(1)
+    no = torch.zeros(*shape, 1, dtype=torch.bool)
+    following = {"observation": torch.randn(*shape, 3), "reward": torch.randn(*shape, 1)}
+    following |= {"done": no, "terminated": no.clone(), "truncated": no.clone()}
+    return TensorDict({"observation": torch.randn(*shape, 3), "action": action, "next": following}, list(shape))
+
+
+class DQN:
+    """One update on six rows. A new object starts from the same networks and the same batch."""
+
+    words: tuple[str, ...] = ()
+
+    def __init__(self, batch_weights, weights):
+        torch.manual_seed(0)
+        config = dqn.parse_config(composed("dqn", "dqn.max_grad_norm=null", *self.words), dqn.Config)
+        network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+        loss_module, target = dqn.make_loss(config.dqn, actor)
+        self.optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True)
+        batch = transitions(torch.arange(B) % 2).update({"table": TABLES, "priority_weight": batch_weights})
+        self.update = dqn.make_update(
+            config.dqn,
+            OneBatch(batch),
+            loss_module,
+            target,
+            self.optimizer,
+            num_updates=1,
+            num_tables=len(config.env.events) + 1,
+            cagrad=config.dqn.cagrad,
+            weights=weights,
+        )
+
+    def loss(self):
+        torch.manual_seed(2)
+        return self.update(None)[self.entry][0]
+
+    entry = "loss"
+
+    def gradient(self):
+        """The gradients of the update: Adam's first moments are a tenth of them."""
+        return torch.cat([10 * state["exp_avg"].flatten() for state in self.optimizer.state.values()])
+
+
+class CAGrad(DQN):
+    """With c = 0, the gradient is that of the loss."""
+
+    words = ("env=threerooms", "sampler=sset_per", "dqn.cagrad=0.0")
+
+
+class TD3(DQN):
+    entry = "loss_qvalue"
+
+    def __init__(self, batch_weights, weights):
+        torch.manual_seed(0)
+        settings = td3.parse_config(composed("td3", "td3.policy_delay=1"), td3.Config).td3
+        _, loss_module = td3.make_loss(settings, 3, 2, CPU)
+        target = SoftUpdate(loss_module, tau=settings.tau)
+        actor, self.optimizer = td3.make_optimizers(settings, loss_module)
+        replay = OneBatch(transitions(torch.rand(B, 2)).set("priority_weight", batch_weights))
+        self.update = td3.make_update(
+            settings, replay, loss_module, target, actor, self.optimizer, num_updates=1, weights=weights
+        )
+
+
+class SAC(DQN):
+    entry = "loss_qvalue"
+
+    def __init__(self, batch_weights, weights):
+        torch.manual_seed(0)
+        settings = sac.parse_config(composed("sac"), sac.Config).sac
+        _, loss_module = sac.make_loss(settings, 3, 2, CPU)
+        target = SoftUpdate(loss_module, tau=settings.tau)
+        optimizers = sac.make_optimizers(settings, loss_module)
+        self.optimizer = optimizers["critic"]
+        replay = OneBatch(transitions(torch.rand(B, 2)).set("priority_weight", batch_weights))
+        self.update = sac.make_update(replay, loss_module, target, optimizers, num_updates=1, weights=weights)
+
+
+class R2D2(DQN):
+    """Two windows of a step of burn-in and three steps to learn from: six rows."""
+
+    def __init__(self, batch_weights, weights):
+        torch.manual_seed(0)
+        words = "r2d2.burn_in=1", "r2d2.sequence_length=3", "r2d2.max_grad_norm=null"
+        settings = r2d2.parse_config(composed("r2d2", *words), r2d2.Config).r2d2
+        network = RecurrentNetwork(3, 2, 8, [8], CPU)
+        target = deepcopy(network).requires_grad_(False)
+        self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+        batch = transitions(torch.arange(8).reshape(2, 4) % 2, (2, 4))
+        batch["validity_mask"] = torch.ones(2, 4, dtype=torch.bool)
+        batch["recurrent_state"] = torch.zeros(2, 4, 2, 8)
+        # the weights of burn-in have no effect
+        batch["priority_weight"] = torch.cat([torch.full((2, 1), 9.0), batch_weights.reshape(2, 3)], 1)
+        self.update = r2d2.make_update(
+            settings, OneBatch(batch), network, target, self.optimizer, num_updates=1, weights=weights
+        )
+
+
+@pytest.mark.parametrize("recipe", [DQN, CAGrad, TD3, SAC, R2D2])
+def test_losses_average_their_rows_as_weights_says(recipe):
+    row_losses, row_gradients = [], []
+    for row in torch.eye(B):  # a single row with a weight: its loss and gradient
+        single = recipe(row, "normalized")
+        row_losses.append(single.loss())
+        row_gradients.append(single.gradient())
+    losses, gradients = torch.stack(row_losses), torch.stack(row_gradients)
+    assert losses.std() > 0.01
+    for weights, divisor in (("mean", B), ("normalized", WEIGHTS.sum())):
+        whole = recipe(WEIGHTS, weights)
+        torch.testing.assert_close(whole.loss(), (WEIGHTS * losses).sum() / divisor)
+        torch.testing.assert_close(whole.gradient(), WEIGHTS @ gradients / divisor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [DQN, pytest.param(CAGrad, marks=pytest.mark.slow)])
+def test_compiled_losses_are_the_eager_ones(recipe):
+    torch._dynamo.reset()
+    eager, graph = recipe(WEIGHTS, "mean"), recipe(WEIGHTS, "mean")
+    graph.update = compiled(graph.update, cudagraphs=False)
+    torch.testing.assert_close(graph.loss(), eager.loss(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(graph.gradient(), eager.gradient(), rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("weights", ["mean", "normalized"])
+@pytest.mark.parametrize("recipe", [dqn, td3, sac, r2d2])
+def test_runs_use_the_configured_average(tmp_path, monkeypatch, recipe, weights):
+    class Stop(Exception):
+        pass
+
+    def make_update(*_arguments, **keywords):
+        assert keywords["weights"] == weights
+        raise Stop
+
+    monkeypatch.setattr(recipe, "make_update", make_update)
+    name = recipe.__name__.split(".")[-1]
+    words = TINY_R2D2 if recipe is r2d2 else tiny(name)
+    with pytest.raises(Stop):
+        recipe.train(composed(name, *words, f"weights={weights}"), tmp_path)
+
+
+def test_other_values_are_refused():
+    message = "bad configuration: weights=sum: choose normalized, mean"
+    for recipe in ("dqn", "td3", "sac", "r2d2"):
+        assert_commands(recipe, {("weights=sum",): (2, message)})
