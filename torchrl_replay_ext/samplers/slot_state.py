@@ -221,7 +221,8 @@ class SlotState:
         knew_storage, self._knows_storage = self._knows_storage, True
         try:
             with self.log.transaction():
-                if not knew_storage and self.log.is_empty and _torchrl.length(storage) > count:
+                is_first = not knew_storage and self.log.is_empty
+                if is_first and storage is not None and _torchrl.length(storage) > count:
                     self.ingest(storage)
                     self.log.see_step(write.last)
                 else:

@@ -45,7 +45,7 @@ def _counter(name: str) -> Any:
 
 def _copy(value: Tensor) -> int | Tensor:
     """A number; a copy of a tensor that cannot be read without waiting."""
-    return value.item() if values_can_be_read(value) else value.clone()
+    return int(value) if values_can_be_read(value) else value.clone()
 
 
 def _length_value(storage: Any) -> int | Tensor:
