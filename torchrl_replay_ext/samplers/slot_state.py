@@ -71,8 +71,6 @@ class SlotState:
             hyperparameter.to(layout.counters)
         self.log = WriteLog(layout)
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
-        if layout.for_graphs:
-            self.priorities.prepare()
         # number of writes to the storage, counted by the storage, at the last comparison of storage and log; on the CPU
         self._seen_sets = torch.full((), -1, dtype=torch.int64, device="cpu")
         self.distribution = make(self.log, self.priorities)
