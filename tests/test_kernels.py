@@ -235,9 +235,7 @@ def test_last_duplicate_wins(run):
 
 
 def python(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 def test_the_import_of_the_package_imports_neither_numba_nor_triton_kernels():

@@ -71,13 +71,13 @@ def _walk(
     width = tl.cast(_CHILDREN, tl.int64)
     for level in tl.static_range(1, levels):
         begin += width
-        width = _CHILDREN * ((last_leaf >> (_BITS * (levels - level + 1))) + 1)
-        child, ahead, _ = _child(nodes + begin, _CHILDREN * node, rest)
+        width = ((last_leaf >> (_BITS * (levels - level + 1))) + 1) * _CHILDREN
+        child, ahead, _ = _child(nodes + begin, node * _CHILDREN, rest)
         rest -= ahead
-        node = tl.minimum(_CHILDREN * node + child, last_leaf >> (_BITS * (levels - level)))
-    first = _place(_CHILDREN * node, pages, num_pages, has_pages)
+        node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (levels - level)))
+    first = _place(node * _CHILDREN, pages, num_pages, has_pages)
     child, _, values = _child(leaves, first, rest)
-    node = tl.minimum(_CHILDREN * node + child, last_leaf)
+    node = tl.minimum(node * _CHILDREN + child, last_leaf)
     is_drawn = tl.arange(0, _CHILDREN)[None, :] == (node & (_CHILDREN - 1))[:, None]
     tl.store(leaf + rows, node, mask=in_batch)
     tl.store(mass + rows, tl.sum(tl.where(is_drawn, values, 0), axis=1), mask=in_batch)
@@ -101,7 +101,7 @@ def _prefix(
     for _ in tl.static_range(levels):
         node = node >> _BITS
         last = last >> _BITS
-        begin -= _CHILDREN * ((last >> _BITS) + 1)
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
         before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
         entries = nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
         running += tl.sum(tl.load(entries, mask=before, other=0), axis=1)
@@ -145,7 +145,7 @@ def _write(
         for _ in tl.static_range(levels):
             node = node >> _BITS
             last = last >> _BITS
-            begin -= _CHILDREN * ((last >> _BITS) + 1)
+            begin -= ((last >> _BITS) + 1) * _CHILDREN
             tl.atomic_add(nodes + begin + node, new - old, mask=wins & (new != old))
         tl.debug_barrier()
     if track_min:
@@ -155,16 +155,16 @@ def _write(
         below = minima
         for level in tl.static_range(levels):
             last = last >> _BITS
-            begin -= _CHILDREN * ((last >> _BITS) + 1)
+            begin -= ((last >> _BITS) + 1) * _CHILDREN
             for start in range(0, count, num_together):
                 rows = start + tl.arange(0, num_together)
                 leaf = tl.load(index + rows, mask=rows < count, other=-1)
                 valid = (leaf >= 0) & (leaf <= last_leaf)
                 node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
                 if level == 0:
-                    first = leaves + _place(_CHILDREN * node, pages, num_pages, has_pages)
+                    first = leaves + _place(node * _CHILDREN, pages, num_pages, has_pages)
                 else:
-                    first = below + _CHILDREN * node
+                    first = below + node * _CHILDREN
                 values = tl.load(first[:, None] + children[None, :])
                 values = tl.where(values > 0, values, _NOTHING)
                 tl.store(minima + begin + node, tl.min(values, axis=1), mask=valid)
@@ -181,13 +181,13 @@ def _refresh_maxima(leaves, maxima, size, capacity, index, count, levels: tl.con
     below = leaves
     for level in tl.static_range(levels):
         last = last >> _BITS
-        begin -= _CHILDREN * ((last >> _BITS) + 1)
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
         for start in range(0, count, num_together):
             rows = start + tl.arange(0, num_together)
             leaf = tl.load(index + rows, mask=rows < count, other=-1)
             valid = (leaf >= 0) & (leaf <= last_leaf)
             node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-            values = tl.load(below + _CHILDREN * node[:, None] + children[None, :])
+            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
             tl.store(maxima + begin + node, tl.max(values, axis=1), mask=valid)
         below = maxima + begin
         tl.debug_barrier()
