@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.emulated_device import EmulatedDevice
 from tests.test_flat_cost import code_of, large_steps
 from torchrl_replay_ext import SumTree, compile_step
 from torchrl_replay_ext.core.sum_tree import MaxTree
@@ -190,6 +191,22 @@ def test_an_empty_tree_in_a_graph(from_scratch):
     tree = SumTree(100)
     leaf, mass = compile_step(lambda: tree.sample(5))()
     assert leaf.tolist() == mass.tolist() == [0] * 5
+
+
+# --- accelerators
+
+
+@not_interpreted
+def test_an_accelerator_runs_each_kernel_with_one_launch():
+    with EmulatedDevice("torchrl_replay_ext") as device:
+        tree, index = SumTree(300, track_min=True, device="emulated"), torch.arange(20, device="emulated")
+        device.reset()
+        tree.write(index, index + 1)
+        leaf, mass = tree.find(index)
+        launches = {name: n for name, n in device.operations.items() if "torchrl_replay_ext" in name}
+        assert launches == {"torchrl_replay_ext.tree_write": 1, "torchrl_replay_ext.tree_find": 1}
+        assert not device.waits
+        assert mass.tolist() == (leaf + 1).tolist()
 
 
 # --- threads
