@@ -1,9 +1,12 @@
-"""Parameters of tests that take long."""
+"""Parameters of tests that take long, and names of modules."""
 
+import pkgutil
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+import torchrl_replay_ext
 
 
 def slow_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
@@ -13,3 +16,9 @@ def slow_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
         return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
 
     return [value if value in kept else slow(value) for value in values]
+
+
+def module_names() -> list[str]:
+    """All modules of the package, but not those that need Triton."""
+    found = [module.name for module in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")]
+    return sorted(name for name in found if not name.startswith("torchrl_replay_ext.kernels.cuda."))

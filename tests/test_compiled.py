@@ -38,13 +38,11 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
-    SumTree,
     Threshold,
     TrajectoryRetraceSampler,
     compile_step,
 )
 from torchrl_replay_ext.compilation import uniform
-from torchrl_replay_ext.core.sum_tree import MaxTree
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
 
@@ -856,7 +854,7 @@ def test_threads(name):
     assert_valid(buffer.sampler)
 
 
-# --- the compiled tree algorithms
+# --- no device reads
 
 
 @pytest.fixture
@@ -868,82 +866,6 @@ def traced(monkeypatch):
         if name.startswith("torchrl_replay_ext") and hasattr(module, "is_traced"):
             monkeypatch.setattr(module, "is_traced", lambda: switch["on"])
     return switch
-
-
-@pytest.mark.parametrize("fanout", [2, 4, 8, 64])
-@pytest.mark.parametrize("capacity", [1, 5, 64, 65, 1000])
-@pytest.mark.parametrize("top", [1, 3, 16384])
-@pytest.mark.parametrize("paged", [False, True])
-def test_walks_of_graphs_are_those_of_eager_code(traced, fanout, capacity, top, paged):
-    blocks = capacity // fanout + 1
-    order = torch.randperm(blocks)
-    pages = dict(page_table=order, num_pages=blocks) if paged else {}
-    tree = SumTree(capacity, fanout=fanout, top=top, track_min=True, **copy.deepcopy(pages))
-    other = SumTree(capacity, fanout=fanout, top=top, track_min=True, **pages)
-    other.prepare()
-
-    def both(what: Callable[[SumTree], Any]) -> None:
-        expected = what(tree)
-        traced["on"] = True
-        result = what(other)
-        traced["on"] = False
-        for first, second in zip(
-            expected if isinstance(expected, tuple) else (expected,),
-            result if isinstance(result, tuple) else (result,),
-            strict=True,
-        ):
-            assert first is None or torch.equal(torch.as_tensor(first), torch.as_tensor(second))
-
-    everywhere = torch.arange(capacity)
-    for number in range(6):
-        count = min(2 ** (2 * number), 2 * capacity)
-        slots = torch.randint(capacity, (count,))
-        mass = torch.randint(0 if number % 2 else 1, 2 ** (8 * number + 1), (count,))
-        both(lambda t, slots=slots, mass=mass: t.write(slots, mass))
-        if number == 4:
-            # only one leaf keeps a positive mass
-            both(lambda t: t.write(everywhere, torch.zeros(capacity, dtype=torch.int64)))
-            both(lambda t: t.write(torch.tensor([capacity - 1]), torch.tensor([7])))
-        other.check_valid()
-        assert torch.equal(tree.leaves, other.leaves)
-        total = int(tree.total())
-        both(lambda t: t.total())
-        both(lambda t: t.get(everywhere))
-        both(lambda t: t.prefix(torch.arange(capacity + 1)))
-        if total:
-            both(lambda t: t.min())
-            border = tree.prefix(everywhere)
-            target = torch.cat([border, border - 1, torch.randint(total, (100,))])
-            target = target[(target >= 0) & (target < total)]
-            both(lambda t, target=target: t.find(target))
-            u = torch.tensor([0.0, 0.5, 1 - 2.0**-53, *torch.rand(100).tolist()], dtype=torch.float64)
-            both(lambda t, u=u: t.draw(u.clone()))
-
-
-def test_an_empty_tree_in_a_graph(traced):
-    tree = SumTree(100, fanout=4, top=4, track_min=True)
-    tree.prepare()
-    traced["on"] = True
-    leaf, mass = tree.sample(5)
-    assert mass.tolist() == [0] * 5
-    assert leaf.tolist() == [0] * 5
-
-
-@pytest.mark.parametrize("fanout", [2, 4, 8, 64])
-@pytest.mark.parametrize("capacity", [1, 5, 64, 65, 1000])
-@pytest.mark.parametrize("top", [1, 3, 16384])
-def test_maxima_in_graphs(traced, fanout, capacity, top):
-    tree = MaxTree(capacity, fanout=fanout, top=top)
-    tree.prepare()
-    traced["on"] = True
-    for number in range(30):
-        changed = torch.randint(capacity, (min(capacity, 5),))
-        tree.leaves[changed] = torch.randint(0, 2 ** (number + 1), changed.shape)
-        tree.refresh(changed)
-        assert int(tree.max()) == int(tree.leaves.max())
-
-
-# --- no device reads
 
 
 class OnDevice:

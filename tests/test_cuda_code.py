@@ -1,6 +1,10 @@
 """The code that torch generates for a CUDA device if all tensors are there. Torch must be built for CUDA."""
 
+import os
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,10 @@ from tests.test_compiled import CASES, step
 from torchrl_replay_ext.compilation import EagerFallback
 
 pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests.cuda_code import code_for_cuda
 
@@ -28,8 +36,9 @@ def no_code_for_the_cpu(monkeypatch):
 def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
+    called = code[code.index("async_compile.wait") :].replace("torch.ops.torchrl_replay_ext.tree_", "our_kernel_")
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
-        assert foreign not in code[code.index("async_compile.wait") :]
+        assert foreign not in called
 
 
 @pytest.mark.parametrize("name", slow_but(["slices, uniform, two columns, not padded"], CASES))
@@ -61,3 +70,41 @@ def test_updates_of_recipes_are_compiled_to_kernels_of_the_gpu(name, tmp_path, m
             monkeypatch.setattr(place, "compiled", generated)
     assert module.train(composed(recipe, *overrides, "compile=true", "device=cpu"), tmp_path) == DONE
     assert compiled
+
+
+# --- our own kernels
+
+INT64 = "*i64"
+TREE = {"leaves": INT64, "pages": INT64, "num_pages": "i32", "capacity": "i32", "count": "i32"}
+ROWS = {"nodes": INT64, "index": INT64}
+KERNELS = {
+    "draw": ("_walk", TREE | {"nodes": INT64, "target": "*fp64", "leaf": INT64, "mass": INT64}),
+    "find": ("_walk", TREE | {"nodes": INT64, "target": INT64, "leaf": INT64, "mass": INT64}),
+    "prefix": ("_prefix", TREE | ROWS | {"size": "i32", "total": INT64}),
+    "get": ("_get", TREE | {"index": INT64, "mass": INT64}),
+    "write": ("_write", TREE | ROWS | {"minima": INT64, "size": "i32", "mass": INT64}),
+    "refresh_maxima": (
+        "_refresh_maxima",
+        {"leaves": INT64, "maxima": INT64, "size": "i32", "capacity": "i32", "index": INT64, "count": "i32"},
+    ),
+}
+
+
+@pytest.mark.parametrize("has_pages", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_tree_kernels_are_compiled_for_the_gpu(name, has_pages):
+    import torchrl_replay_ext.kernels.cuda.tree as kernels
+
+    function, arguments = KERNELS[name]
+    kernel = getattr(kernels, function)
+    constants = {"has_pages": has_pages, "is_fraction": name == "draw", "is_one_mass": has_pages, "track_min": True}
+    constants |= {"levels": 5, "num_rows": 64, "num_together": 64}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in constants else arguments[key] for key in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def test_tree_kernels_in_the_interpreter_of_triton():
+    tests = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py"))]
+    subprocess.run(tests, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import inspect
-import pkgutil
 import re
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 from torchrl.data import ReplayBuffer
 
 import torchrl_replay_ext
+from tests.params import module_names
 
 
 def public() -> dict[str, object]:
     """The classes and functions in ``__all__`` of the package and of its modules, by name."""
     modules = [torchrl_replay_ext.__name__]
-    modules += sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext."))
+    modules += module_names()
     # an import of configs would register configurations with Hydra for all tests of the process
     modules.remove("torchrl_replay_ext.configs")
     found = {}

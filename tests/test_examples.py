@@ -2,14 +2,13 @@
 
 import doctest
 import importlib
-import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import torchrl_replay_ext
+from tests.params import module_names
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".github", "recipes", "tests", "torchrl_replay_ext")
@@ -17,7 +16,7 @@ FOLDERS = (".github", "recipes", "tests", "torchrl_replay_ext")
 GUIDES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 MODULES = [
     "torchrl_replay_ext",
-    *sorted(m.name for m in pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")),
+    *module_names(),
 ]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import inspect
-import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
 from torchrl.objectives import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
-import torchrl_replay_ext
+from tests.params import module_names
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = "torchrl_replay_ext/_torchrl.py"
@@ -205,9 +204,8 @@ def reads_in(file: str) -> list[str]:
 
 
 def package_classes() -> set[type]:
-    modules = pkgutil.walk_packages(torchrl_replay_ext.__path__, "torchrl_replay_ext.")
     # an import of "configs" or "plugins" would register configurations with Hydra for all tests of the process
-    names = [module.name for module in modules if module.name.split(".")[1] not in ("configs", "plugins")]
+    names = [name for name in module_names() if name.split(".")[1] not in ("configs", "plugins")]
     members = [member for name in names for member in vars(importlib.import_module(name)).values()]
     return {member for member in members if inspect.isclass(member) and member.__module__ in names}
 

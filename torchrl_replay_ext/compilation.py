@@ -210,11 +210,6 @@ def add_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
         destination.index_add_(0, index, values)
 
 
-def materialized(values: Tensor) -> Tensor:
-    """``values`` [n]. A graph stores them instead of computing them again in each operation that reads them."""
-    return values.as_strided((len(values), 1), (1, 1)).squeeze(1) if torch.compiler.is_compiling() else values
-
-
 def mark_static(*parts: Any) -> None:
     """Mark the addresses of tensors as static for CUDA graphs, also inside lists, dicts and objects of this package."""
     seen: set[int] = set()

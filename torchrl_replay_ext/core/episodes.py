@@ -17,11 +17,10 @@ from torchrl_replay_ext.compilation import (
 )
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
-from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree, UpdateMask
-from torchrl_replay_ext.indices import all_different, is_last_occurrence, write_last
+from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
+from torchrl_replay_ext.indices import UpdateMask, all_different, is_last_occurrence, write_last
 
-# Positions per page; a page is one row of the tree.
-_PAGE = 64
+_PAGE = SumTree.PAGE
 
 
 class EpisodeIndex:
@@ -81,7 +80,6 @@ class EpisodeIndex:
         positions = num_lanes * self.span
         self._tree = SumTree(
             positions + (_PAGE if assigned else 0),
-            fanout=_PAGE,
             page_table=page_table,
             num_pages=num_pages,
             device=device,
@@ -120,11 +118,6 @@ class EpisodeIndex:
     def holds(self, slots: Tensor) -> Tensor:
         """True where a slot of ``slots`` [n] belongs to an episode, bool [n]."""
         return gather_in_bounds(self.episode, slots) != self._none
-
-    def prepare(self) -> None:
-        """Prepare the state for use in a graph."""
-        self._tree.prepare()
-        self._totals.prepare()
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest first.
@@ -189,7 +182,7 @@ class EpisodeIndex:
         self._finished.index_fill_(0, begins, False)
         self._open.index_fill_(0, begins, True)
         self._start.index_copy_(0, begins, position.to(self._start.dtype))
-        self._tree.write(position, mass.expand(count), distinct=True)
+        self._tree.write(position, mass.expand(count))
         self._totals.leaves.index_add_(0, record, mass.expand(count))
         self._lane_total.index_add_(0, lane, mass.expand(count))
         self._count.index_add_(0, record, torch.ones_like(record, dtype=self._count.dtype))
@@ -354,7 +347,7 @@ class EpisodeIndex:
             change = mass - before
             if not all_different(slots):
                 change *= is_last_occurrence(slots)
-        self._tree.write(position, mass, mask=mask)
+        self._tree.write(position if mask is None else mask.select(position), mass)
         add_in_bounds(self._totals.leaves, record, change)
         self._totals.refresh(record)
         if self.num_lanes == 1:
@@ -404,10 +397,10 @@ class EpisodeIndex:
         return ratio.masked_fill_(is_new, 1.0)
 
     def graph_tensors(self) -> list[Tensor]:
-        """The tensors that :meth:`reliability` reads and graphs change, after :meth:`prepare`."""
+        """The tensors that :meth:`reliability` reads and graphs change."""
         placed = [self._position] if self.assigned else []
         columns = [self.episode, self._start, self._updated_at, self._finished, self._lane_total]
-        return [*self._tree.graph_tensors(), *self._totals.graph_tensors(), *columns, *placed]
+        return [*self._tree.tensors(), *self._totals.tensors(), *columns, *placed]
 
     @property
     def max_supported_priority(self) -> float:
@@ -417,7 +410,7 @@ class EpisodeIndex:
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""
         state = {
-            "masses": self._tree.rows,
+            "masses": self._tree.leaves,
             "episode": self.episode,
             "totals": self._totals.leaves,
             "start": self._start,

@@ -81,11 +81,6 @@ class Priorities:
         """True if ``error`` equals :meth:`default_td_error`, rounded to float32."""
         return error == as_float32(self.default_td_error())
 
-    def prepare(self) -> None:
-        """Prepare the state for use in compiled graphs."""
-        if self._updated is not None:
-            self._updated.prepare()
-
     def insert(self, slots: Array) -> None:
         """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
         scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))

@@ -93,7 +93,7 @@ class SliceIndex:
         scatter_in_bounds(self._next, previous, followed.to(self._next.dtype))
 
         if self._padded:
-            self.starts.write(slots, torch.ones_like(slots), distinct=True)
+            self.starts.write(slots, torch.ones_like(slots))
         else:
             back = self.length - 1
             start = where_int64(rank >= back, slots.roll(back), recent[lane, (rank + 1).clamp_max(self.length - 1)])

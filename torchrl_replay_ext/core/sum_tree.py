@@ -10,22 +10,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import (
-    Array,
-    as_array,
-    gather_in_bounds,
-    is_traced,
-    scalar,
-    stratified_uniform,
-    uniform,
+from torchrl_replay_ext.compilation import Array, scalar, stratified_uniform, uniform, values_can_be_read
+from torchrl_replay_ext.kernels.ops import (
+    tree_draw,
+    tree_find,
+    tree_get,
+    tree_prefix,
+    tree_rebuild,
+    tree_rebuild_maxima,
+    tree_refresh_maxima,
+    tree_root,
+    tree_write,
 )
-from torchrl_replay_ext.core import _compiled_tree, _eager_tree
-from torchrl_replay_ext.core.reduction_tree import LeafRows, ReductionTree, UpdateMask
+from torchrl_replay_ext.kernels.tree_layout import NOTHING, PAGE_BITS, allocate
 
 
-def _backend():
-    """The module with the tree algorithms for the running code; both modules have the same functions."""
-    return _compiled_tree if is_traced() else _eager_tree
+def _root(nodes: Tensor) -> Tensor:
+    """The root of a tree, int64 [].
+
+    A kernel reads it: a graph may move its own reads after the next write, and must then copy the whole tree.
+    """
+    value = nodes.new_empty(1)
+    tree_root(nodes, value)
+    return value[0]
+
+
+def _numbers(values: Array | int, device: torch.device) -> Tensor:
+    """int64 numbers [n] as kernels take them."""
+    if isinstance(values, Tensor):
+        return values.to(torch.int64).contiguous()
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64))
+    if isinstance(values, slice):
+        return torch.arange(values.start, values.stop, device=device)
+    return torch.full((1,), values, dtype=torch.int64, device=device)
 
 
 class SumTree:
@@ -35,21 +53,17 @@ class SumTree:
     depend on the order of updates, rounding errors do not accumulate, and a leaf of mass 0 is never drawn.
     ``max_supported_priority`` is the largest priority that a leaf can hold.
 
-    The leaves are divided into rows of ``fanout``. The sums of these rows are again divided into rows, and so on up to
-    a dense top level. All shapes are static. Eager code and compiled graphs use the same tensors with different
-    algorithms: ``_eager_tree`` processes a row at a time, ``_compiled_tree`` 4 entries at a time. Call :meth:`prepare`
-    before the tree becomes part of a compiled graph.
+    Each node is the sum of its 16 children, up to a single root. Eager code, compiled graphs and CUDA call the same
+    kernels, which take O(log capacity) per row.
 
     Args:
         capacity: number of leaves, >= 1.
-        fanout: number of entries of a row, a power of two, >= 2. Default: 64.
-        top: largest number of entries of the top level, >= 1. Default: 16384.
         track_min: also track the smallest positive mass, for :meth:`min`. Default: False.
-        page_table: int64 [capacity // fanout + 1], the row of ``leaves`` that stores each block of ``fanout``
-            leaves; for trees over a sparsely used range. The tree reads the page table, its owner writes it. Row
-            ``num_pages`` always holds zeros and represents all blocks that are not stored. Default: None, all blocks
-            are stored.
-        num_pages: number of stored rows; required with ``page_table``. Default: None.
+        page_table: int64 [capacity // ``SumTree.PAGE`` + 1], the page of ``leaves`` that stores each block of
+            ``SumTree.PAGE`` = 64 leaves; for trees over a sparsely used range. The tree reads the page table, its owner
+            writes it. Page ``num_pages`` always holds zeros and represents all blocks that are not stored. Default:
+            None, all leaves are stored.
+        num_pages: number of stored pages; required with ``page_table``. Default: None.
         device: device of the tensors; that of ``page_table`` if given. Default: None, torch's default device.
 
     Raises:
@@ -63,13 +77,12 @@ class SumTree:
     """
 
     UNIT = 2**23
+    PAGE = 1 << PAGE_BITS
 
     def __init__(
         self,
         capacity: int,
         *,
-        fanout: int = 64,
-        top: int = 16384,
         track_min: bool = False,
         page_table: Tensor | None = None,
         num_pages: int | None = None,
@@ -77,42 +90,23 @@ class SumTree:
     ):
         if capacity < 1:
             raise ValueError(f"SumTree(capacity={capacity}): capacity must be >= 1.")
-        if fanout < 2 or fanout & (fanout - 1):
-            raise ValueError(f"SumTree(fanout={fanout}): fanout must be a power of two, >= 2.")
-        blocks = capacity // fanout + 1
-        if top < 1:
-            raise ValueError(f"SumTree(top={top}): top must be >= 1.")
-        if page_table is not None:
-            if num_pages is None or page_table.shape != (blocks,):
-                raise ValueError(f"SumTree: page_table must have shape ({blocks},) and needs num_pages.")
-            device = page_table.device
-        leaves = LeafRows(blocks, fanout, page_table, num_pages, device)
-        self.capacity, self.fanout, self.page_table, self.prepared = capacity, fanout, page_table, False
-        # the masses by stored row, int64 [rows · fanout]; call rebuild_() after writing to them directly
-        self.leaves, self._leaves = leaves.flat, leaves
-        self._sums = ReductionTree(leaves, top=top, kind="sum")
-        self._minima = ReductionTree(leaves, top=top, kind="min") if track_min else None
-        self._trees = [self._sums] if self._minima is None else [self._sums, self._minima]
+        blocks = capacity // self.PAGE + 1
+        if page_table is not None and (num_pages is None or page_table.shape != (blocks,)):
+            raise ValueError(f"SumTree: page_table must have shape ({blocks},) and needs num_pages.")
+        self.capacity, self.page_table = capacity, page_table
+        # the masses; call rebuild_() after writing to them directly
+        self.leaves, self.nodes = allocate(capacity, device if page_table is None else page_table.device)
+        if page_table is not None and num_pages is not None:
+            self.leaves = self.leaves.new_zeros((num_pages + 1) * self.PAGE)
+        # the smallest positive leaf below each node, or the largest int64; empty if not tracked
+        self.minima = torch.full_like(self.nodes[: None if track_min else 0], NOTHING)
+        self._pages = self.leaves.new_empty(0) if page_table is None else page_table
         # the sum of all stored leaves must be below 2^62
         self.max_supported_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
 
-    @property
-    def rows(self) -> Tensor:
-        """The masses by stored row, int64 [rows, fanout]; a view, only for eager code."""
-        return self.leaves.view(-1, self.fanout)
-
-    def prepare(self) -> None:
-        """Change to a layout that compiled graphs can use."""
-        if not self.prepared:
-            self.prepared = True
-            for tree in self._trees:
-                tree.prepare()
-            self.rebuild_()
-
-    def graph_tensors(self) -> list[Tensor]:
-        """The tensors of a prepared tree that compiled graphs read and change."""
-        paged = [] if self.page_table is None else [self.page_table]
-        return [self.leaves, *(tree.flat for tree in self._trees), *paged]
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the tree consists of."""
+        return [self.leaves, self.nodes, self.minima, self._pages]
 
     @overload
     @classmethod
@@ -132,23 +126,20 @@ class SumTree:
             return np.ceil(priority * cls.UNIT).astype(np.int64)
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
-    @overload
-    def get(self, index: Tensor) -> Tensor: ...
-    @overload
-    def get(self, index: Array) -> Array: ...
-    def get(self, index: Array) -> Array:
-        """Masses of the leaves ``index`` [n], int64 [n]."""
-        place = index if self.page_table is None else self._leaves.address(index)[1]
-        return gather_in_bounds(self.leaves, place)
+    def get(self, index: Array) -> Tensor:
+        """Masses of the leaves ``index`` [n], int64 [n]; 0 outside [0, capacity)."""
+        index = _numbers(index, self.leaves.device)
+        mass = torch.empty_like(index)
+        tree_get(self.leaves, self._pages, self.capacity, index, mass)
+        return mass
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
-        return _backend().root(self._sums).sum()
+        return _root(self.nodes)
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
-        assert self._minima is not None
-        return scalar(_backend().root(self._minima).amin() + 1)
+        return scalar(_root(self.minima))
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of some leaves.
@@ -171,34 +162,18 @@ class SumTree:
             raise ValueError(
                 f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority}]."
             )
-        self.write(index.to(torch.int64), self.to_mass(priority.double()))
+        self.write(index, self.to_mass(priority.double()))
 
-    def write(
-        self,
-        index: Array,
-        mass: Array,
-        *,
-        mask: UpdateMask | None = None,
-        distinct: bool = False,
-    ) -> None:
+    def write(self, index: Array, mass: Array | int) -> None:
         """Set int64 masses without checking arguments.
 
         Args:
-            index: the leaves, int64 [n] in [0, capacity), or a slice.
-            mass: int64 [n] or [1], or one number, >= 0. Without ``mask``, the last one of duplicates wins.
-            mask: selects the rows to apply. Default: None, all rows.
-            distinct: True if no two rows change the same leaf. This saves graphs a comparison of all pairs of rows.
-                Default: False.
+            index: the leaves, int64 [n], or a slice. Rows with an index outside [0, capacity) are skipped. Of
+                duplicates the last one wins.
+            mass: int64 [n] or [1], or one number, >= 0.
         """
-        if is_traced():
-            block, place = self._leaves.address(index)
-            _compiled_tree.write(self._leaves, self._trees, place, block, mass, mask, distinct)
-            return
-        if mask is None:
-            index, mass = as_array(index), mass if isinstance(mass, int) else as_array(mass)
-        block, place = self._leaves.address(index)
-        self._leaves.write(place, mass, mask)
-        _eager_tree.refresh(self._trees, place, block)
+        device = self.leaves.device
+        tree_write(*self.tensors(), self.capacity, _numbers(index, device), _numbers(mass, device))
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -209,7 +184,9 @@ class SumTree:
         Returns:
             The leaves and their masses, int64 [n] each.
         """
-        return _backend().find(self._sums, target)
+        leaf, mass = torch.empty_like(target), torch.empty_like(target)
+        tree_find(self.leaves, self.nodes, self._pages, self.capacity, target.contiguous(), leaf, mass)
+        return leaf, mass
 
     def sample(
         self, num: int, *, stratified: bool = False, generator: torch.Generator | None = None
@@ -232,12 +209,19 @@ class SumTree:
         return self.draw(draw_numbers(num, device=self.leaves.device, generator=generator))
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1). It may overwrite ``u``."""
-        return _backend().draw(self._sums, u)
+        """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1)."""
+        if values_can_be_read(self.nodes) and self.nodes.numpy()[0] == 0:
+            raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
+        leaf, mass = self.leaves.new_empty(u.shape[0]), self.leaves.new_empty(u.shape[0])
+        tree_draw(self.leaves, self.nodes, self._pages, self.capacity, u.contiguous(), leaf, mass)
+        return leaf, mass
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves 0..i−1 for each i of ``index`` [n] in [0, capacity]; int64 [n]."""
-        return _backend().prefix(self._sums, index)
+        index = _numbers(index, self.leaves.device)
+        total = torch.empty_like(index)
+        tree_prefix(self.leaves, self.nodes, self._pages, self.capacity, index, total)
+        return total
 
     def probability(self, index: Tensor) -> Tensor:
         """Probability of the leaves ``index`` [n] in one draw, float64 [n]; 0 if all masses are 0."""
@@ -250,18 +234,18 @@ class SumTree:
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
-        for tree in self._trees:
-            tree.rebuild()
+        tree_rebuild(*self.tensors(), self.capacity)
 
     def check_valid(self) -> None:
         """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
-        for tree in self._trees:
-            expected = copy.deepcopy(tree)
-            expected.rebuild()
-            if not torch.equal(tree.flat, expected.flat):
-                raise AssertionError(f"SumTree: a {tree.kind} does not agree with the leaves")
+        expected = copy.deepcopy(self)
+        expected.rebuild_()
+        if not torch.equal(self.nodes, expected.nodes):
+            raise AssertionError("SumTree: a sum does not agree with the leaves")
+        if not torch.equal(self.minima, expected.minima):
+            raise AssertionError("SumTree: a minimum does not agree with the leaves")
 
 
 class MaxTree:
@@ -271,38 +255,28 @@ class MaxTree:
 
     Args:
         capacity: number of leaves, >= 1.
-        fanout: number of entries of a row, a power of two. Default: 64.
-        top: largest number of entries of the top level. Default: 16384.
         device: device of the tensors. Default: None, torch's default device.
     """
 
-    def __init__(self, capacity: int, *, fanout: int = 64, top: int = 16384, device: torch.device | str | None = None):
-        leaves = LeafRows(-(-capacity // fanout), fanout, None, None, device)
-        self.leaves, self._shift = leaves.flat, leaves.shift
-        self._maxima = ReductionTree(leaves, top=top, kind="max")
+    def __init__(self, capacity: int, *, device: torch.device | str | None = None):
+        self.capacity = capacity
+        self.leaves, self.nodes = allocate(capacity, device)
 
-    def prepare(self) -> None:
-        """Change to a layout that compiled graphs can use."""
-        if not self._maxima.prepared:
-            self._maxima.prepare()
-            self.rebuild_()
-
-    def graph_tensors(self) -> list[Tensor]:
-        """The tensors of a prepared tree that compiled graphs read and change."""
-        return [self.leaves, self._maxima.flat]
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the tree consists of."""
+        return [self.leaves, self.nodes]
 
     def refresh(self, index: Array) -> None:
-        """Recompute the maxima above the leaves ``index`` [n]."""
-        places = as_array(index)
-        _backend().refresh([self._maxima], places, places >> self._shift)
+        """Recompute the maxima above the leaves ``index`` [n]; an index outside [0, capacity) is skipped."""
+        tree_refresh_maxima(self.leaves, self.nodes, self.capacity, _numbers(index, self.leaves.device))
 
     def max(self) -> Tensor:
         """The largest value, int64 []."""
-        return _backend().root(self._maxima).amax()
+        return _root(self.nodes)
 
     def rebuild_(self) -> None:
         """Recompute all maxima from the leaves."""
-        self._maxima.rebuild()
+        tree_rebuild_maxima(self.leaves, self.nodes, self.capacity)
 
     def check_valid(self) -> None:
         """Raise AssertionError if the maximum does not agree with the leaves."""

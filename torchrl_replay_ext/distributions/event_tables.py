@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, uniform
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, uniform, where_int64
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.distributions.rejection import TableRows
@@ -26,6 +26,7 @@ from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import Uniform
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
+from torchrl_replay_ext.indices import UpdateMask
 
 
 class EventTableMixture(Distribution):
@@ -78,8 +79,6 @@ class EventTableMixture(Distribution):
         self._begins = torch.tensor(begins, device=device)
         self._nowhere = begins[-1]
         self._tree = SumTree(self._nowhere + 1, device=device)
-        if layout.for_graphs:
-            self._tree.prepare()
         self._within = within = make_within(log, priorities, self._tree, tables, begins)
         self.takes_priorities, self.needs_order = within.takes_priorities, within.needs_order
         # True if all entries of a table have the same probability, and p(i) depends on nothing else
@@ -110,12 +109,9 @@ class EventTableMixture(Distribution):
         """See :meth:`Uniform.masses`."""
         return self._within.masses(positions, slots, priority)
 
-    def _set(
-        self, positions: Tensor, slots: Tensor, mask: UpdateMask | None = None, priority: Tensor | None = None
-    ) -> None:
-        """Update the masses of ``slots`` [n] at ``positions`` [n]."""
-        mass = (positions != self._nowhere) * self._masses(positions, slots, priority)
-        self._entries.write(positions, mass, mask)
+    def _set(self, positions: Tensor, slots: Tensor, priority: Tensor | None = None) -> None:
+        """Update the masses of ``slots`` [n] at ``positions`` [n]; negative positions are skipped."""
+        self._tree.write(positions, (positions != self._nowhere) * self._masses(positions, slots, priority))
 
     def _set_new(self, positions: Tensor, slots: Tensor, priority: Tensor) -> None:
         """Set the masses of new transitions ``slots`` [n] at ``positions`` [n]; a negative priority marks them."""
@@ -168,7 +164,7 @@ class EventTableMixture(Distribution):
         elif self.slots_in_ring_order:
             # the default table; the writer removes the slots from the event tables after this call
             if self._is_uniform:
-                self._entries.write(rows.slots_as_index, SumTree.UNIT)
+                self._tree.write(rows.slots_as_index, SumTree.UNIT)
             else:
                 self._set_new(slots, slots, priority)
         # else pinned tables: the writer inserts the slots after this call, see on_insert
@@ -191,9 +187,8 @@ class EventTableMixture(Distribution):
         self._within.update(slots, priority, mask)
         positions, repeated = self._everywhere(slots)
         if mask is not None:
-            count = positions.shape[0] // slots.shape[0]
-            mask = UpdateMask(mask.valid.repeat(count), mask.is_last.repeat(count))
-        self._set(positions, repeated, mask)
+            positions = where_int64(mask.valid.repeat(len(positions) // len(slots)), positions, -1)
+        self._set(positions, repeated)
         self._within.count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
@@ -201,10 +196,9 @@ class EventTableMixture(Distribution):
             self.sort()
         elif slots is not None:
             in_use = gather_in_bounds(self._log.generation, slots) > 0
-            is_last = torch.arange(len(slots), device=self._device) < self._size
             positions, repeated = self._everywhere(slots)
-            count = positions.shape[0] // slots.shape[0]
-            self._set(positions, repeated, UpdateMask(in_use.repeat(count), is_last.repeat(count)))
+            in_use = in_use.repeat(len(positions) // len(slots))
+            self._set(where_int64(in_use, positions, -1), repeated)
         elif self._tables.is_allocated:
             self._set(*self._everywhere(self.stored_slots()))
 
@@ -382,7 +376,7 @@ class EventTableMixture(Distribution):
         self._weights.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        state = {"masses": self._tree.rows, "eta": self._shares.state}
+        state = {"masses": self._tree.leaves, "eta": self._shares.state}
         return state | self._within.tensors() | self._weights.tensors()
 
     def raise_numbers(self, last: int) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar, stratified_uniform
+from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar, stratified_uniform, where_int64
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.indices import UpdateMask
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.
 MAX_PRIORITY = 1e30
@@ -35,8 +36,6 @@ class PowerTree:
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._size = log.layout.size
         self.tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
-        if log.layout.for_graphs:
-            self.tree.prepare()
 
     @property
     def max_supported_priority(self) -> float:
@@ -58,11 +57,15 @@ class PowerTree:
 
     def insert(self, index: Array, priority: Tensor) -> None:
         """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
-        self.tree.write(index, self.mass(scalar(priority)), distinct=True)
+        self.tree.write(index, self.mass(scalar(priority)))
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
         self.tree.write(slots, torch.zeros_like(slots))
+
+    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+        """Set the masses of ``slots`` [n]; see :meth:`Distribution.update`."""
+        self.tree.write(slots if mask is None else mask.select(slots), self.mass(as_array(priority)))
 
     def reweight(self, slots: Tensor | None) -> None:
         """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
@@ -71,9 +74,8 @@ class PowerTree:
             self.tree.leaves[: self._size] = self.mass(priority.abs()) * (generation > 0)
             self.tree.rebuild_()
             return
-        is_last = torch.arange(len(slots), device=slots.device) < self._size
-        mass = self.mass(gather_in_bounds(priority, slots).abs())
-        self.tree.write(slots, mass, mask=UpdateMask(gather_in_bounds(generation, slots) > 0, is_last))
+        in_use = gather_in_bounds(generation, slots) > 0
+        self.tree.write(where_int64(in_use, slots, -1), self.mass(gather_in_bounds(priority, slots).abs()))
 
     def draw_in_shard(self, wanted: ShardRows) -> tuple[Tensor, Tensor]:
         """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
@@ -83,7 +85,7 @@ class PowerTree:
         total = self.tree.total().double()
         if not total:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-        slots, mass = self.tree.draw(wanted.u.clone())
+        slots, mass = self.tree.draw(wanted.u)
         return slots, mass * (wanted.probability[0] / total)
 
     def check_valid(self) -> None:
@@ -133,17 +135,13 @@ class Proportional(Distribution):
         self._power.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._power.mass(as_array(priority)), mask=mask)
+        self._power.update(slots, priority, mask)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=generator)
         if not self._tracks_min:
             return Draw(slots, mass)
-        smallest = self._tree.min()
-        if isinstance(smallest, Tensor):
-            # in a graph, add 0: this data dependency orders the read of the minimum before the next update
-            slots = slots + (smallest.clamp(1, 2**62 - 1) >> 62)
-        return Draw(slots, mass, smallest)
+        return Draw(slots, mass, self._tree.min())
 
     def sums(self) -> Sums:
         return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)
@@ -171,7 +169,7 @@ class Proportional(Distribution):
         self._tree.clear_()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"masses": self._tree.rows}
+        return {"masses": self._tree.leaves}
 
     def rebuild(self) -> None:
         self._tree.rebuild_()

@@ -11,8 +11,8 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, uniform
-from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.indices import UpdateMask
 
 __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "UpdateMask", "WriteObserver"]
 

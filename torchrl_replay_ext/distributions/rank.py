@@ -22,10 +22,10 @@ from torchrl_replay_ext.compilation import (
 )
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.indices import is_last_occurrence, last_occurrence
+from torchrl_replay_ext.indices import UpdateMask, is_last_occurrence, last_occurrence
 
 # Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)
@@ -90,8 +90,6 @@ class RankBased(Distribution):
         self._tabulate(alpha.value)
         # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
         self._num_segments = 0
-        if log.layout.for_graphs:
-            self._tree.prepare()
 
     def _tabulate(self, alpha: Tensor) -> None:
         self._table_alpha.copy_(alpha.reshape(1))
@@ -109,7 +107,7 @@ class RankBased(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {
-            "places_in_use": self._tree.rows,
+            "places_in_use": self._tree.leaves,
             "slot_at": self._slot_at,
             "place": self._place,
             "num_sorted": self._num_sorted,

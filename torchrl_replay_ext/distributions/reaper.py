@@ -10,14 +10,14 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import as_array, uniform
+from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import PowerTree
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.indices import UpdateMask
 
 
 class ReliabilityAdjusted(Distribution):
@@ -68,7 +68,7 @@ class ReliabilityAdjusted(Distribution):
         self._reliability.before_full_overwrite()
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._tree.write(slots, self._power.mass(as_array(priority)), mask=mask)
+        self._power.update(slots, priority, mask)
         self._reliability.update(slots, priority, mask)
 
     def reweight(self, slots: Tensor | None) -> None:
@@ -112,7 +112,7 @@ class ReliabilityAdjusted(Distribution):
         self._rejection.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.rows} | self._rejection.tensors() | self._reliability.tensors()
+        return {"proposals": self._tree.leaves} | self._rejection.tensors() | self._reliability.tensors()
 
     def raise_numbers(self, last: int) -> None:
         self._reliability.raise_numbers(last)

@@ -24,13 +24,11 @@ class Recency(Distribution):
         self._log, self._lanes, self._half_life = log, log.layout.slots_per_step, half_life
         self._tree = SumTree(log.layout.size, device=log.layout.device)  # mass 1 for each stored slot
         self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot after the newest step
-        if log.layout.for_graphs:
-            self._tree.prepare()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         if not rows.is_rewrite:
             self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
-        self._tree.write(slots, torch.ones_like(slots), distinct=True)
+        self._tree.write(slots, torch.ones_like(slots))
 
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, torch.zeros_like(slots))

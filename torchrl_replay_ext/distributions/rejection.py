@@ -73,7 +73,7 @@ class Rejection:
 
     def _make_fallback(self) -> None:
         if self._for_graphs:
-            state = [*self._tree.graph_tensors(), *self._reliability.graph_tensors()]
+            state = [*self._tree.tensors(), *self._reliability.graph_tensors()]
             self._fallback = EagerFallback(
                 lambda drawn, rows: [*self.draw(len(drawn[0]), None, TableRows(*rows) if rows else None)], state
             )

@@ -11,10 +11,11 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import scalar
 from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
+from torchrl_replay_ext.indices import UpdateMask
 
 Truncated = Literal["finished", "ongoing"]
 
@@ -47,8 +48,6 @@ class Reliability(WriteObserver):
         self._episodes = EpisodeIndex(
             steps, num_lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
         )
-        if log.layout.for_graphs:
-            self._episodes.prepare()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         marks = self._reader.read(rows, needs_ids=self._episodes.assigned)

@@ -65,8 +65,6 @@ class SliceStarts(Distribution):
             validate=layout.validate,
         )
         self._tree = self.slices.starts
-        if layout.for_graphs:
-            self._tree.prepare()
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         for key in self._behaviour_keys:
@@ -102,7 +100,7 @@ class SliceStarts(Distribution):
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         if not self._tree.total():
             return Draw(torch.zeros(0, dtype=torch.int64))
-        return Draw(self._tree.draw(wanted.u.clone())[0])
+        return Draw(self._tree.draw(wanted.u)[0])
 
     def may_start(self, slots: Tensor) -> Tensor:
         """True where a slice may begin at a slot of ``slots`` [n], bool [n]."""

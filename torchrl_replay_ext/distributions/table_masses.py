@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, as_array, values_can_be_read
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
-from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.compilation import values_can_be_read
+from torchrl_replay_ext.core.sum_tree import SumTree
 
 
 class TableMasses:
@@ -44,22 +43,13 @@ class TableMasses:
         changes, self._changes = self._changes, []
         values = [0 if slots is None else masses(positions, slots) for positions, slots in changes]
         if len(changes) == 1:
-            self.write(changes[0][0], values[0])
+            self._tree.write(changes[0][0], values[0])
         elif changes:
             # of several changes at a position the last one wins
             positions = [positions for positions, _ in changes]
             masses_of_rows = [torch.zeros_like(p) + value for p, value in zip(positions, values, strict=True)]
-            self.write(torch.cat(positions), torch.cat(masses_of_rows))
+            self._tree.write(torch.cat(positions), torch.cat(masses_of_rows))
 
     def clear(self) -> None:
         """Discard all changes."""
         self._changes.clear()
-
-    def write(self, positions: Array, mass: Tensor | int, mask: UpdateMask | None = None) -> None:
-        """Set the masses at ``positions`` [n]; see :meth:`SumTree.write`."""
-        positions = as_index(positions) if mask is None else positions
-        if isinstance(positions, Tensor):
-            mass = torch.full_like(positions, mass) if isinstance(mass, int) else mass
-        elif self._skips_unchanged and (self._tree.get(positions) == as_array(mass)).all():
-            return
-        self._tree.write(positions, mass, mask=mask)

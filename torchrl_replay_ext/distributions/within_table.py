@@ -13,12 +13,13 @@ from torchrl_replay_ext.compilation import gather_in_bounds, rows_where
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder, masses
-from torchrl_replay_ext.core.sum_tree import SumTree, UpdateMask
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
 from torchrl_replay_ext.distributions.rejection import Rejection, TableRows, propose
 from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.indices import UpdateMask
 
 
 class Uniform(WriteObserver):

@@ -69,8 +69,6 @@ class SlotState:
             hyperparameter.to(layout.counters)
         self.log = WriteLog(layout)
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
-        if layout.for_graphs:
-            self.priorities.prepare()
         self.distribution = make(self.log, self.priorities)
         self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, hyperparameters)
         # all parts that are updated at each write; observers first, since they may reject rows

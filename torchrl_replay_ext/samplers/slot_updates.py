@@ -12,10 +12,9 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, scalar, values_can_be_read
 from torchrl_replay_ext.core.pending_draws import PendingDraws
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import UpdateMask
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
-from torchrl_replay_ext.indices import last_occurrence
+from torchrl_replay_ext.indices import UpdateMask, last_occurrence
 from torchrl_replay_ext.samplers.slot_index import out_of_range, require_in_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error, largest_td_error
 

@@ -1,0 +1,265 @@
+"""The kernels: compiled for the CPU, undecorated, and (TRITON_INTERPRET=1) those for CUDA, which Triton interprets."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from tests.emulated_device import EmulatedDevice
+from tests.test_flat_cost import code_of, large_steps
+from torchrl_replay_ext import SumTree, compile_step
+from torchrl_replay_ext.core.sum_tree import MaxTree
+from torchrl_replay_ext.kernels import ops, tree_layout
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]
+WAYS = ["cuda"] if INTERPRETED else ["python", "operation"]
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels only")
+CAPACITIES = [1, 16, 17, 257]
+
+
+@pytest.fixture(params=WAYS)
+def run(request, monkeypatch):
+    """Runs a function with the kernels of another implementation."""
+
+    def run(function, *arguments):
+        with monkeypatch.context() as patch:
+            for kernel in KERNELS:
+                name = kernel._name.split(".")[1]
+                if request.param == "python":
+                    import torchrl_replay_ext.kernels.tree as loops
+
+                    patch.setattr(kernel, "_loop", getattr(loops, name).py_func)
+                    for part in vars(loops):
+                        if part.startswith("_") and hasattr(getattr(loops, part), "py_func"):
+                            patch.setattr(loops, part, getattr(loops, part).py_func)
+                elif request.param == "operation":
+                    patch.setattr(ops.Kernel, "__call__", lambda self, *arguments: self._operation(*arguments))
+                else:
+                    import torchrl_replay_ext.kernels.cuda.tree as kernels
+
+                    patch.setattr(ops.Kernel, "__call__", lambda self, *arguments: self._on_cuda(*arguments))
+                    assert hasattr(kernels, name)
+            return function(*arguments)
+
+    return run
+
+
+def a_tree(capacity, paged=False):
+    blocks = capacity // SumTree.PAGE + 1
+    pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
+    tree = SumTree(capacity, track_min=True, **pages)
+    tree.write(torch.arange(capacity), torch.randint(0, 2**40, (capacity,)))
+    return tree
+
+
+def assert_equal(first, second):
+    for ours, theirs in zip(first.tensors(), second.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_all_implementations_write_the_same(run, capacity, paged):
+    tree = a_tree(capacity, paged)
+    other = copy.deepcopy(tree)
+    for count in (1, 40):
+        # with duplicates, and rows out of range
+        index = torch.randint(-2, capacity + 2, (count,))
+        for mass in (torch.randint(0, 2**40, (count,)), 7, 0):
+            tree.write(index, mass)
+            run(other.write, index, mass)
+            assert_equal(tree, other)
+    tree.leaves[: min(capacity, 9)] = 11
+    other.leaves[: min(capacity, 9)] = 11
+    tree.rebuild_()
+    run(other.rebuild_)
+    assert_equal(tree, other)
+    run(other.write, torch.arange(capacity), torch.zeros(capacity, dtype=torch.int64))
+    assert int(other.total()) == 0 and int(other.nodes.abs().max()) == 0
+    assert other.minima.eq(tree_layout.NOTHING).all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_all_implementations_read_the_same(run, capacity, paged):
+    tree = a_tree(capacity, paged)
+    u = torch.tensor([0.0, 0.5, 1 - 2.0**-53, *torch.rand(50).tolist()], dtype=torch.float64)
+    border = tree.prefix(torch.arange(capacity + 1))[-100:]
+    target = torch.cat([border, border - 1, torch.randint(int(tree.total()), (100,))])
+    target = target[(target >= 0) & (target < tree.total())]
+    index = torch.randint(-3, capacity + 3, (200,))
+    for read in (
+        lambda: tree.draw(u),
+        lambda: tree.find(target),
+        lambda: (tree.prefix(index), tree.get(index)),
+        lambda: (tree.total(), torch.as_tensor(tree.min())),
+    ):
+        for ours, theirs in zip(read(), run(read), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_all_implementations_track_the_same_maximum(run, capacity):
+    tree = MaxTree(capacity)
+    other = copy.deepcopy(tree)
+    for count in (1, 40):
+        index = torch.randint(capacity, (count,))
+        tree.leaves[index] = other.leaves[index] = torch.randint(2**40, (1,))
+        for each, call in ((tree, lambda function, *arguments: function(*arguments)), (other, run)):
+            call(each.refresh, torch.cat([index, torch.tensor([-1, capacity])]))
+        assert_equal(tree, other)
+        assert int(run(other.max)) == int(other.leaves.max())
+    run(other.rebuild_)
+    assert_equal(tree, other)
+
+
+def test_empty_rows(run):
+    tree = a_tree(20)
+    none = torch.zeros(0, dtype=torch.int64)
+    before = copy.deepcopy(tree)
+    run(tree.write, none, none)
+    assert_equal(tree, before)
+    for read in (tree.find, tree.get, tree.prefix, lambda rows: tree.draw(rows.double())):
+        result = run(read, none)
+        assert all(len(part) == 0 for part in (result if isinstance(result, tuple) else (result,)))
+
+
+def test_a_tree_without_mass_yields_leaf_0(run):
+    tree = SumTree(300)
+    leaf, mass = run(tree.find, torch.tensor([-1, -1]))
+    assert leaf.tolist() == mass.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
+    tree = a_tree(1000, paged)
+    for tensor in (tree.leaves, tree.nodes, tree.minima):
+        tensor.copy_(torch.randint(-(2**50), 2**50, tensor.shape))
+    if paged:
+        tree.page_table.copy_(torch.randint(-(2**50), 2**50, tree.page_table.shape))
+    tree.nodes[0] = 2**61
+    leaf, _ = run(tree.draw, torch.rand(500, dtype=torch.float64))
+    assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000
+    leaf, _ = run(tree.find, torch.randint(-(2**62), 2**62, (500,)))
+    assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000
+    run(tree.prefix, torch.randint(-(2**62), 2**62, (500,)))
+
+
+# --- graphs
+
+
+def step_of(tree):
+    def step(u, mass):
+        before = tree.total(), tree.min()
+        leaf, drawn = tree.draw(u)
+        ahead = tree.prefix(leaf)
+        tree.write(torch.cat([leaf, leaf[:2], leaf - 40]), torch.cat([mass, mass[2:4], mass]))
+        return leaf, drawn, ahead, tree.get(leaf), *before, tree.total(), tree.min()
+
+    return step
+
+
+@not_interpreted
+def test_eager_code_and_graphs_have_the_same_results(from_scratch):
+    tree = a_tree(5000)
+    other = copy.deepcopy(tree)
+    eager, compiled = step_of(tree), compile_step(step_of(other))
+    for _ in range(5):
+        u, mass = torch.rand(30, dtype=torch.float64), torch.randint(0, 2**40, (30,))
+        for ours, theirs in zip(eager(u, mass), compiled(u, mass), strict=True):
+            assert torch.equal(torch.as_tensor(ours), theirs)
+        assert_equal(tree, other)
+    other.check_valid()
+
+
+@not_interpreted
+def test_a_graph_changes_the_tree_in_place(from_scratch):
+    code = code_of(compile_step(step_of(a_tree(100_000))), torch.rand(30, dtype=torch.float64), torch.ones(30).long())
+    assert "tree_write" in code
+    assert not large_steps(code, 100_000 // 16)
+
+
+@not_interpreted
+def test_an_empty_tree_in_a_graph(from_scratch):
+    tree = SumTree(100)
+    leaf, mass = compile_step(lambda: tree.sample(5))()
+    assert leaf.tolist() == mass.tolist() == [0] * 5
+
+
+# --- accelerators
+
+
+@not_interpreted
+def test_an_accelerator_runs_each_kernel_with_one_launch():
+    with EmulatedDevice("torchrl_replay_ext") as device:
+        tree, index = SumTree(300, track_min=True, device="emulated"), torch.arange(20, device="emulated")
+        device.reset()
+        tree.write(index, index + 1)
+        leaf, mass = tree.find(index)
+        launches = {name: n for name, n in device.operations.items() if "torchrl_replay_ext" in name}
+        assert launches == {"torchrl_replay_ext.tree_write": 1, "torchrl_replay_ext.tree_find": 1}
+        assert not device.waits
+        assert mass.tolist() == (leaf + 1).tolist()
+
+
+# --- threads
+
+
+@not_interpreted
+def test_threads_that_write_while_others_draw():
+    """Draws stay in range, and the sums are right once the writers took turns."""
+    tree, lock, over = a_tree(3000), threading.Lock(), threading.Event()
+    failures = []
+
+    def write(seed):
+        rng = np.random.default_rng(seed)
+        while not over.is_set():
+            with lock:
+                tree.write(torch.from_numpy(rng.integers(0, 3000, 200)), torch.from_numpy(rng.integers(0, 2**40, 200)))
+
+    writers = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
+    for thread in writers:
+        thread.start()
+    for _ in range(100):
+        leaf, _ = tree.sample(500)
+        if int(leaf.min()) < 0 or int(leaf.max()) >= 3000:
+            failures.append(leaf)
+    over.set()
+    for thread in writers:
+        thread.join()
+    assert not failures
+    tree.check_valid()
+
+
+def test_last_duplicate_wins(run):
+    tree = SumTree(700)
+    index = torch.randint(700, (600,))
+    mass = torch.arange(1, 601)
+    run(tree.write, index, mass)
+    expected = dict(zip(index.tolist(), mass.tolist(), strict=True))
+    assert tree.get(torch.arange(700)).tolist() == [expected.get(leaf, 0) for leaf in range(700)]
+    assert int(tree.total()) == list(accumulate(expected.values()))[-1]
+
+
+# --- imports
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_the_import_of_the_package_imports_neither_numba_nor_triton_kernels():
+    code = "import sys, torchrl_replay_ext; assert not {'numba', 'torchrl_replay_ext.kernels.cuda'} & {*sys.modules}"
+    assert python(code).returncode == 0
+
+
+def test_an_error_names_the_way_to_install_numba():
+    code = "import sys; sys.modules['numba'] = None\nimport torchrl_replay_ext as t; t.SumTree(4).clear_()"
+    assert "pip install 'numba" in python(code).stderr.splitlines()[-1]

@@ -1,0 +1,296 @@
+"""The tree kernels for CUDA; see :mod:`torchrl_replay_ext.kernels.tree`.
+
+Draws and reads use one thread block for every few rows. A write is a single thread block, because each of its steps
+needs the results of the step before. The largest writes recompute the whole tree instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS
+
+_BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
+_PAGE_BITS, _PAGE_MASK = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
+# rows of one thread block; rows of a write that are processed together
+_ROWS, _WRITTEN = 16, 256
+# from this number of rows on, a write recomputes the whole tree
+_MANY = 16384
+
+
+def _jit(function: Any) -> Any:
+    return triton.jit(function)
+
+
+def _levels(capacity: int) -> int:
+    """Number of levels above the leaves."""
+    return max(1, -(-(capacity - 1).bit_length() // BITS))
+
+
+@_jit
+def _place(leaf, pages, num_pages, has_pages: tl.constexpr):
+    """The position of a leaf in ``leaves``."""
+    place = leaf
+    if has_pages:
+        page = tl.load(pages + (leaf >> _PAGE_BITS))
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        place = (page << _PAGE_BITS) + (leaf & _PAGE_MASK)
+    return place
+
+
+@_jit
+def _child(entries, first, rest):
+    """The child that contains ``rest`` [rows], the sum of the children before it, and the values of the children."""
+    children = tl.arange(0, _CHILDREN)
+    values = tl.load(entries + first[:, None] + children[None, :])
+    running = tl.cumsum(values, axis=1)
+    passed = (running <= rest[:, None]) & (children[None, :] < _CHILDREN - 1)
+    return tl.sum(passed.to(tl.int64), axis=1), tl.max(tl.where(passed, running, 0), axis=1), values
+
+
+@_jit
+def _walk(
+    leaves, nodes, pages, num_pages, capacity, target, leaf, mass, count,
+    is_fraction: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    in_batch = rows < count
+    rest = tl.load(target + rows, mask=in_batch, other=0)
+    if is_fraction:
+        total = tl.load(nodes)
+        # the product may be rounded up to the total
+        rest = tl.minimum((rest * total.to(tl.float64)).to(tl.int64), total - 1)
+    last_leaf = tl.cast(capacity, tl.int64) - 1
+    node = tl.zeros([num_rows], tl.int64)
+    begin = tl.cast(0, tl.int64)
+    width = tl.cast(_CHILDREN, tl.int64)
+    for level in tl.static_range(1, levels):
+        begin += width
+        width = ((last_leaf >> (_BITS * (levels - level + 1))) + 1) * _CHILDREN
+        child, ahead, _ = _child(nodes + begin, node * _CHILDREN, rest)
+        rest -= ahead
+        node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (levels - level)))
+    first = _place(node * _CHILDREN, pages, num_pages, has_pages)
+    child, _, values = _child(leaves, first, rest)
+    node = tl.minimum(node * _CHILDREN + child, last_leaf)
+    is_drawn = tl.arange(0, _CHILDREN)[None, :] == (node & (_CHILDREN - 1))[:, None]
+    tl.store(leaf + rows, node, mask=in_batch)
+    tl.store(mass + rows, tl.sum(tl.where(is_drawn, values, 0), axis=1), mask=in_batch)
+
+
+@_jit
+def _prefix(
+    leaves, nodes, size, pages, num_pages, capacity, index, total, count,
+    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    in_batch = rows < count
+    children = tl.arange(0, _CHILDREN)
+    last = tl.cast(capacity, tl.int64) - 1
+    node = tl.minimum(tl.maximum(tl.load(index + rows, mask=in_batch, other=0), 0), last + 1)
+    # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
+    first = _place(tl.minimum(node & -_CHILDREN, last), pages, num_pages, has_pages)
+    before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
+    running = tl.sum(tl.load(leaves + first[:, None] + children[None, :], mask=before, other=0), axis=1)
+    begin = tl.cast(size, tl.int64)
+    for _ in tl.static_range(levels):
+        node = node >> _BITS
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
+        entries = nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
+        running += tl.sum(tl.load(entries, mask=before, other=0), axis=1)
+    tl.store(total + rows, running, mask=in_batch)
+
+
+@_jit
+def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.constexpr, num_rows: tl.constexpr):
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    leaf = tl.load(index + rows, mask=rows < count, other=-1)
+    is_leaf = (leaf >= 0) & (leaf < capacity)
+    place = _place(tl.where(is_leaf, leaf, 0), pages, num_pages, has_pages)
+    tl.store(mass + rows, tl.load(leaves + place, mask=is_leaf, other=0), mask=rows < count)
+
+
+@_jit
+def _write(
+    leaves, nodes, minima, size, pages, num_pages, capacity, index, mass, count,
+    is_one_mass: tl.constexpr, track_min: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr,
+    num_rows: tl.constexpr, num_together: tl.constexpr,
+):  # fmt: skip
+    last_leaf = tl.cast(capacity, tl.int64) - 1
+    for start in range(0, count, num_rows):
+        rows = start + tl.arange(0, num_rows)
+        leaf = tl.load(index + rows, mask=rows < count, other=-1)
+        valid = (leaf >= 0) & (leaf <= last_leaf)
+        leaf = tl.where(valid, leaf, 0)
+        place = _place(leaf, pages, num_pages, has_pages)
+        old = tl.load(leaves + place, mask=valid, other=0)
+        new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=valid, other=0)
+        tl.debug_barrier()
+        # masses are >= 0; of duplicates, the last row leaves the smallest negative number
+        mark = -1 - rows.to(tl.int64)
+        tl.atomic_min(leaves + place, mark, mask=valid)
+        tl.debug_barrier()
+        wins = valid & (tl.load(leaves + place, mask=valid, other=0) == mark)
+        tl.debug_barrier()
+        tl.store(leaves + place, new, mask=wins)
+        node, last = leaf, last_leaf
+        begin = tl.cast(size, tl.int64)
+        for _ in tl.static_range(levels):
+            node = node >> _BITS
+            last = last >> _BITS
+            begin -= ((last >> _BITS) + 1) * _CHILDREN
+            tl.atomic_add(nodes + begin + node, new - old, mask=wins & (new != old))
+        tl.debug_barrier()
+    if track_min:
+        children = tl.arange(0, _CHILDREN)
+        last = last_leaf
+        begin = tl.cast(size, tl.int64)
+        below = minima
+        for level in tl.static_range(levels):
+            last = last >> _BITS
+            begin -= ((last >> _BITS) + 1) * _CHILDREN
+            for start in range(0, count, num_together):
+                rows = start + tl.arange(0, num_together)
+                leaf = tl.load(index + rows, mask=rows < count, other=-1)
+                valid = (leaf >= 0) & (leaf <= last_leaf)
+                node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
+                if level == 0:
+                    first = leaves + _place(node * _CHILDREN, pages, num_pages, has_pages)
+                else:
+                    first = below + node * _CHILDREN
+                values = tl.load(first[:, None] + children[None, :])
+                values = tl.where(values > 0, values, _NOTHING)
+                tl.store(minima + begin + node, tl.min(values, axis=1), mask=valid)
+            below = minima + begin
+            tl.debug_barrier()
+
+
+@_jit
+def _refresh_maxima(leaves, maxima, size, capacity, index, count, levels: tl.constexpr, num_together: tl.constexpr):
+    children = tl.arange(0, _CHILDREN)
+    last_leaf = tl.cast(capacity, tl.int64) - 1
+    last = last_leaf
+    begin = tl.cast(size, tl.int64)
+    below = leaves
+    for level in tl.static_range(levels):
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        for start in range(0, count, num_together):
+            rows = start + tl.arange(0, num_together)
+            leaf = tl.load(index + rows, mask=rows < count, other=-1)
+            valid = (leaf >= 0) & (leaf <= last_leaf)
+            node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
+            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
+            tl.store(maxima + begin + node, tl.max(values, axis=1), mask=valid)
+        below = maxima + begin
+        tl.debug_barrier()
+
+
+def _num_pages(leaves: Tensor) -> int:
+    return leaves.shape[0] >> PAGE_BITS
+
+
+def _blocks(count: int) -> tuple[int]:
+    return (triton.cdiv(count, _ROWS),)
+
+
+def root(nodes: Tensor, value: Tensor) -> None:
+    """See the loop of the same name."""
+    value.copy_(nodes[:1])
+
+
+def get(leaves: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor) -> None:
+    """See the loop of the same name."""
+    count = index.shape[0]
+    if count:
+        _get[(triton.cdiv(count, 256),)](
+            leaves, pages, _num_pages(leaves), capacity, index, mass, count,
+            has_pages=len(pages) > 0, num_rows=256,
+        )  # fmt: skip
+
+
+def _descend(
+    leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, target: Tensor, leaf: Tensor, mass: Tensor
+) -> None:
+    count = target.shape[0]
+    if count:
+        _walk[_blocks(count)](
+            leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass, count,
+            is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=_levels(capacity), num_rows=_ROWS,
+        )  # fmt: skip
+
+
+# a target in [0, 1) is a fraction of the total
+draw = find = _descend
+
+
+def prefix(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, index: Tensor, total: Tensor) -> None:
+    """See the loop of the same name."""
+    count = index.shape[0]
+    if count:
+        _prefix[_blocks(count)](
+            leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, index, total, count,
+            has_pages=len(pages) > 0, levels=_levels(capacity), num_rows=_ROWS,
+        )  # fmt: skip
+
+
+def write(
+    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor
+) -> None:
+    """See the loop of the same name."""
+    count = index.shape[0]
+    # marks of rows and their masses; the largest writes change only the leaves here
+    levels = _levels(capacity) if count < _MANY else 0
+    if count:
+        rows = min(_WRITTEN, triton.next_power_of_2(count))
+        _write[(1,)](
+            leaves, nodes, minima, len(nodes), pages, _num_pages(leaves), capacity, index, mass, count,
+            is_one_mass=len(mass) == 1, track_min=len(minima) > 0, has_pages=len(pages) > 0, levels=levels,
+            num_rows=rows, num_together=min(64, rows), num_warps=8,
+        )  # fmt: skip
+    if count >= _MANY:
+        rebuild(leaves, nodes, minima, pages, capacity)
+
+
+def rebuild(leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int) -> None:
+    """See the loop of the same name."""
+    stored = leaves
+    if len(pages):
+        stored = leaves.view(-1, 1 << PAGE_BITS)[pages].view(-1)[: -(-capacity // CHILDREN) * CHILDREN]
+    _reduce_levels(stored, nodes, lambda groups: groups.sum(1))
+    if len(minima):
+        _reduce_levels(torch.where(stored > 0, stored, NOTHING), minima, lambda groups: groups.amin(1))
+
+
+def refresh_maxima(leaves: Tensor, maxima: Tensor, capacity: int, index: Tensor) -> None:
+    """See the loop of the same name."""
+    count = index.shape[0]
+    if count:
+        _refresh_maxima[(1,)](
+            leaves, maxima, len(maxima), capacity, index, count,
+            levels=_levels(capacity), num_together=min(64, triton.next_power_of_2(count)),
+        )  # fmt: skip
+
+
+def rebuild_maxima(leaves: Tensor, maxima: Tensor, capacity: int) -> None:
+    """See the loop of the same name."""
+    _reduce_levels(leaves, maxima, lambda groups: groups.amax(1))
+
+
+def _reduce_levels(values: Tensor, nodes: Tensor, reduce: Any) -> None:
+    """Write one entry to ``nodes`` for 16 entries of each level."""
+    begin = len(nodes)
+    while begin > 0:
+        values = reduce(values.view(-1, CHILDREN))
+        width = -(-len(values) // CHILDREN) * CHILDREN
+        begin -= width
+        level = nodes[begin : begin + width]
+        level[: len(values)] = values
+        values = level

@@ -1,0 +1,78 @@
+"""The kernels as operations of torch, which eager code, compiled graphs and CUDA call in the same way.
+
+To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CUDA version with the same arguments in
+``kernels/cuda/<module>.py``, and one line at the end of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
+
+
+class Kernel:
+    """An operation on flat arrays that writes its results to its arguments.
+
+    On the CPU, eager code calls the loop directly, which takes a tenth of the time of torch's dispatcher. Graphs and
+    accelerators call the operation ``torch.ops.torchrl_replay_ext.<module>_<function>``. Numba and Triton are imported
+    when the first kernel runs.
+
+    Args:
+        name: ``"<module>.<function>"`` of the loop.
+        arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
+            The first one is a tensor of the state. Tensors must be contiguous.
+    """
+
+    def __init__(self, name: str, arguments: str):
+        self._name, self._loop, operation = name, None, name.replace(".", "_")
+        _library.define(f"{operation}({arguments}) -> ()")
+        _library.impl(operation, self._on_cpu, "CPU")
+        _library.impl(operation, self._on_cuda, "CUDA")
+        torch.library.register_fake(f"torchrl_replay_ext::{operation}", lambda *_: None, lib=_library)
+        self._operation = getattr(torch.ops.torchrl_replay_ext, operation).default
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the kernel."""
+        if torch.compiler.is_compiling() or not arguments[0].is_cpu:
+            self._operation(*arguments)
+        else:
+            self._on_cpu(*arguments)
+
+    @property
+    def loop(self) -> Callable[..., None]:
+        """The compiled loop."""
+        if self._loop is None:
+            self._loop = self._implementation("torchrl_replay_ext.kernels")
+        return self._loop
+
+    def _implementation(self, package: str) -> Callable[..., None]:
+        module, function = self._name.split(".")
+        return getattr(import_module(f"{package}.{module}"), function)
+
+    def _on_cpu(self, *arguments: Any) -> None:
+        self.loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+    def _on_cuda(self, *arguments: Any) -> None:
+        self._implementation("torchrl_replay_ext.kernels.cuda")(*arguments)
+
+
+_TREE = "Tensor leaves, Tensor nodes, Tensor pages, int capacity, "
+
+tree_root = Kernel("tree.root", "Tensor nodes, Tensor(a!) value")
+tree_get = Kernel("tree.get", "Tensor leaves, Tensor pages, int capacity, Tensor index, Tensor(a!) mass")
+tree_draw = Kernel("tree.draw", _TREE + "Tensor u, Tensor(a!) leaf, Tensor(b!) mass")
+tree_find = Kernel("tree.find", _TREE + "Tensor target, Tensor(a!) leaf, Tensor(b!) mass")
+tree_prefix = Kernel("tree.prefix", _TREE + "Tensor index, Tensor(a!) total")
+tree_write = Kernel(
+    "tree.write",
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, int capacity, Tensor index, Tensor mass",
+)
+tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b!) minima, Tensor pages, int capacity")
+tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
+tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")

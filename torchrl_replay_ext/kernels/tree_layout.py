@@ -1,0 +1,32 @@
+"""The arrays of a tree in which a node has 16 children.
+
+``leaves`` are int64 numbers, padded with zeros to a multiple of 16. ``nodes`` holds the levels above them, from the
+root, which is entry 0. Each level has room for 16 children of every node of the level above. All positions follow
+from the number of leaves, ``capacity``, by shifts:
+
+* The node number i of a level is the parent of the nodes (or leaves) 16 i to 16 i + 15 of the level below.
+* The last node of a level is ``capacity - 1``, shifted right by 4 bits for each level above the leaves.
+
+``minima`` (of the positive leaves; empty if they are not tracked) and ``maxima`` have the same levels. ``pages`` (empty
+if all leaves are stored) maps each block of 64 leaves to the block of ``leaves`` that stores it.
+"""
+
+import torch
+from torch import Tensor
+
+BITS = 4
+CHILDREN = 1 << BITS
+PAGE_BITS = 6
+# the minimum where no leaf is positive
+NOTHING = 2**63 - 1
+
+
+def allocate(capacity: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    """Zeros for the leaves and the nodes of a tree."""
+    parents = count = -(-capacity // CHILDREN)
+    size = CHILDREN
+    while count > 1:
+        count = -(-count // CHILDREN)
+        size += CHILDREN * count
+    leaves = torch.zeros(CHILDREN * parents, dtype=torch.int64, device=device)
+    return leaves, leaves.new_zeros(size)
