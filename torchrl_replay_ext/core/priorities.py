@@ -11,10 +11,11 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.indices import write_last
+from torchrl_replay_ext.kernels.ops import rows_check, rows_update
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def as_float32(number: float) -> float:
@@ -55,6 +56,7 @@ class Priorities:
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
+        self._result = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     @overload
     def from_td_error(self, error: Tensor) -> Tensor: ...
@@ -100,12 +102,56 @@ class Priorities:
         self.of_slot.index_fill_(0, slots, 0.0)
         self.recount(slots)
 
-    def update(self, slots: Tensor, priority: Tensor, largest: float) -> None:
-        """Set d of ``slots`` [n] to ``priority`` [n], whose maximum is ``largest``; the last of duplicate rows wins."""
-        write_last(self.of_slot, slots, priority)
+    def set(self, slots: Tensor, priority: Tensor) -> None:
+        """Set d of ``slots`` [n], without duplicates, to ``priority`` [n]."""
+        self.of_slot[slots] = priority
         self.recount(slots)
-        if not self.within_buffer and largest > self.largest.item():
-            self.largest.fill_(largest)
+
+    def check(
+        self, slots: Tensor, error: Tensor, stamp: Tensor, mark: Tensor, num_slots: int, limit: float
+    ) -> tuple[int, int]:
+        """Check the rows of an update on the CPU.
+
+        Args:
+            slots, error, stamp, mark: see :func:`torchrl_replay_ext.kernels.rows.update`.
+            num_slots: number of slots.
+            limit: the largest allowed priority.
+
+        Returns:
+            Why the update is refused, see :mod:`~torchrl_replay_ext.kernels.reasons`, or 0; and the first such row.
+        """
+        settings = self.eps, self._smallest, min(limit, _LARGEST_FLOAT), self.td_error == "squared"
+        rows_check(slots, error, stamp, mark, num_slots, *settings, self._result)
+        reason, row = self._result.tolist()
+        return reason, row
+
+    def update(
+        self,
+        slots: Tensor,
+        error: Tensor,
+        stamp: Tensor,
+        mark: Tensor,
+        generation: Tensor,
+        dropped: Tensor,
+        *,
+        is_drawn: bool,
+    ) -> tuple[int, int, Tensor, Tensor]:
+        """Set d of the rows of an update on the CPU, see :func:`torchrl_replay_ext.kernels.rows.update`.
+
+        Returns:
+            Why the update is refused, or 0; the row; the slots that were updated, distinct, int64 [k]; their d [k].
+        """
+        kept, kept_d = torch.empty_like(slots), torch.empty_like(error)
+        # within the buffer, the largest d is that of the tree of updated transitions
+        largest = self.largest.clone() if self.within_buffer else self.largest
+        settings = self.eps, self._smallest, self.td_error == "squared", is_drawn
+        state = generation, self.of_slot, largest, dropped.view(1)
+        rows_update(slots, error, stamp, mark, *state, *settings, kept, kept_d, self._result)
+        reason, row = self._result.tolist()
+        count = 0 if reason else row
+        kept, kept_d = kept[:count], kept_d[:count]
+        self.recount(kept)
+        return reason, row, kept, kept_d
 
     def update_masked(self, slots: Tensor, priority: Tensor, valid: Tensor, largest: Tensor) -> None:
         """Like :meth:`update`, for the rows that are ``valid`` [n]. Duplicate rows must have equal priorities."""

@@ -76,3 +76,14 @@ tree_write = Kernel(
 tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b!) minima, Tensor pages, int capacity")
 tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
 tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")
+
+_ROWS = "Tensor slots, Tensor error, Tensor stamp, Tensor mark, "
+
+rows_check = Kernel(
+    "rows.check", _ROWS + "int num_slots, float eps, float smallest, float limit, bool squared, Tensor(a!) result"
+)
+rows_update = Kernel(
+    "rows.update",
+    _ROWS + "Tensor generation, Tensor(a!) d, Tensor(b!) largest, Tensor(c!) dropped, float eps, float smallest, "
+    "bool squared, bool drawn, Tensor(d!) kept, Tensor(e!) kept_d, Tensor(f!) result",
+)

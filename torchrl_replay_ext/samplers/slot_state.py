@@ -173,7 +173,7 @@ class SlotState:
             self.insert(run, storage)
         updated = ((self.log.generation > 0) & (priority > 0)).nonzero().squeeze(1)
         if updated.numel():
-            self.priorities.update(updated, priority[updated], 0.0)
+            self.priorities.set(updated, priority[updated])
             self.distribution.update(updated, priority[updated], None)
         self.log.announce(None)
         self.log.mark_clean()

@@ -15,11 +15,13 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
 from torchrl_replay_ext.indices import UpdateMask, last_occurrence
-from torchrl_replay_ext.samplers.slot_index import out_of_range, require_in_range
-from torchrl_replay_ext.samplers.td_errors import invalid_td_error, largest_td_error
+from torchrl_replay_ext.kernels.reasons import EMPTY, LATE, OUT_OF_RANGE, PADDING
+from torchrl_replay_ext.samplers.slot_index import out_of_range
+from torchrl_replay_ext.samplers.td_errors import invalid_td_error
 
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
+_NO_STAMPS, _NO_MARKS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
 _EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
 
 
@@ -80,40 +82,8 @@ class SlotUpdates:
             real = None if is_traced() or is_own_write else self.pending.unpadded_rows(slots)
         return None if real is not None and values_can_be_read(real) and bool(real.all()) else real
 
-    def _late_rows(self, slots: Tensor, stamp: Tensor | None) -> Tensor | None:
-        """Find the rows of an update whose slots were overwritten since the draw.
-
-        Args:
-            slots: int64 [n].
-            stamp: generations at the draw, int64 [n]; None if unknown.
-
-        Returns:
-            True for late rows, bool [n]; None if there are none.
-
-        Raises:
-            IndexError: if a slot is out of range, or is empty and was never drawn.
-        """
-        if stamp is not None:
-            self.pending.register_update(slots)
-            late = self._generation_in_range(slots) != stamp.reshape(-1)
-            return late if bool(late.any()) else None
-        is_drawn, late = self.pending.find_late_rows(slots, self._num_writes())
-        if is_drawn:
-            return late
-        missing = self._generation_in_range(slots) == 0
-        if bool(missing.any()):
-            raise IndexError(_EMPTY.format(owner=self._owner, slot=int(slots[missing][0])))
-        return None
-
     def _generation(self, slots: Tensor) -> Tensor:
         return gather_in_bounds(self._log.generation, slots)
-
-    def _generation_in_range(self, slots: Tensor) -> Tensor:
-        try:
-            return self._log.generation.index_select(0, slots)
-        except (IndexError, RuntimeError):
-            require_in_range(self._owner, slots, self._layout.size, self._layout.shape)
-            raise
 
     def apply(self, index: Any, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
         """Set priorities from TD errors, outside graphs.
@@ -138,25 +108,39 @@ class SlotUpdates:
     def _apply_readable(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool) -> None:
         """Set priorities from TD errors where values can be read; the arguments are those of :meth:`apply_masked`."""
         real = self._real_rows(slots, stamp, is_own_write=is_own_write)
-        # a padded row may have any TD error; 0 is valid
-        error = error if real is None else torch.where(real, error, 0.0)
+        mark = _NO_MARKS if real is None else PADDING * (~real).to(torch.uint8)
+        stamps = _NO_STAMPS if stamp is None else stamp.reshape(-1).contiguous()
+        rows = slots.contiguous(), error.detach().contiguous(), stamps
         limit = self._distribution.max_supported_priority
-        largest = largest_td_error(self._owner, error, slots, self._priorities, limit)
-        late = None if is_own_write else self._late_rows(slots, stamp)
-        kept = real
+        refused, row = self._priorities.check(*rows, mark, self._layout.size, limit)
+        is_drawn, late = True, None
+        if stamp is not None:
+            if not refused:
+                self.pending.register_update(slots)
+        elif not refused and not is_own_write:
+            is_drawn, late = self.pending.find_late_rows(slots, self._num_writes())
         if late is not None:
-            late = late if real is None else late & real
-            self.counters["dropped_updates"].add_(late.sum())
-            kept = ~late if real is None else real & ~late
-        if kept is not None:
-            slots, error = slots[kept], error[kept]
-            largest = float(error.max()) if slots.numel() else 0.0
-        if slots.numel():
-            priority = self._priorities.from_td_error(error)
+            mark = torch.where(late, LATE, 0).to(torch.uint8) if real is None else mark + late * (mark == 0)
+        if not refused:
             with self._log.transaction():
-                self._priorities.update(slots, priority, self._priorities.from_td_error(largest))
-                self._distribution.update(slots, priority, None)
+                dropped = self.counters["dropped_updates"]
+                refused, row, kept, priority = self._priorities.update(
+                    *rows, mark, self._log.generation, dropped, is_drawn=is_drawn
+                )
+                if kept.shape[0]:
+                    self._distribution.update(kept, priority, None)
+        if refused:
+            raise self._refusal(refused, slots, error, row)
         self.step()
+
+    def _refusal(self, reason: int, slots: Tensor, error: Tensor, row: int) -> Exception:
+        """The error for a row of an update; ``reason``: see :mod:`~torchrl_replay_ext.kernels.rows`."""
+        slot = int(slots[row])
+        if reason == OUT_OF_RANGE:
+            return out_of_range(self._owner, slot, self._layout.shape)
+        if reason == EMPTY:
+            return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
+        return invalid_td_error(self._owner, float(error[row]), slot, row, self._distribution.max_supported_priority)
 
     def apply_masked(self, slots: Tensor, error: Tensor, stamp: Tensor | None, *, is_own_write: bool = False) -> None:
         """Set priorities from TD errors where values cannot be read. Invalid rows are left out and counted.

@@ -87,27 +87,6 @@ def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tenso
     return error.expand(count)
 
 
-def largest_td_error(owner: str, error: Tensor, slots: Tensor, priorities: Priorities, limit: float) -> float:
-    """Return the largest TD error, after a check of all.
-
-    Args:
-        owner: the class that error messages name.
-        error: TD errors, float32 [n].
-        slots: the slots of the TD errors, int64 [n].
-        priorities: converts TD errors to priorities.
-        limit: the largest allowed priority.
-
-    Raises:
-        ValueError: if a TD error is negative or not finite, or its priority is above ``limit``.
-    """
-    smallest, largest = extremes(error)
-    from_td_error = priorities.from_td_error
-    if smallest >= 0 and from_td_error(largest) <= limit:
-        return largest
-    wrong = int((~((error >= 0) & (from_td_error(error) <= limit))).nonzero()[0])
-    raise invalid_td_error(owner, float(error[wrong]), int(slots[wrong]), wrong, limit)
-
-
 def invalid_td_error(owner: str, error: float, slot: int, position: int, limit: float) -> ValueError:
     """The error for an invalid TD error at ``position`` of an update; ``limit``: the largest allowed priority."""
     return ValueError(
