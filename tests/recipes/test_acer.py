@@ -261,7 +261,7 @@ def test_actions_out_of_range_count_as_the_bound():
         ("acer.returns=monte_carlo", r"acer.returns=monte_carlo: choose retrace, importance_sampling"),
         (
             "acer.returns=truncated_importance_sampling",
-            r"acer: ACERLoss\(returns='truncated_importance_sampling'\): returns must be one of retrace, importance",
+            r"acer: ACERLoss\(returns='truncated_importance_sampling'\): returns must be 'retrace' or 'importance",
         ),
         ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
         ("+sampler.alpha=1", r"sampler=uniform: "),
