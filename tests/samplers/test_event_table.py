@@ -720,9 +720,9 @@ def test_a_refused_write_leaves_no_entry_behind():
     with pytest.raises(ValueError, match="num_streams"):
         rb.extend(bad)
     assert rb.sampler.tables["a"].index().tolist() == [26, 27, 28, 29, 30]
-    # the rejected rows are in the storage; the next write detects this and removes their slots
+    # the rows that the rejected ones have replaced are gone, and the next write begins where the rejected one did
     rb.extend(scripted(2, p_event=0, p_done=0))
-    assert set(rb.sample()["index"].tolist()) <= set(range(6, 40))
+    assert set(rb.sample()["index"].tolist()) <= {0, 1, *range(6, 40)}
 
 
 # --- state
@@ -829,7 +829,7 @@ def test_a_storage_that_was_filled_before(kind):
     assert len(rb.sample()["index"].unique()) > 30 and len(tables["default"]) == 40
     rb.extend(scripted(10, seed=2, p_event=0))
     batch = rb.sample()
-    assert batch["index"].max() < 40 and batch["priority_weight"].isfinite().all()
+    assert 40 <= batch["index"].max() < 50 and batch["priority_weight"].isfinite().all()
     torch.testing.assert_close(rb.sampler.probabilities(rb.storage).sum(), torch.tensor(1.0).double())
 
 

@@ -113,7 +113,10 @@ class Priorities:
         """Check the rows of an update on the CPU.
 
         Args:
-            slots, error, stamp, mark: see :func:`torchrl_replay_ext.kernels.rows.update`.
+            slots: see :func:`torchrl_replay_ext.kernels.rows.update`, also for ``error``, ``stamp`` and ``mark``.
+            error: TD errors.
+            stamp: generations at the draw.
+            mark: late and padded rows.
             num_slots: number of slots.
             limit: the largest allowed priority.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, scalar, stratified_uniform, uniform, values_can_be_read
+from torchrl_replay_ext.compilation import Array, stratified_uniform, uniform, values_can_be_read
 from torchrl_replay_ext.kernels.ops import (
     tree_draw,
     tree_find,
@@ -139,7 +139,7 @@ class SumTree:
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
-        return scalar(_root(self.minima))
+        return self.minima.numpy()[0].item() if values_can_be_read(self.minima) else _root(self.minima)
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of some leaves.

@@ -59,9 +59,12 @@ def update(
         d: priority max(|δ| + eps, smallest) of each slot, float32.
         largest: the largest priority so far, also of rows that a later one of the same slot replaces, float64 [1].
         dropped: number of late rows so far, int64 [1].
-        eps, smallest, squared: see ``d`` and ``error``.
+        eps: see ``d``.
+        smallest: see ``d``.
+        squared: see ``error``.
         drawn: True if rows of empty slots are late; if False, such a row refuses the update and nothing is changed.
-        kept, kept_d: one row for each slot that was updated; int64 and float32 [n].
+        kept: the slots that were updated, each once; int64 [n].
+        kept_d: their priorities, float32 [n].
         result: why the update is refused, or 0; and the row, or the number of rows in ``kept``; int64 [2].
     """
     late = 0
