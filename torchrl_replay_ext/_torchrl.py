@@ -121,10 +121,12 @@ def next_step_value(storage: Any) -> int | Tensor | None:
     """:func:`next_step`, as a tensor if the writer holds it in a tensor."""
     writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities_list", ())]
     writers = [writer for writer in writers if isinstance(writer, RoundRobinWriter)]
-    if len(writers) != 1:
+    if not writers:
         return None
-    cursor = getattr(writers[0], "cursor_value", None)
-    return writers[0]._cursor if cursor is None else cursor
+    # of several buffers, the one that has written most
+    writer = writers[0] if len(writers) == 1 else max(writers, key=lambda writer: writer._write_count)
+    cursor = getattr(writer, "cursor_value", None)
+    return writer._cursor if cursor is None else cursor
 
 
 def is_compilable(storage: Storage) -> bool:
