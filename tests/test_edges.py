@@ -122,7 +122,7 @@ def test_a_sample_unit_needs_no_mask(compilable):
 
 
 def test_a_smallest_priority_that_the_sums_cannot_hold_is_refused():
-    with pytest.raises(ValueError, match=r"ProportionalSampler\(min_priority=1e\+10\): must be <= "):
+    with pytest.raises(ValueError, match=r"ProportionalSampler\(min_priority=10000000000\): must be <= "):
         rb = buffer_with(ProportionalSampler(1000, alpha=1.0, min_priority=1e10), 1000, batch_size=2)
         rb.extend(rows(10))
     fitting = buffer_with(ProportionalSampler(1000, alpha=0.5, min_priority=1e10), 1000, batch_size=2)
