@@ -162,8 +162,6 @@ class TreeAgainstList(RuleBasedStateMachine):
         assert leaf.dtype == mass.dtype == torch.int64
         assert mass.tolist() == [self.masses[i] for i in leaf.tolist()]
         assert int(mass.min()) > 0
-        if stratified:
-            assert leaf.tolist() == sorted(leaf.tolist())
 
     @rule(data=st.data())
     def probability(self, data):
@@ -480,7 +478,8 @@ def test_stratified_draws_one_per_stratum(num):
     tree.update(torch.arange(60), torch.ones(60))
     for _ in range(50):
         leaf, _ = tree.sample(num, stratified=True)
-        for stratum, drawn in enumerate(leaf.tolist()):
+        # the strata are in random order
+        for stratum, drawn in enumerate(sorted(leaf.tolist())):
             # the stratum [stratum, stratum + 1) * 60 / num overlaps the leaf [drawn, drawn + 1)
             assert stratum * 60 < (drawn + 1) * num
             assert drawn * num < (stratum + 1) * 60
@@ -506,9 +505,9 @@ def test_largest_random_number(monkeypatch):
     tree = SumTree(10)
     tree.update(torch.arange(8), torch.ones(8))
     largest = 1 - 2.0**-53
-    monkeypatch.setattr(torch, "rand", lambda num, **_: torch.full((num,), largest, dtype=torch.float64))
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, largest, dtype=torch.float64))
     assert tree.sample(4)[0].tolist() == [7] * 4
-    assert tree.sample(32, stratified=True)[0][-1] == 7
+    assert tree.sample(32, stratified=True)[0].max() == 7
 
 
 def draw_counts(tree: SumTree, stratified: bool = False) -> torch.Tensor:

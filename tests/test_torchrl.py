@@ -34,12 +34,13 @@ READ = {
         "_get_new_len",
         "_last_cursor",
         "_last_cursor_index",
-        "_last_cursor_index_value",
+        "_len",
         "_max_size_along_dim0",
         "_set_last_cursor",
         "_storage",
         "_total_shape",
     },
+    "TensorDictRoundRobinWriter": {"_cursor", "_write_count"},
     "TensorDictReplayBuffer": {
         "_batch_size",
         "_collate_fn",
@@ -75,7 +76,6 @@ INHERITED = {
     "TensorDictRoundRobinWriter": {
         "_bump_generation",
         "_cursor",
-        "_cursor_value",
         "_empty",
         "_mark_update_entities",
         "_replicate_index",
@@ -102,6 +102,7 @@ INHERITED = {
     },
     "Sampler": {"_empty", "_rng"},
     "LossModule": {
+        "_all_schedulable_buffers",
         "_clear_weakrefs",
         "_forward_value_estimator_keys",
         "_loss_mask_keys",
