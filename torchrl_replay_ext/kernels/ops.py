@@ -76,3 +76,18 @@ tree_write = Kernel(
 tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b!) minima, Tensor pages, int capacity")
 tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
 tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")
+
+# the arrays of an EpisodeIndex
+_EPISODES = (
+    "Tensor d_leaves, Tensor d_nodes, Tensor d_pages, int d_capacity, Tensor position_of, int num_lanes, int span, "
+    "Tensor lane_total, Tensor episode, Tensor start_of, Tensor is_finished, Tensor updated_at, Tensor totals, "
+    "Tensor maxima, int least_largest, Tensor generation"
+)
+reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES)
+reaper_draw = Kernel(
+    "reaper.draw",
+    "Tensor seed, Tensor table, Tensor low, Tensor total, Tensor omega, Tensor slot_at, "
+    + _TREE
+    + "Tensor(a!) leaf, Tensor(b!) density, Tensor(c!) acceptance, "
+    + _EPISODES,
+)
