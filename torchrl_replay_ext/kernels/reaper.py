@@ -93,8 +93,8 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
     * ``slot_at`` is the slot of each leaf; empty if leaf i is slot i.
     * ``leaves``, ``nodes``, ``pages``, ``capacity`` are the tree of the masses, and ``omega`` [1] is ω.
     * The results are ``leaf`` and its Ψ, ``density``, [n] each.
-    * ``acceptance`` is empty, or has the running mean of R^ω over the proposals of each range, and the sum of the weights
-      of this mean, [2, tables].
+    * ``acceptance``, [2, tables], has the running mean of R^ω over the proposals of each range, and the sum of the
+      weights of this mean. If it is empty, nothing is recorded.
     * ``episodes`` are the arguments of :func:`reliability` after ``result``.
     """
     num, num_means = leaf.shape[0], acceptance.shape[1]
@@ -134,7 +134,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
         if size == 0:
             break
     for at in range(num_means):
-        if counts[at] > SPARE:
+        if counts[at] > SPARE and total[at] > 0:
             acceptance[0, at] += 0.1 * (sums[at] / counts[at] - acceptance[0, at])
             acceptance[1, at] += 0.1 * (1.0 - acceptance[1, at])
     if size > 0:
