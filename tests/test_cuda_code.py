@@ -14,7 +14,6 @@ from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
-from torchrl_replay_ext.compilation import EagerFallback
 
 pytest.importorskip("triton")
 
@@ -25,12 +24,6 @@ from triton.compiler import ASTSource
 from tests.cuda_code import code_for_cuda
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
-
-
-@pytest.fixture(autouse=True)
-def no_code_for_the_cpu(monkeypatch):
-    """Leave out what graphs do on the CPU only."""
-    monkeypatch.setattr(EagerFallback, "replace", lambda self, condition, results, inputs: results)
 
 
 def assert_only_kernels(code):

@@ -131,8 +131,6 @@ class IndexWithModel:
             reliability = self.index.reliability(slots, self.stamp)
             assert reliability.dtype == torch.float64
             assert reliability.tolist() == [expected[slot] for slot in slots.tolist()]
-            fast = self.index.reliability(slots, self.stamp, exact=False).double()
-            torch.testing.assert_close(fast, reliability, rtol=1e-6, atol=0.0)
             # slots share a record exactly if they belong to the same episode
             records = self.index.episode[slots].tolist()
             record_of = {id(self.episode[s]): r for s, r in zip(slots.tolist(), records, strict=True)}

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
+from importlib import import_module
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 from tests.emulated_device import EmulatedDevice
 from tests.test_flat_cost import code_of, large_steps
 from torchrl_replay_ext import SumTree, compile_step
+from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.kernels import ops, tree_layout
 
@@ -31,22 +35,19 @@ def run(request, monkeypatch):
     def run(function, *arguments):
         with monkeypatch.context() as patch:
             for kernel in KERNELS:
-                name = kernel._name.split(".")[1]
+                module, name = kernel._name.split(".")
                 if request.param == "python":
-                    import torchrl_replay_ext.kernels.tree as loops
-
-                    patch.setattr(kernel, "_loop", getattr(loops, name).py_func)
-                    for part in vars(loops):
-                        if part.startswith("_") and hasattr(getattr(loops, part), "py_func"):
-                            patch.setattr(loops, part, getattr(loops, part).py_func)
+                    loops = import_module(f"torchrl_replay_ext.kernels.{module}")
+                    for part, compiled in [*vars(loops).items()]:
+                        patch.setattr(loops, part, getattr(compiled, "py_func", compiled))
+                    patch.setattr(kernel, "_loop", getattr(loops, name))
                 elif request.param == "operation":
                     patch.setattr(ops.Kernel, "__call__", lambda self, *arguments: self._operation(*arguments))
                 else:
-                    import torchrl_replay_ext.kernels.cuda.tree as kernels
-
                     patch.setattr(ops.Kernel, "__call__", lambda self, *arguments: self._on_cuda(*arguments))
-                    assert hasattr(kernels, name)
-            return function(*arguments)
+            # random numbers wrap around
+            with np.errstate(over="ignore"):
+                return function(*arguments)
 
     return run
 
@@ -150,6 +151,94 @@ def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
     leaf, _ = run(tree.find, torch.randint(-(2**62), 2**62, (500,)))
     assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000
     run(tree.prefix, torch.randint(-(2**62), 2**62, (500,)))
+
+
+# --- ReaPER
+
+
+def some_episodes(assigned=False, lanes=1, size=300):
+    """An index whose ring has wrapped, with finished, ongoing and new episodes; and the generations of its slots."""
+    index = EpisodeIndex(size if assigned else size // lanes, lanes, assigned=assigned)
+    generation, cursor = torch.zeros(size, dtype=torch.int64), 0
+    for number in range(1, 20):
+        count = 12 * lanes
+        slots = (cursor + torch.arange(count)) % size
+        cursor, stream, step = cursor + count, torch.arange(count) % lanes, torch.arange(count) // lanes
+        ended = (12 * number + step) % (9 + stream) == 0
+        trajectory = (12 * number + step - 1) // (9 + stream) * lanes + stream if assigned else None
+        marks = EpisodeMarks(ended=ended, trajectory=trajectory, initial=None)
+        index.write(slots, torch.tensor(2**23), torch.tensor(number), marks, finished=ended)
+        generation[slots] = number
+        index.update(
+            slots[::3], torch.randint(0, 2**24, slots[::3].shape), torch.tensor(number) if number % 4 else None
+        )
+    index.check_valid()
+    return index, generation
+
+
+def draw_by_reliability(index, generation, omega, tree, batch_size=50, tables=0):
+    """Draw from the whole tree, or from ``tables`` parts of it; the last part is empty."""
+    shape = max(tables, 1)
+    low, total = torch.zeros(shape, dtype=torch.int64), tree.total().reshape(1)
+    if tables:
+        low = tree.prefix(torch.arange(shape) * (tree.capacity // shape))
+        total = torch.cat([low[1:] - low[:-1], torch.zeros(1, dtype=torch.int64)])
+    leaf, density = torch.empty(batch_size, dtype=torch.int64), torch.empty(batch_size, dtype=torch.float64)
+    acceptance = torch.zeros(2, tables, dtype=torch.float64)
+    slot_at = torch.arange(tree.capacity, dtype=torch.int32).flip(0) % len(generation) if tables else low[:0]
+    omega = torch.tensor([omega], dtype=torch.float64)
+    table = torch.arange(batch_size) % shape
+    episodes, seed = index.arrays(generation), torch.randint(2**63 - 1, (1,))
+    ops.reaper_draw(seed, table, low, total, omega, slot_at, *tree.arrays(), leaf, density, acceptance, *episodes)
+    return leaf, density, acceptance
+
+
+@not_interpreted
+@pytest.mark.parametrize(("assigned", "lanes"), [(False, 1), (False, 3), (True, 3)])
+def test_all_implementations_have_the_same_reliability(run, assigned, lanes):
+    index, generation = some_episodes(assigned, lanes)
+    slots = torch.randint(300, (200,))
+    reliability = index.reliability(slots, generation)
+    assert 0 <= reliability.min() < 0.2 and reliability.max() == 1
+    torch.testing.assert_close(run(index.reliability, slots, generation), reliability, rtol=1e-15, atol=0)
+
+
+@not_interpreted
+@pytest.mark.parametrize("omega", [0.0, 0.5, 300.0])
+@pytest.mark.parametrize("tables", [0, 4])
+def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
+    index, generation = some_episodes()
+    tree = a_tree(300)
+    tree.write(torch.arange(0, 300, 7), 0)
+    draw = partial(draw_by_reliability, index, generation, omega, tree, tables=tables)
+    torch.manual_seed(1)
+    leaf, density, acceptance = draw()
+    torch.manual_seed(1)
+    for ours, theirs in zip(run(draw), (leaf, density, acceptance), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    is_drawn = torch.arange(50) % 4 != 3 if tables else torch.ones(50, dtype=torch.bool)
+    assert (density[is_drawn] > 0).all() and not leaf[~is_drawn].any() and not density[~is_drawn].any()
+    slots = (299 - leaf) if tables else leaf
+    psi = index.reliability(slots, generation) ** omega * tree.get(leaf)
+    torch.testing.assert_close(density[is_drawn], psi[is_drawn], rtol=1e-12, atol=0)
+    if tables:
+        assert (leaf // 75 == torch.arange(50) % 4)[is_drawn].all()
+        assert (acceptance[1] > 0).tolist() == [True, True, True, False]
+
+
+@not_interpreted
+@pytest.mark.parametrize("assigned", [False, True])
+def test_draws_by_reliability_stay_in_range_whatever_the_state_holds(run, assigned):
+    index, generation = some_episodes(assigned, 2)
+    tree = a_tree(300)
+    for tensor in (*tree.tensors(), *index.arrays(generation)):
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.dtype != torch.bool:
+            most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
+            tensor.copy_(torch.randint(-most, most, tensor.shape))
+    for tables in (0, 4):
+        leaf, *_ = run(partial(draw_by_reliability, index, generation, 5.0, tree, tables=tables))
+        assert int(leaf.min()) >= 0 and int(leaf.max()) < 300
+    run(index.reliability, torch.randint(-(2**50), 2**50, (100,)), generation)
 
 
 # --- graphs

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias, overload
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -125,6 +123,13 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
     return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
 
 
+def random_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """A random number that seeds a kernel, int64 [1] on ``device``; ``generator`` as for :func:`uniform`."""
+    if torch.compiler.is_compiling() or generator is None:
+        return torch.randint(2**63 - 1, (1,), device=device)
+    return torch.randint(2**63 - 1, (1,), device=generator.device, generator=generator).to(device)
+
+
 def generator_on(device: torch.device, source: torch.Generator) -> torch.Generator:
     """A new generator on ``device``, seeded by the next number of ``source``, which may be on another device.
 
@@ -136,8 +141,7 @@ def generator_on(device: torch.device, source: torch.Generator) -> torch.Generat
         >>> first == generator_on(torch.device("cpu"), source.manual_seed(0)).initial_seed()
         True
     """
-    seed = torch.randint(2**63 - 1, (), generator=source, device=source.device)
-    return torch.Generator(device).manual_seed(int(seed))
+    return torch.Generator(device).manual_seed(int(random_seed(source.device, source)))
 
 
 def stratified_uniform(num: int, *, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -230,35 +234,6 @@ def mark_static(*parts: Any) -> None:
             left += getattr(part, "__dict__", {}).values()
 
 
-class EagerFallback:
-    """A computation that a graph on the CPU runs as eager code in rare cases.
-
-    Eager code can loop as often as necessary; a graph has a fixed number of operations.
-
-    Args:
-        compute: called with ``results`` and ``inputs`` of :meth:`replace`; returns tensors with the shapes of
-            ``results``. It may change running statistics, but no tensor of ``state``.
-        state: the tensors that ``compute`` reads and that graphs change in place.
-    """
-
-    def __init__(self, compute: Callable[[list[Tensor], list[Tensor]], list[Tensor]], state: list[Tensor]):
-        self.compute, self.state = compute, state
-        # the arguments of a custom operation can be numbers, but not Python objects
-        self._number = next(_numbers)
-        _fallbacks[self._number] = self
-
-    def replace(self, condition: Tensor, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """``compute(results, inputs)`` if ``condition``, bool [], is True; otherwise ``results``."""
-
-        def computed():
-            return torch.ops.torchrl_replay_ext.eager_fallback(self._number, results, inputs, self.state)
-
-        def kept():
-            return [result.clone() for result in results]
-
-        return torch.cond(condition, computed, kept, ())
-
-
 _library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
 _library.define("index_add_(Tensor(a!) destination, Tensor index, Tensor values) -> ()")
 
@@ -267,31 +242,3 @@ _library.define("index_add_(Tensor(a!) destination, Tensor index, Tensor values)
 @torch.library.impl(_library, "index_add_", "CompositeExplicitAutograd")
 def _index_add(destination: Tensor, index: Tensor, values: Tensor) -> None:
     destination.index_add_(0, index, values)
-
-
-_numbers = itertools.count()
-_fallbacks: WeakValueDictionary[int, EagerFallback] = WeakValueDictionary()
-
-
-@torch.library.custom_op(
-    "torchrl_replay_ext::eager_fallback",
-    mutates_args=(),
-    schema="(int number, Tensor[] results, Tensor[] inputs, Tensor[] state) -> Tensor[]",
-)
-def _eager_fallback(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
-    fallback = _fallbacks[number]
-    pairs = zip(fallback.state, state, strict=True)
-    # torch.compile may keep the current values in copies until the graph ends; compute reads them from self.state
-    moved = [(own, own.clone(), now) for own, now in pairs if own.data_ptr() != now.data_ptr()]
-    for own, _, now in moved:
-        own.copy_(now)
-    try:
-        return fallback.compute(results, inputs)
-    finally:
-        for own, before, _ in moved:
-            own.copy_(before)
-
-
-@_eager_fallback.register_fake
-def _(number: int, results: list[Tensor], inputs: list[Tensor], state: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(result) for result in results]

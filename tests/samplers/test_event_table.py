@@ -778,7 +778,7 @@ def test_the_exponents_are_by_default_those_of_the_sampler_of_the_same_kind(kind
 def test_stats_of_reliabilities_inside_tables():
     rb = filled(priority={"kind": "reaper"})
     statistics = rb.sampler.stats()
-    assert {"acceptance_rate", "reliability_mean", "interrupted", "repeated_draws"} <= set(statistics.keys())
+    assert {"acceptance_rate", "reliability_mean", "interrupted"} <= set(statistics.keys())
     assert 0 < statistics["reliability_mean"] <= 1
 
 

@@ -19,6 +19,7 @@ from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
 from torchrl_replay_ext.indices import UpdateMask, all_different, is_last_occurrence, write_last
+from torchrl_replay_ext.kernels.ops import reaper_reliability
 
 _PAGE = SumTree.PAGE
 
@@ -77,6 +78,8 @@ class EpisodeIndex:
             self._position = torch.full((size,), self._nowhere, dtype=wide, device=device)
             self._pages = FreeList(num_pages, device=device)
             self._no_page = num_pages
+        else:
+            self._position = torch.zeros(0, dtype=torch.int64, device=device)
         positions = num_lanes * self.span
         self._tree = SumTree(
             positions + (_PAGE if assigned else 0),
@@ -358,49 +361,45 @@ class EpisodeIndex:
         if num_writes is not None:
             scatter_in_bounds(self._updated_at, record, num_writes.expand(record.shape[0]))
 
-    def reliability(self, slots: Tensor | None, generation: Tensor, *, exact: bool = True) -> Tensor:
+    def arrays(self, generation: Tensor) -> list[Tensor | int]:
+        """The arguments ``episodes`` of :mod:`torchrl_replay_ext.kernels.reaper`.
+
+        ``generation``, int64 [size]: number of the write that filled each slot.
+        """
+        masses = [*self._tree.arrays()]
+        places = [self._position, self.num_lanes, self.span, self._lane_total]
+        records = [self.episode, self._start, self._finished, self._updated_at, *self._totals.tensors()]
+        return [*masses, *places, *records, self.least_largest, generation]
+
+    def reliability(self, slots: Tensor, generation: Tensor) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in (0, 1]; 1 for new transitions.
 
-        Args:
-            slots: int64 [n]. None: all slots, with one pass over all masses where lanes are fixed.
-            generation: int64 [size], number of the write that filled each slot.
-            exact: if True (default), the result is float64, and 1 for episodes without mass. If False, it is float32,
-                and NaN for episodes without mass. This takes fewer operations and is sufficient for a draw.
+        It is also 1 in episodes without mass. ``generation``: see :meth:`arrays`.
 
         Returns:
-            [n].
+            float64 [n].
         """
-        in_order = slots is None and not self.assigned
-        if slots is None:
-            slots = torch.arange(self.size, device=self.device)
+        if not slots.is_cpu:
+            return self._reliability_on_accelerator(slots, generation)
+        result = slots.new_empty(slots.shape[0], dtype=torch.float64)
+        reaper_reliability(slots.contiguous(), result, *self.arrays(generation))
+        return result
+
+    def _reliability_on_accelerator(self, slots: Tensor, generation: Tensor) -> Tensor:
+        """:meth:`reliability` by tensor operations."""
         record = gather_in_bounds(self.episode, slots)
-        position = self.positions(slots)
-        start = gather_in_bounds(self._start, record)
-        if in_order:
-            sums = torch.cat([torch.zeros_like(self._tree.leaves[:1]), self._tree.leaves.cumsum(0)])
-            before_start, upto = gather_in_bounds(sums, start), gather_in_bounds(sums, position + 1)
-        else:
-            before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
+        position, start = self.positions(slots), gather_in_bounds(self._start, record)
+        before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
         # add the total of the lane if the episode wraps around the end of its ring
-        around = self._lane_total
-        if self.num_lanes > 1:
-            around = gather_in_bounds(around, (position // self.span).clamp_max(self.num_lanes - 1))
-        part = upto.sub_(before_start).add_((position < start) * around)
-        totals = gather_in_bounds(self._totals.leaves, record)
-        largest = self._totals.max()
-        if self.least_largest:
-            largest = largest.clamp_min(self.least_largest)
-        whole = torch.where(gather_in_bounds(self._finished, record), totals, largest)
+        around = gather_in_bounds(self._lane_total, (position // self.span).clamp_max(self.num_lanes - 1))
+        part = upto - before_start + (position < start) * around
+        largest = self._totals.max().clamp_min(self.least_largest)
+        whole = torch.where(
+            gather_in_bounds(self._finished, record), gather_in_bounds(self._totals.leaves, record), largest
+        )
         is_new = gather_in_bounds(generation, slots) > gather_in_bounds(self._updated_at, record)
         # clamp: empty slots belong to the extra record and may lie before its start
-        ratio = (part.double() / whole).nan_to_num_(nan=1.0).clamp_min_(0.0) if exact else part / whole
-        return ratio.masked_fill_(is_new, 1.0)
-
-    def graph_tensors(self) -> list[Tensor]:
-        """The tensors that :meth:`reliability` reads and graphs change."""
-        placed = [self._position] if self.assigned else []
-        columns = [self.episode, self._start, self._updated_at, self._finished, self._lane_total]
-        return [*self._tree.tensors(), *self._totals.tensors(), *columns, *placed]
+        return (part.double() / whole).nan_to_num_(nan=1.0).clamp_(0.0, 1.0).masked_fill_(is_new, 1.0)
 
     @property
     def max_supported_priority(self) -> float:

@@ -108,6 +108,10 @@ class SumTree:
         """The tensors that the tree consists of."""
         return [self.leaves, self.nodes, self.minima, self._pages]
 
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What kernels read: leaves, nodes, pages, and the number of leaves."""
+        return self.leaves, self.nodes, self._pages, self.capacity
+
     @overload
     @classmethod
     def to_mass(cls, priority: float) -> int: ...
@@ -185,7 +189,7 @@ class SumTree:
             The leaves and their masses, int64 [n] each.
         """
         leaf, mass = torch.empty_like(target), torch.empty_like(target)
-        tree_find(self.leaves, self.nodes, self._pages, self.capacity, target.contiguous(), leaf, mass)
+        tree_find(*self.arrays(), target.contiguous(), leaf, mass)
         return leaf, mass
 
     def sample(
@@ -208,19 +212,23 @@ class SumTree:
         draw_numbers = stratified_uniform if stratified else uniform
         return self.draw(draw_numbers(num, device=self.leaves.device, generator=generator))
 
-    def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1)."""
+    def raise_if_empty(self) -> None:
+        """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators."""
         if values_can_be_read(self.nodes) and self.nodes.numpy()[0] == 0:
             raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
+
+    def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1)."""
+        self.raise_if_empty()
         leaf, mass = self.leaves.new_empty(u.shape[0]), self.leaves.new_empty(u.shape[0])
-        tree_draw(self.leaves, self.nodes, self._pages, self.capacity, u.contiguous(), leaf, mass)
+        tree_draw(*self.arrays(), u.contiguous(), leaf, mass)
         return leaf, mass
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves 0..i−1 for each i of ``index`` [n] in [0, capacity]; int64 [n]."""
         index = _numbers(index, self.leaves.device)
         total = torch.empty_like(index)
-        tree_prefix(self.leaves, self.nodes, self._pages, self.capacity, index, total)
+        tree_prefix(*self.arrays(), index, total)
         return total
 
     def probability(self, index: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
-from torchrl_replay_ext.distributions.rejection import TableRows
 from torchrl_replay_ext.distributions.table_joint import JointTables, why_not_joint
 from torchrl_replay_ext.distributions.table_masses import TableMasses
+from torchrl_replay_ext.distributions.table_rows import TableRows
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import Uniform

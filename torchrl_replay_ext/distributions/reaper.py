@@ -28,7 +28,6 @@ class ReliabilityAdjusted(Distribution):
         alpha: the exponent of d.
         make_reliability: creates the model of R from the log.
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
-        may_be_zero: True if all TD errors of an episode may be 0.
     """
 
     needs_order = rejects = True
@@ -41,16 +40,13 @@ class ReliabilityAdjusted(Distribution):
         alpha: Hyperparameter,
         make_reliability: Callable[[WriteLog], Reliability],
         weight_norm: WeightNorm,
-        may_be_zero: bool,
     ):
         self._log, self._weight_norm = log, weight_norm
         self._num_slots, self._device = log.layout.num_slots, log.layout.device
         self._power = PowerTree(log, priorities, alpha)
         self._tree = self._power.tree
         self._reliability = make_reliability(log)
-        self._rejection = Rejection(
-            self._tree, self._reliability, for_graphs=log.layout.for_graphs, may_be_zero=may_be_zero
-        )
+        self._rejection = Rejection(self._tree, self._reliability)
 
     @property
     def max_supported_priority(self) -> float:
@@ -82,8 +78,8 @@ class ReliabilityAdjusted(Distribution):
         """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
         if self._weight_norm == "batch":
             return None
-        factor = self._reliability.factor(None)
-        everything = self._tree.leaves[: len(factor)] * factor
+        slots = torch.arange(self._num_slots, device=self._device)
+        everything = self._tree.leaves[: self._num_slots] * self._reliability.factor(slots)
         return torch.where(everything > 0, everything, math.inf).min()
 
     def sums(self) -> Sums:
@@ -109,10 +105,9 @@ class ReliabilityAdjusted(Distribution):
     def clear(self) -> None:
         self._tree.clear_()
         self._reliability.clear()
-        self._rejection.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves} | self._rejection.tensors() | self._reliability.tensors()
+        return {"proposals": self._tree.leaves} | self._reliability.tensors()
 
     def raise_numbers(self, last: int) -> None:
         self._reliability.raise_numbers(last)
@@ -131,6 +126,5 @@ class ReliabilityAdjusted(Distribution):
         return {
             "acceptance_rate": self.density(slots).sum() / total if total else torch.ones(()),
             "reliability_mean": self._reliability.mean(),
-            "repeated_draws": self._rejection.repeated,
             "interrupted": self._reliability.interrupted(),
         }

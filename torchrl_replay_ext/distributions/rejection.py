@@ -2,205 +2,78 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple, TypeVar
-
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import EagerFallback, gather_in_bounds, is_traced, read, uniform, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, random_seed
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
+from torchrl_replay_ext.distributions.proposal_pool import ProposalPool
 from torchrl_replay_ext.distributions.reliability import Reliability
-
-# One pass over all N leaves takes about as long as N / 32 proposals.
-_PASS = 32
-# Number of additional proposals per table.
-_SPARE = 16
-# Above this omega the number of proposals does not increase.
-_MAX_OMEGA = 4.0
-
-Count = TypeVar("Count", int, Tensor)
-
-
-class TableRows(NamedTuple):
-    """The tables that the rows of a batch are drawn from.
-
-    Args:
-        ends: number of rows of tables 0 to k for each k, int64 [tables].
-        number: place of each row if the rows are ordered by table, int64 [B].
-        table: table of each row, int64 [B].
-        low: sum of the masses of all earlier tables, for each table, int64 [tables].
-        total: sum of the masses of each table, int64 [tables].
-    """
-
-    ends: Tensor
-    number: Tensor
-    table: Tensor
-    low: Tensor
-    total: Tensor
+from torchrl_replay_ext.distributions.table_rows import TableRows
+from torchrl_replay_ext.kernels.ops import reaper_draw
 
 
 class Rejection:
-    """Draws leaves of a sum tree from Ψ: proposals follow m and are accepted with probability R^ω.
+    """Draws leaves of a sum tree from Ψ: each row proposes leaves that follow m until one is accepted.
+
+    The probability to accept a proposal is R^ω.
 
     Args:
         tree: the masses m. Leaf i is slot i, or an entry of ``tables``.
         reliability: the model of R.
-        for_graphs: True if draws may become part of graphs.
-        may_be_zero: True (default) if all TD errors of an episode may be 0. If False, eager code uses a faster
-            computation of R.
         tables: the event tables. None (default): all rows are drawn from the whole tree.
     """
 
-    def __init__(
-        self,
-        tree: SumTree,
-        reliability: Reliability,
-        *,
-        for_graphs: bool,
-        may_be_zero: bool = True,
-        tables: EventTables | None = None,
-    ):
+    def __init__(self, tree: SumTree, reliability: Reliability, tables: EventTables | None = None):
         self._tree, self._reliability, self._tables = tree, reliability, tables
-        self._device, self._num_tables = tree.leaves.device, 1 if tables is None else len(tables)
-        self._exact, self._for_graphs = may_be_zero or for_graphs, for_graphs
+        device = tree.leaves.device
         # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
-        self._acceptance = torch.zeros(2, self._num_tables, dtype=torch.float64, device=self._device)
-        self.repeated = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._fallback: EagerFallback | None = None
-        self._make_fallback()
-
-    def _make_fallback(self) -> None:
-        if self._for_graphs:
-            state = [*self._tree.tensors(), *self._reliability.graph_tensors()]
-            self._fallback = EagerFallback(
-                lambda drawn, rows: [*self.draw(len(drawn[0]), None, TableRows(*rows) if rows else None)], state
-            )
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_fallback": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._make_fallback()
+        self._acceptance = torch.zeros(2, 0 if tables is None else len(tables), dtype=torch.float64, device=device)
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
 
     def draw(
         self, batch_size: int, generator: torch.Generator | None, rows: TableRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Draw leaves from Ψ, each from the table of its row.
+        """Draw leaves from Ψ, independently, each from the table of its row.
 
-        If too few proposals are accepted, eager code discards the batch and starts again with twice as many, until
-        one pass over all Ψ is cheaper. The accepted rows follow Ψ, because the number of accepted proposals is
-        independent of their values. A graph on the CPU calls eager code to draw the batch again. On other devices this
-        would need a read from the device. There, a graph repeats accepted proposals; if none is accepted for a table,
-        its rows are drawn from all of its proposals in proportion to R^ω.
-
-        On an accelerator the host waits once for eager code to see whether enough proposals were accepted.
+        One random number from ``generator`` determines all draws on the CPU.
 
         Args:
             batch_size: number of rows, B.
-            generator: source of randomness; None: the global generator.
+            generator: source of randomness; None: the global generator. A compiled graph ignores it.
             rows: the tables of the rows. None (default): there are no tables.
 
         Returns:
-            The leaves, int64 [B], and Ψ of each, [B].
+            The leaves, int64 [B], and Ψ of each, float64 [B].
         """
-        traced, on_cpu = is_traced(), self._device.type == "cpu"
-        number = 1 + (torch.arange(batch_size, device=self._device) if rows is None else rows.number)
-        made, scale, ends = 0, 1, None
-        while made <= self._tree.capacity // _PASS:
-            num = scale * self._num_proposals(batch_size, self._num_tables)
-            if rows is not None:
-                tables = torch.arange(1, self._num_tables + 1, device=self._device)
-                ends = scale * self._num_proposals(rows.ends, tables)
-            leaf, factor, density, accepted = self._propose(num, ends, generator, rows)
-            if rows is None or ends is None:
-                wanted, missing = number, batch_size - accepted[-1]
-            else:
-                # number of rows and of accepted proposals before each table
-                first, ahead = _with_zero(rows.ends), _with_zero(gather_in_bounds(accepted, ends - 1))
-                wanted = number + gather_in_bounds(ahead - first, rows.table)
-                missing = (first.diff() - ahead.diff()).clamp_min(0).sum()
-            if traced or read(missing)[0] <= 0:
-                break
-            made, scale = made + num, 2 * scale
+        leaves = self._tree.leaves
+        if not leaves.is_cpu:
+            pool = ProposalPool(self._tree, self._factor, self._reliability.omega.bound, self._acceptance)
+            return pool.draw(batch_size, generator, rows)
+        if rows is None:
+            self._tree.raise_if_empty()
+            table, low, total = self._zero.expand(batch_size), self._zero, self._tree.total().reshape(1)
         else:
-            return self._from_all(generator, rows or self._one_table(batch_size))
-        if traced and not on_cpu:
-            self.repeated.add_(missing.clamp_min(0))
-            ends = torch.full_like(number[:1], num) if ends is None else ends
-            place = self._repeat(factor, accepted, ends, rows or self._one_table(batch_size))
-        else:
-            place = torch.searchsorted(accepted, wanted)
-        drawn = [gather_in_bounds(leaf, place), gather_in_bounds(density, place)]
-        if traced and on_cpu:
-            assert self._fallback is not None
-            short = (missing > 0) & (self._tree.total() > 0)
-            drawn = self._fallback.replace(short, drawn, [] if rows is None else [*rows])
-        return drawn[0], drawn[1]
+            table, low, total = rows.table, rows.low, rows.total
+        leaf = leaves.new_empty(batch_size)
+        density = leaves.new_empty(batch_size, dtype=torch.float64)
+        reaper_draw(
+            random_seed(leaves.device, generator),
+            *(part.contiguous() for part in (table, low, total)),
+            self._reliability.omega.value.reshape(1),
+            self._zero[:0] if self._tables is None else self._tables.slot_at,
+            *self._tree.arrays(),
+            leaf,
+            density,
+            self._acceptance,
+            *self._reliability.arrays(),
+        )
+        return leaf, density
 
-    def _num_proposals(self, rows: Count, tables: Count) -> Count:
-        """Number of proposals for ``rows`` rows. If R is uniform in (0, 1), one of 1 + ω proposals is accepted."""
-        per_16 = math.ceil(20 * (1 + min(self._reliability.omega.bound, _MAX_OMEGA)))
-        return (rows * per_16 + 15) // 16 + _SPARE * tables
-
-    def _propose(
-        self, num: int, ends: Tensor | None, generator: torch.Generator | None, rows: TableRows | None
-    ) -> tuple[Tensor, ...]:
-        """Propose ``num`` leaves that follow m: leaves, R^ω, Ψ, and the running count of accepted leaves; [num] each.
-
-        ``ends``: number of proposals for tables 0 to k for each k, int64 [tables].
-        """
-        u, v = uniform(2, num, device=self._device, generator=generator)
-        if rows is None or ends is None:
-            leaf, mass = self._tree.draw(u)
-            factor = self._factor(leaf, exact=self._exact)
-        else:
-            table = torch.searchsorted(ends, torch.arange(num, device=self._device), right=True)
-            leaf, mass = propose(self._tree, u, gather_in_bounds(rows.low, table), gather_in_bounds(rows.total, table))
-            factor = self._factor(leaf, exact=self._exact)
-            sums = torch.zeros_like(self._acceptance[0]).index_add_(0, table, factor.to(torch.float64))
-            mean, is_drawn = sums / _with_zero(ends).diff(), (_with_zero(rows.ends).diff() > 0).to(torch.float64)
-            self._acceptance.lerp_(torch.stack([mean, torch.ones_like(mean)]), 0.1 * is_drawn)
-        return leaf, factor, factor * mass, (v < factor).cumsum(0)
-
-    def _factor(self, leaves: Tensor, *, exact: bool = True) -> Tensor:
+    def _factor(self, leaves: Tensor) -> Tensor:
         slots = leaves if self._tables is None else gather_in_bounds(self._tables.slot_at, leaves).to(torch.int64)
-        return self._reliability.factor(slots, exact=exact)
-
-    def _one_table(self, batch_size: int) -> TableRows:
-        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        number = torch.arange(batch_size, device=self._device)
-        return TableRows(zero + batch_size, number, zero.expand(batch_size), zero, self._tree.total().reshape(1))
-
-    def _repeat(self, factor: Tensor, accepted: Tensor, ends: Tensor, rows: TableRows) -> Tensor:
-        """Choose a proposal for each row by repeating accepted proposals, see :meth:`draw`; int64 [B]."""
-        cumulative = _with_zero(factor.cumsum(0))
-        edges = _with_zero(ends)
-        ahead, low = gather_in_bounds(_with_zero(accepted), edges), gather_in_bounds(cumulative, edges)
-        found, width = gather_in_bounds(ahead.diff(), rows.table), gather_in_bounds(low.diff(), rows.table)
-        row = rows.number - gather_in_bounds(_with_zero(rows.ends), rows.table)
-        number = gather_in_bounds(ahead, rows.table) + row % found.clamp_min(1) + 1
-        target = gather_in_bounds(low, rows.table) + uniform(len(found), device=self._device) * width
-        # the target may have been rounded up to the end, and all factors of a table may be 0
-        end = torch.searchsorted(cumulative, target, right=True)
-        by_factor = torch.minimum(end, gather_in_bounds(ends, rows.table)) - 1
-        return where_int64(found > 0, torch.searchsorted(accepted, number), by_factor)
-
-    def _from_all(self, generator: torch.Generator | None, rows: TableRows) -> tuple[Tensor, Tensor]:
-        """:meth:`draw` by one pass over all Ψ."""
-        leaves = self._tree.leaves.nonzero().squeeze(1)
-        mass = self._tree.leaves[leaves]
-        density = mass * self._factor(leaves)
-        cumulative, running = _with_zero(density.cumsum(0)), mass.cumsum(0)
-        begin = torch.searchsorted(running, rows.low, right=True)[rows.table]
-        end = torch.searchsorted(running, rows.low + rows.total, right=True)[rows.table]
-        u = uniform(len(begin), device=self._device, generator=generator)
-        target = cumulative[begin] + u * (cumulative[end] - cumulative[begin])
-        # the target may have been rounded up to the end
-        place = torch.minimum(torch.searchsorted(cumulative, target, right=True), end) - 1
-        return leaves[place], density[place]
+        return self._reliability.factor(slots)
 
     def acceptance(self) -> Tensor:
         """Running mean of R^ω over the proposals for each table, float64 [tables]; 1 before the first proposal."""
@@ -208,24 +81,9 @@ class Rejection:
         return torch.where(weight > 0, mean / torch.where(weight > 0, weight, 1.0), 1.0)
 
     def clear(self) -> None:
-        """Reset the running means and the number of repeated draws."""
+        """Reset the running means."""
         self._acceptance.zero_()
-        self.repeated.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save."""
-        repeated = {"repeated": self.repeated}
-        return repeated if self._tables is None else {"acceptance": self._acceptance, **repeated}
-
-
-def propose(tree: SumTree, u: Tensor, low: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Leaves (and masses) that uniform ``u`` [n] select in mass ranges from ``low`` [n] of length ``total`` [n].
-
-    Leaf 0 where ``total`` is 0.
-    """
-    target = torch.minimum((u * total).to(torch.int64), total - 1)
-    return tree.find(low + target)
-
-
-def _with_zero(sums: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(sums[:1]), sums])
+        return {} if self._tables is None else {"acceptance": self._acceptance}

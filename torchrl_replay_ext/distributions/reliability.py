@@ -79,12 +79,13 @@ class Reliability(WriteObserver):
         """R of ``slots`` [n], float64 [n]."""
         return self._episodes.reliability(slots, self._log.generation)
 
-    def factor(self, slots: Tensor | None, *, exact: bool = True) -> Tensor:
-        """R^ω of ``slots`` [n], or of all slots if None, float64.
+    def factor(self, slots: Tensor) -> Tensor:
+        """R^ω of ``slots`` [n], float64 [n]."""
+        return self.of(slots) ** self.omega.current()
 
-        ``exact=False``: float32, and NaN in episodes where all d are 0.
-        """
-        return self._episodes.reliability(slots, self._log.generation, exact=exact) ** self.omega.current()
+    def arrays(self) -> list[Tensor | int]:
+        """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
+        return self._episodes.arrays(self._log.generation)
 
     @property
     def max_supported_priority(self) -> float:
@@ -98,10 +99,6 @@ class Reliability(WriteObserver):
     def note_other_shards(self, largest_episode: int) -> None:
         """F is at least ``largest_episode``, that of the episodes in other shards."""
         self._episodes.least_largest = largest_episode
-
-    def graph_tensors(self) -> list[Tensor]:
-        """The tensors that :meth:`factor` reads and that graphs modify."""
-        return [*self._episodes.graph_tensors(), self._log.generation, *self.omega.tensors()]
 
     def mean(self) -> Tensor:
         """Mean reliability of the stored transitions, float32 []; 1 if there are none."""

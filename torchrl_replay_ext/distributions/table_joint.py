@@ -9,7 +9,7 @@ from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.protocol import Draw, ShardRows, Sums
-from torchrl_replay_ext.distributions.rejection import propose
+from torchrl_replay_ext.distributions.table_rows import propose
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
 

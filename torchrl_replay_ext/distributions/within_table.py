@@ -17,8 +17,9 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
-from torchrl_replay_ext.distributions.rejection import Rejection, TableRows, propose
+from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
+from torchrl_replay_ext.distributions.table_rows import TableRows, propose
 from torchrl_replay_ext.indices import UpdateMask
 
 
@@ -220,8 +221,7 @@ class ByReliability(ByPriority):
     def __init__(self, *arguments: Any, alpha: Hyperparameter, make_reliability: Callable[[WriteLog], Reliability]):
         super().__init__(*arguments, alpha=alpha)
         self._reliability = make_reliability(self._log)
-        for_graphs = self._log.layout.for_graphs
-        self._rejection = Rejection(self._tree, self._reliability, for_graphs=for_graphs, tables=self._tables)
+        self._rejection = Rejection(self._tree, self._reliability, self._tables)
 
     @property
     def max_supported_priority(self) -> float:
@@ -272,6 +272,5 @@ class ByReliability(ByPriority):
         return {
             "acceptance_rate": (self._rejection.acceptance() * eta).sum(),
             "reliability_mean": self._reliability.mean(),
-            "repeated_draws": self._rejection.repeated,
             "interrupted": self._reliability.interrupted(),
         }

@@ -87,3 +87,18 @@ rows_update = Kernel(
     _ROWS + "Tensor generation, Tensor(a!) d, Tensor(b!) largest, Tensor(c!) dropped, float eps, float smallest, "
     "bool squared, bool drawn, Tensor(d!) kept, Tensor(e!) kept_d, Tensor(f!) result",
 )
+
+# the arrays of an EpisodeIndex
+_EPISODES = (
+    "Tensor d_leaves, Tensor d_nodes, Tensor d_pages, int d_capacity, Tensor position_of, int num_lanes, int span, "
+    "Tensor lane_total, Tensor episode, Tensor start_of, Tensor is_finished, Tensor updated_at, Tensor totals, "
+    "Tensor maxima, int least_largest, Tensor generation"
+)
+reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES)
+reaper_draw = Kernel(
+    "reaper.draw",
+    "Tensor seed, Tensor table, Tensor low, Tensor total, Tensor omega, Tensor slot_at, "
+    + _TREE
+    + "Tensor(a!) leaf, Tensor(b!) density, Tensor(c!) acceptance, "
+    + _EPISODES,
+)

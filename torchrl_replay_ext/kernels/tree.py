@@ -12,7 +12,7 @@ from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE
 
 
 @part
-def _place(leaf, leaves, pages):
+def place_of(leaf, leaves, pages):
     """The position of a leaf in ``leaves``."""
     if pages.shape[0] == 0:
         return leaf
@@ -30,7 +30,7 @@ def write(leaves, nodes, minima, pages, capacity, index, mass):
         leaf = index[row]
         if leaf < 0 or leaf >= capacity:
             continue
-        place = _place(leaf, leaves, pages)
+        place = place_of(leaf, leaves, pages)
         new = mass[min(row, mass.shape[0] - 1)]
         change = new - leaves[place]
         if change == 0:
@@ -74,7 +74,7 @@ def _sum(entries, first):
 
 @part
 def _refresh_minima(leaves, minima, pages, capacity, leaf):
-    smallest = _smallest(leaves, _place(leaf & -CHILDREN, leaves, pages))
+    smallest = _smallest(leaves, place_of(leaf & -CHILDREN, leaves, pages))
     node, last, begin = leaf, capacity - 1, minima.shape[0]
     while begin > 0:
         node >>= BITS
@@ -97,7 +97,7 @@ def get(leaves, pages, capacity, index, mass):
     """The leaves ``index`` [n]; 0 outside [0, capacity)."""
     for row in range(index.shape[0]):
         is_leaf = 0 <= index[row] < capacity
-        mass[row] = leaves[_place(index[row], leaves, pages)] if is_leaf else 0
+        mass[row] = leaves[place_of(index[row], leaves, pages)] if is_leaf else 0
 
 
 @loop
@@ -107,7 +107,7 @@ def draw(leaves, nodes, pages, capacity, u, leaf, mass):
     for row in range(u.shape[0]):
         # the product may be rounded up to the total
         mass[row] = min(np.int64(u[row] * total), total - 1)
-    _descend(leaves, nodes, pages, capacity, leaf, mass)
+    descend(leaves, nodes, pages, capacity, leaf, mass)
 
 
 @loop
@@ -115,7 +115,7 @@ def find(leaves, nodes, pages, capacity, target, leaf, mass):
     """Find the leaves whose ranges of the running sum contain ``target`` [n]."""
     for row in range(target.shape[0]):
         mass[row] = target[row]
-    _descend(leaves, nodes, pages, capacity, leaf, mass)
+    descend(leaves, nodes, pages, capacity, leaf, mass)
 
 
 @part
@@ -131,7 +131,7 @@ def _child(entries, first, rest):
 
 
 @part
-def _descend(leaves, nodes, pages, capacity, leaf, mass):
+def descend(leaves, nodes, pages, capacity, leaf, mass):
     """Walk from the root to ``leaf`` [n]; ``mass`` [n] is first the rest of the target, at the end that of the leaf.
 
     The whole batch walks level by level, so that the cache misses of its rows overlap.
@@ -151,7 +151,7 @@ def _descend(leaves, nodes, pages, capacity, leaf, mass):
             leaf[row] = min(CHILDREN * leaf[row] + child, last)
             mass[row] = rest
     for row in range(leaf.shape[0]):
-        first = _place(CHILDREN * leaf[row], leaves, pages)
+        first = place_of(CHILDREN * leaf[row], leaves, pages)
         child, _ = _child(leaves, first, mass[row])
         leaf[row] = min(CHILDREN * leaf[row] + child, capacity - 1)
         mass[row] = leaves[first + (leaf[row] & (CHILDREN - 1))]
@@ -164,7 +164,7 @@ def prefix(leaves, nodes, pages, capacity, index, total):
         node = min(max(index[row], 0), capacity)
         running, first = 0, node & -CHILDREN
         if first < node:
-            place = _place(first, leaves, pages)
+            place = place_of(first, leaves, pages)
             for k in range(node - first):
                 running += leaves[place + k]
         last, begin = capacity - 1, nodes.shape[0]
@@ -182,7 +182,7 @@ def rebuild(leaves, nodes, minima, pages, capacity):
     """Recompute all sums and minima from the leaves."""
     last, begin = (capacity - 1) >> BITS, nodes.shape[0] - CHILDREN * (((capacity - 1) >> 2 * BITS) + 1)
     for node in range(last + 1):
-        first = _place(CHILDREN * node, leaves, pages)
+        first = place_of(CHILDREN * node, leaves, pages)
         nodes[begin + node] = _sum(leaves, first)
         if minima.shape[0] > 0:
             minima[begin + node] = _smallest(leaves, first)

@@ -143,15 +143,7 @@ class ReaPERSampler(DistributionSampler):
 
     alpha = exponent("alpha", ALPHA)
     beta = exponent("beta", BETA)
-    omega = exponent(
-        "omega",
-        """Exponent of the reliability.
-
-        The number of proposals per draw in a compiled step is chosen for the omega at the time of compilation (the
-        larger end of an :class:`~torchrl_replay_ext.Anneal`). If omega is increased later, draws stay exact but take
-        longer.
-        """,
-    )
+    omega = exponent("omega", "Exponent of the reliability.")
 
     def __init__(
         self,
@@ -192,7 +184,6 @@ class ReaPERSampler(DistributionSampler):
                 alpha=hyperparameters["alpha"],
                 make_reliability=model,
                 weight_norm=weight_norm,
-                may_be_zero=eps == 0,
             ),
             hyperparameters=hyperparameters,
             eps=eps,

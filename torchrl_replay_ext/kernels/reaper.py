@@ -1,0 +1,186 @@
+"""Loops for ReaPER: the reliability R of transitions, and draws from Ψ = R^ω m, where m are the masses of a tree.
+
+The state of episodes is that of :class:`~torchrl_replay_ext.core.episodes.EpisodeIndex`, see its ``arrays``. All reads
+stay in range whatever the arrays hold, also while another thread changes them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.tree import descend, place_of
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
+
+# Rows that reject so many proposals are drawn by one pass over all Ψ.
+ROUNDS = 64
+# Number of additional proposals per table from which its share of accepted proposals is estimated.
+SPARE = 16
+
+
+@part
+def _sum_between(leaves, nodes, pages, capacity, first, end):
+    """The sum of the leaves from ``first`` to ``end`` - 1."""
+    first = min(max(first, 0), capacity)
+    end = min(max(end, first), capacity)
+    total, is_one_block = 0, first >> BITS == end >> BITS
+    place = place_of(first & -CHILDREN, leaves, pages)
+    for k in range(first & (CHILDREN - 1), end & (CHILDREN - 1) if is_one_block else CHILDREN):
+        total += leaves[place + k]
+    if not is_one_block:
+        place = place_of(end & -CHILDREN, leaves, pages)
+        for k in range(end & (CHILDREN - 1)):
+            total += leaves[place + k]
+    last, begin = capacity - 1, nodes.shape[0]
+    while begin > 0 and not is_one_block:
+        first, end, last = (first >> BITS) + 1, end >> BITS, last >> BITS
+        begin -= CHILDREN * ((last >> BITS) + 1)
+        is_one_block = first >> BITS == end >> BITS
+        for k in range(first, end if is_one_block else (first | (CHILDREN - 1)) + 1):
+            total += nodes[begin + k]
+        if not is_one_block:
+            for k in range(end & -CHILDREN, end):
+                total += nodes[begin + k]
+    return total
+
+
+@loop
+def reliability(
+    slots, result, leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total,
+    episode, start_of, is_finished, updated_at, totals, maxima, least_largest, generation,
+):  # fmt: skip
+    """R of ``slots`` [n], in [0, 1]; slots out of range are clamped."""
+    largest = max(maxima[0], least_largest)
+    for row in range(slots.shape[0]):
+        slot = min(max(slots[row], 0), episode.shape[0] - 1)
+        record = min(max(np.int64(episode[slot]), 0), start_of.shape[0] - 1)
+        whole = totals[record] if is_finished[record] else largest
+        if generation[slot] > updated_at[record] or whole <= 0:
+            result[row] = 1.0
+            continue
+        if position_of.shape[0] > 0:
+            position = np.int64(position_of[slot])
+        else:
+            position = slot % num_lanes * span + slot // num_lanes
+        start = np.int64(start_of[record])
+        is_around = position < start
+        first, end = (position + 1, start) if is_around else (start, position + 1)
+        total = _sum_between(leaves, nodes, pages, capacity, first, end)
+        if is_around:
+            # the episode wraps around the end of its ring
+            total = lane_total[min(max(position // span, 0), num_lanes - 1)] - total
+        result[row] = min(max(total / whole, 0.0), 1.0)
+
+
+@part
+def _uniform(seed, number):
+    """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
+    x = np.uint64(seed) + np.uint64(number) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float64((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@loop
+def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
+    """Draw leaves from Ψ, row i from the range [``low``, ``low`` + ``total``) of the running sum of masses.
+
+    Each row proposes leaves in proportion to their masses until one is accepted, with probability R^ω. All rows walk
+    through the tree together, so that their cache misses overlap.
+
+    * ``seed``, int64 [1], determines the draws; ``table`` [n] is the range of each row.
+    * ``low``, ``total``, [tables] each, are the ranges. If a total is 0, the leaf is 0 and its Ψ 0.
+    * ``slot_at`` is the slot of each leaf; empty if leaf i is slot i.
+    * ``leaves``, ``nodes``, ``pages``, ``capacity`` are the tree of the masses, and ``omega`` [1] is ω.
+    * The results are ``leaf`` and its Ψ, ``density``, [n] each.
+    * ``acceptance``, [2, tables], has the running mean of R^ω over the proposals of each range, and the sum of the
+      weights of this mean. If it is empty, nothing is recorded.
+    * ``episodes`` are the arguments of :func:`reliability` after ``result``.
+    """
+    num, num_means = leaf.shape[0], acceptance.shape[1]
+    size = num + SPARE * num_means
+    rows, ranges = np.empty(size, np.int64), np.empty(size, np.int64)
+    proposed, mass = np.empty(size, np.int64), np.empty(size, np.int64)
+    for row in range(size):
+        at = table[row] if row < num else (row - num) // SPARE
+        rows[row], ranges[row] = row, min(max(at, 0), low.shape[0] - 1)
+    sums, counts = np.zeros(num_means), np.zeros(num_means)
+    number = 0
+    for attempt in range(ROUNDS):
+        for k in range(size):
+            at = ranges[rows[k]]
+            # the product may be rounded up to the total
+            mass[k] = low[at] + max(min(np.int64(_uniform(seed[0], number + k) * total[at]), total[at] - 1), 0)
+        descend(leaves, nodes, pages, capacity, proposed[:size], mass[:size])
+        factor = _factor(proposed[:size], omega[0], slot_at, episodes)
+        kept = 0
+        for k in range(size):
+            row = rows[k]
+            at = ranges[row]
+            if attempt == 0 and num_means > 0:
+                sums[at] += factor[k]
+                counts[at] += 1
+            if row >= num:
+                continue
+            if total[at] <= 0:
+                leaf[row], density[row] = 0, 0.0
+            elif _uniform(seed[0], number + size + k) < factor[k]:
+                leaf[row], density[row] = proposed[k], factor[k] * mass[k]
+            else:
+                rows[kept] = row
+                kept += 1
+        number += 2 * size
+        size = kept
+        if size == 0:
+            break
+    for at in range(num_means):
+        if counts[at] > SPARE and total[at] > 0:
+            acceptance[0, at] += 0.1 * (sums[at] / counts[at] - acceptance[0, at])
+            acceptance[1, at] += 0.1 * (1.0 - acceptance[1, at])
+    if size > 0:
+        # one pass over all Ψ
+        every = np.arange(capacity)
+        factor = _factor(every, omega[0], slot_at, episodes)
+        running = 0.0
+        sums = np.empty(capacity)
+        for k in range(capacity):
+            running += leaves[place_of(k, leaves, pages)] * factor[k]
+            sums[k] = running
+        for k in range(size):
+            at = ranges[rows[k]]
+            mass[0], mass[1] = low[at], low[at] + total[at] - 1
+            descend(leaves, nodes, pages, capacity, proposed[:2], mass[:2])
+            found = _choose(sums, proposed[0], proposed[1], _uniform(seed[0], number + k))
+            leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
+
+
+@part
+def _factor(leaves, omega, slot_at, episodes):
+    """R^ω of ``leaves`` [n]."""
+    slots = leaves.copy()
+    if slot_at.shape[0] > 0:
+        for row in range(slots.shape[0]):
+            slots[row] = slot_at[min(slots[row], slot_at.shape[0] - 1)]
+    factor = np.empty(slots.shape[0])
+    reliability(slots, factor, *episodes)
+    for row in range(slots.shape[0]):
+        factor[row] **= omega
+    return factor
+
+
+@part
+def _choose(sums, first, last, u):
+    """Choose one of the leaves ``first`` to ``last`` in proportion to the steps of their running ``sums``."""
+    begin = sums[first - 1] if first > 0 else 0.0
+    target = begin + u * (sums[last] - begin)
+    low, high = first, last
+    while low < high:
+        middle = (low + high) // 2
+        if sums[middle] > target:
+            high = middle
+        else:
+            low = middle + 1
+    # the target may have been rounded up to the end
+    while high > first and sums[high] == sums[high - 1]:
+        high -= 1
+    return high
