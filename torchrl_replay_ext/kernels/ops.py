@@ -76,3 +76,12 @@ tree_write = Kernel(
 tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b!) minima, Tensor pages, int capacity")
 tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
 tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")
+
+_RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
+_RANK += "Tensor(f!) counts, Tensor(g!) top"
+
+rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor to")
+rank_rebuild = Kernel("rank.rebuild", _RANK)
+rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
+rank_rank_of = Kernel("rank.rank_of", "Tensor bucket, Tensor place, Tensor counts, Tensor slots, Tensor(a!) rank")
+rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")
