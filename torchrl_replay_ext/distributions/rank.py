@@ -109,7 +109,7 @@ class RankBased(Distribution):
             self._tabulate(self._alpha.value)
 
     def sort(self) -> None:
-        """Sort all transitions; nothing to do on the CPU. Only needed if all writes are part of a graph."""
+        """Sort all transitions; on the CPU, do nothing."""
         self._ranks.sort()
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:

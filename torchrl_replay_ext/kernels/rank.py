@@ -88,14 +88,15 @@ def move(bucket, place, members, start, room, counts, top, slots, to):
             continue
         count = counts[BUCKETS + b]
         if count >= room[b]:
-            wanted = 2 * count + 4
-            if top[0] + wanted > members.shape[0]:
-                _lay_out(bucket, place, members, start, room, counts, top, b)
-            else:
+            first, wanted = top[0], 2 * count + 4
+            if 0 <= first <= members.shape[0] - wanted:
                 for k in range(count):
-                    members[top[0] + k] = members[_at(b, k, start, members)]
-                start[b], room[b] = top[0], wanted
-                top[0] += wanted
+                    members[first + k] = members[_at(b, k, start, members)]
+                start[b], room[b] = first, wanted
+                top[0] = first + wanted
+            else:
+                _lay_out(bucket, place, members, start, room, counts, top, b)
+                count = counts[BUCKETS + b]
         members[_at(b, count, start, members)] = s
         bucket[s], place[s] = b, _signed(b, count)
         _count(b, 1, counts)
