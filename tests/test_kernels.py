@@ -183,11 +183,16 @@ def test_all_implementations_have_the_same_ranks(run):
         change = int(generator.integers(3))
         for each, call in ((ranks, lambda function, *arguments: function(*arguments)), (other, run)):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d, None)][change])
-        for slot, number in zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True):
+        # the last of duplicates counts
+        last = {}
+        for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
+            last.setdefault(slot, number)
+        for slot in last:
             for members in buckets.values():
                 if slot in members:
                     members[members.index(slot)] = members[-1]
                     members.pop()
+        for slot, number in [*last.items()][::-1]:
             if 0 <= slot < size and change != 1:
                 buckets.setdefault(2**31 if change == 0 else number >> 16, []).append(slot)
         order = [s for key in sorted(buckets)[::-1] for s in buckets[key][:: -1 if key == 2**31 else 1]]

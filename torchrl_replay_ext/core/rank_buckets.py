@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import where_int64
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import read_root
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -69,7 +70,7 @@ class RankBuckets:
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         """Move each of ``slots`` [n] to the rank of its new ``priority`` [n]; see :meth:`Distribution.update`."""
-        slots = slots if mask is None else mask.select(slots)
+        slots = slots if mask is None else where_int64(mask.valid & mask.is_last, slots, -1)
         rank_move(*self._arrays, slots.contiguous(), self._bucket_of(priority.contiguous()))
 
     def total(self) -> Tensor:

@@ -73,17 +73,24 @@ def _take_out(s, bucket, place, members, start, counts):
             members[_at(b, _signed(b, place[s]), start, members)] = last
             place[last] = place[s]
         _count(b, -1, counts)
-        bucket[s] = NOWHERE
 
 
 @loop
 def move(bucket, place, members, start, room, counts, top, slots, to):
-    """Move ``slots`` [n], in order, to the ends of the buckets ``to``, [n], or [1] for all rows."""
+    """Move ``slots`` [n], in order, to the ends of the buckets ``to``, [n], or [1] for all rows.
+
+    Only the last of duplicates counts: until it is put in its bucket, the slot is marked with the number of its row.
+    """
+    for row in range(slots.shape[0] - 1, -1, -1):
+        s = slots[row]
+        if 0 <= s < bucket.shape[0] and bucket[s] >= NOWHERE:
+            _take_out(s, bucket, place, members, start, counts)
+            bucket[s] = NOWHERE - 1 - row
     for row in range(slots.shape[0]):
         s, b = slots[row], to[min(row, to.shape[0] - 1)]
-        if s < 0 or s >= bucket.shape[0]:
+        if s < 0 or s >= bucket.shape[0] or bucket[s] != NOWHERE - 1 - row:
             continue
-        _take_out(s, bucket, place, members, start, counts)
+        bucket[s] = NOWHERE
         if b < 0 or b >= BUCKETS:
             continue
         count = counts[BUCKETS + b]
