@@ -7,6 +7,7 @@ Pass every write to them in order; they recompute all values at each query.
 from __future__ import annotations
 
 import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,10 @@ class NaivePER(NaiveReplay):
 
 
 class NaiveRanking(NaiveReplay):
-    """P(i) ∝ rank(i)^-alpha. First all transitions without a TD error, the newest with rank 1, then by |δ|."""
+    """P(i) ∝ rank(i)^-alpha. First all transitions without a TD error, then by |δ|.
+
+    The order of transitions in the same one of :meth:`buckets` is not specified.
+    """
 
     def __init__(self, *, alpha=0.7, td_error="squared"):
         super().__init__(alpha=alpha, beta=0.4, eps=0.0, td_error=td_error, weight_norm="buffer")
@@ -116,6 +120,11 @@ class NaiveRanking(NaiveReplay):
             return self.transitions[slot].magnitude, self.transitions[slot].written
 
         return {slot: rank**-self.alpha for rank, slot in enumerate(sorted(self.transitions, key=order)[::-1], 1)}
+
+    def buckets(self) -> list[int]:
+        """The upper half of the bits of |δ| as float32, by slot."""
+        magnitudes = [self.transitions[slot].magnitude for slot in sorted(self.transitions)]
+        return [struct.unpack("<I", struct.pack("<f", magnitude))[0] >> 16 for magnitude in magnitudes]
 
 
 class NaiveReaPER(NaiveReplay):

@@ -18,7 +18,11 @@ from tests.test_flat_cost import code_of, large_steps
 from torchrl_replay_ext import SumTree, compile_step
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.lanes import EpisodeMarks
+from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sum_tree import MaxTree
+from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels import ops, tree_layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -239,6 +243,87 @@ def test_draws_by_reliability_stay_in_range_whatever_the_state_holds(run, assign
         leaf, *_ = run(partial(draw_by_reliability, index, generation, 5.0, tree, tables=tables))
         assert int(leaf.min()) >= 0 and int(leaf.max()) < 300
     run(index.reliability, torch.randint(-(2**50), 2**50, (100,)), generation)
+
+
+# --- ranks
+
+
+def some_ranks(size):
+    layout = Layout((size,), size, torch.device("cpu"))
+    priorities = Priorities(size, layout.device, eps=0.0, td_error="absolute", within_buffer=False)
+    return RankBuckets(WriteLog(layout), priorities)
+
+
+def arrays(ranks):
+    return {key: value for key, value in vars(ranks).items() if isinstance(value, torch.Tensor)}
+
+
+@not_interpreted
+def test_all_implementations_have_the_same_ranks(run):
+    size, generator = 40, np.random.default_rng(0)
+    ranks, other = some_ranks(size), some_ranks(size)
+    # the naive model: the slots of each bucket; the first bucket is in reverse
+    buckets = {}
+    for _ in range(150):
+        count = int(generator.integers(0, 12))
+        # with duplicates, and slots out of range
+        slots = torch.from_numpy(generator.integers(-1, size + 1, count))
+        d = torch.from_numpy(generator.choice([0.0, 1e-40, 0.5, 1.0, 1.001, 2.0, 3e38], count)).float()
+        change = int(generator.integers(3))
+        for each, call in ((ranks, lambda function, *arguments: function(*arguments)), (other, run)):
+            call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d, None)][change])
+        # the last of duplicates counts
+        last = {}
+        for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
+            last.setdefault(slot, number)
+        for slot in last:
+            for members in buckets.values():
+                if slot in members:
+                    members[members.index(slot)] = members[-1]
+                    members.pop()
+        for slot, number in [*last.items()][::-1]:
+            if 0 <= slot < size and change != 1:
+                buckets.setdefault(2**31 if change == 0 else number >> 16, []).append(slot)
+        order = [s for key in sorted(buckets)[::-1] for s in buckets[key][:: -1 if key == 2**31 else 1]]
+        for name, array in arrays(ranks).items():
+            assert torch.equal(array, arrays(other)[name]), name
+        assert int(run(other.total)) == len(order)
+        assert run(other.find, torch.arange(-1, len(order) + 1)).tolist() == [0, *order, 0]
+        where = {slot: rank for rank, slot in enumerate(order)}
+        assert run(other.rank_of, torch.arange(-1, size + 1)).tolist() == [
+            where.get(s, -1) for s in range(-1, size + 1)
+        ]
+
+
+@not_interpreted
+def test_ranks_stay_in_range_whatever_the_state_holds(run):
+    ranks = some_ranks(50)
+    ranks.insert(torch.arange(50))
+    for seed in range(20):
+        torch.manual_seed(seed)
+        for name, array in arrays(ranks).items():
+            if name not in ("_new", "_nowhere"):
+                limit = 2 ** int(torch.randint(1, 29, ()))
+                array.copy_(torch.randint(-limit, limit, array.shape))
+        ranks._counts[0] = 10**6
+        found = run(ranks.find, torch.randint(-5, 10**6, (100,)))
+        assert int(found.min()) >= 0 and int(found.max()) < 50
+        run(ranks.rank_of, torch.randint(-5, 60, (100,)))
+        run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100), None)
+    ranks._place.random_()
+    run(ranks.rebuild)
+    run(ranks.clear)
+    assert int(ranks.total()) == 0 and run(ranks.find, torch.tensor([-1, 0])).tolist() == [0, 0]
+
+
+@not_interpreted
+def test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run):
+    table, exponent = torch.zeros(20, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for alpha, step, applied in ((0.0, 0.01, False), (0.7, 0.01, True), (0.705, 0.01, False), (0.705, 0.0, True)):
+        before = table.clone()
+        run(ops.rank_tabulate, table, exponent, torch.tensor([alpha], dtype=torch.float64), step)
+        expected = torch.arange(1.0, 21.0, dtype=torch.float64).pow(-alpha).cumsum(0)
+        torch.testing.assert_close(table, expected if applied else before, rtol=1e-12, atol=0)
 
 
 # --- graphs

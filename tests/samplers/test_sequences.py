@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrl.data import Sequence
 
 from tests.data import buffer_with, event_sampler, linear_policy, random_rows
-from tests.samplers.experience import probabilities
+from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import (
     DecoupledSampler,
     ProportionalSampler,
@@ -78,6 +78,15 @@ def expected(rb, batch, lanes=1, stale=()):
     return probabilities(twin), largest
 
 
+def assert_equal_probabilities(name, sampler, found, wanted):
+    if name == "rank":
+        # the order of new transitions, and of equal TD errors, depends on the order of the rows of updates
+        priority = sampler.state_dict()["priority"]
+        bucket = torch.where(priority < 0, torch.inf, priority).view(torch.int32) >> 16
+        found, wanted = sorted_within(bucket, found), sorted_within(bucket, wanted)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("lanes", [1, 4])
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", MAKERS)
@@ -93,7 +102,7 @@ def test_only_anchors_get_priorities(name, stock, lanes):
         wanted, anchors = expected(rb, batch, lanes)
         rb.update_tensordict_priority(batch)
         assert set(anchors) < set(batch["index"].reshape(len(batch), -1)[:, 0].tolist()) or lanes > 1
-        torch.testing.assert_close(probabilities(rb), wanted)
+        assert_equal_probabilities(name, sampler, probabilities(rb), wanted)
         sampler.check_valid()
     assert sampler.stats()["dropped_updates"] == 0
 
@@ -218,7 +227,7 @@ def test_in_a_graph_windows_and_priorities_are_those_of_eager_code(name, lanes, 
         assert torch.equal(batch["number"], rb.storage.get(index)["number"])
         twin.update_tensordict_priority(batch)
         sort(rb, twin)
-        torch.testing.assert_close(probabilities(rb), probabilities(twin))
+        assert_equal_probabilities(name, sampler, probabilities(rb), probabilities(twin))
     assert rb.sampler.stats()["rejected_updates"] == rb.sampler.stats()["dropped_updates"] == 0
     rb.sampler.check_valid()
 

@@ -25,8 +25,8 @@ from torchrl_replay_ext.kernels.ops import (
 from torchrl_replay_ext.kernels.tree_layout import NOTHING, PAGE_BITS, allocate
 
 
-def _root(nodes: Tensor) -> Tensor:
-    """The root of a tree, int64 [].
+def read_root(nodes: Tensor) -> Tensor:
+    """The root of a tree, [].
 
     A kernel reads it: a graph may move its own reads after the next write, and must then copy the whole tree.
     """
@@ -139,11 +139,11 @@ class SumTree:
 
     def total(self) -> Tensor:
         """Sum of all masses, int64 []."""
-        return _root(self.nodes)
+        return read_root(self.nodes)
 
     def min(self) -> int | Tensor:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
-        return self.minima.numpy()[0].item() if values_can_be_read(self.minima) else _root(self.minima)
+        return self.minima.numpy()[0].item() if values_can_be_read(self.minima) else read_root(self.minima)
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of some leaves.
@@ -280,7 +280,7 @@ class MaxTree:
 
     def max(self) -> Tensor:
         """The largest value, int64 []."""
-        return _root(self.nodes)
+        return read_root(self.nodes)
 
     def rebuild_(self) -> None:
         """Recompute all maxima from the leaves."""

@@ -4,56 +4,40 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import (
-    gather_in_bounds,
-    increase,
-    is_traced,
-    scalar,
-    scatter_in_bounds,
-    stratified_uniform,
-    uniform,
-    where_int64,
-)
+from torchrl_replay_ext.compilation import gather_in_bounds, scalar, stratified_uniform, uniform
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.rank_order import RankOrder
-from torchrl_replay_ext.core.sum_tree import SumTree
+from torchrl_replay_ext.core.rank_buckets import RankBuckets
+from torchrl_replay_ext.core.sorted_ranks import SortedRanks
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.indices import UpdateMask, is_last_occurrence, last_occurrence
+from torchrl_replay_ext.indices import UpdateMask
+from torchrl_replay_ext.kernels.ops import rank_tabulate
 
-# Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
-_PROBES = (0, 1, -1, 2)
-_HASH = 2654435761
-# A transition that could not be moved counts as so many changes.
-_STAYED = 10
+# An annealed alpha is applied in steps of this size on the CPU.
+_STEP = 0.01
 
 Segments = Literal["exact", "piecewise"]
 
 
 class RankBased(Distribution):
-    """P(i) = rank(i)^−α / Σ_r r^−α, with ranks of the last sort; see :class:`~torchrl_replay_ext.RankBasedSampler`.
+    """P(i) = rank(i)^−α / Σ_r r^−α; see :class:`~torchrl_replay_ext.RankBasedSampler`.
 
-    Stored transitions occupy places in the order of their ranks. The first places are for transitions written since the
-    last sort; they are filled from the end. Then come the places of the last sort, with a gap before each and more gaps
-    before the first and after the last. The last place stands for empty slots. A sum tree counts the places in use.
+    On the CPU, ranks are those of buckets of priorities; on accelerators, those of the last sort.
 
     Args:
         log, priorities: the state of the slots.
         alpha: the exponent.
         stratified: draw one slot from each of B segments of equal probability.
         segments: ``"exact"``: segments follow P exactly. ``"piecewise"``: the paper's approximation.
-        stale_fraction: share of the transitions that may change before the next sort.
+        stale_fraction: on accelerators, share of the transitions that may change before the next sort.
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    # a graph cannot sort; writes outside graphs sort instead
-    writes_in_graphs = False
     why_not_joint = "ranks need the priorities of all shards; use ProportionalSampler or ReaPERSampler."
 
     def __init__(
@@ -67,23 +51,14 @@ class RankBased(Distribution):
         stale_fraction: float,
         weight_norm: WeightNorm,
     ):
-        self._log, self._priorities, self._alpha = log, priorities, alpha
+        self._log, self._alpha = log, alpha
         self._stratified, self._segments, self._weight_norm = stratified, segments, weight_norm
         self._size, self._device = size, device = log.layout.size, log.layout.device
-        self._margin = size // 8 + 64
-        self._num_gaps = size + 2 * self._margin
-        self._nowhere = size + 2 * self._num_gaps
-        self._tree = SumTree(self._nowhere + 1, device=device)
-        self._slot_at = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
-        # the last element receives masked writes
-        self._place = torch.full((size + 1,), self._nowhere, dtype=torch.int64, device=device)
-        self._order = RankOrder(size, tables=1, stale_fraction=stale_fraction, device=device)
-        # at the last sort: the number of transitions, and the largest and the smallest d
-        self._num_sorted = torch.zeros((), dtype=torch.int64, device=device)
-        self._extremes = torch.ones(2, device=device)
-        self._probes = torch.tensor(_PROBES, device=device).unsqueeze(1)
-        # number of slots written since the last sort
-        self._written = torch.zeros((), dtype=torch.int64, device=log.layout.counters)
+        if device.type == "cpu":
+            self._ranks = RankBuckets(log, priorities)
+        else:
+            self._ranks = SortedRanks(log, priorities, stale_fraction=stale_fraction, on_sort=self._tabulate_if_changed)
+        self.writes_in_graphs = self._ranks.writes_in_graphs
         # Σ_{r≤k} r^-alpha, and the alpha of this table
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
@@ -96,148 +71,50 @@ class RankBased(Distribution):
         ranks = torch.arange(1, self._size + 1, dtype=torch.float64, device=self._device)
         torch.cumsum(ranks.pow_(-self._table_alpha), 0, out=self._cumulative)
 
+    def _tabulate_if_changed(self) -> None:
+        alpha = self._alpha.value
+        if alpha.item() != self._table_alpha.item():
+            self._tabulate(alpha)
+
+    def _prepare(self) -> None:
+        """Bring ranks and alpha up to date before a draw."""
+        self._ranks.sort_if_due()
+        if self._alpha.annealed and self._device.type == "cpu":
+            rank_tabulate(self._cumulative, self._table_alpha, self._alpha.value.reshape(1), _STEP)
+
     def clear(self) -> None:
-        self._tree.clear_()
-        self._slot_at.zero_()
-        self._place.fill_(self._nowhere)
-        self._order.clear()
-        self._num_sorted.zero_()
-        self._extremes.fill_(1.0)
-        self._written.zero_()
+        self._ranks.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {
-            "places_in_use": self._tree.leaves,
-            "slot_at": self._slot_at,
-            "place": self._place,
-            "num_sorted": self._num_sorted,
-            "extremes": self._extremes,
-            "written": self._written,
-            "table_alpha": self._table_alpha,
-            **self._order.tensors(),
-        }
+        return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
 
     def check_valid(self) -> None:
-        self._tree.check_valid()
-        place = self._place[:-1]
-        placed = (place != self._nowhere).nonzero().squeeze(1)
-        if not torch.equal(placed, self._log.stored_slots()):
-            raise AssertionError("RankBased: an empty slot has a place, or a stored slot has none")
-        in_use = (self._tree.leaves > 0).nonzero().squeeze(1)
-        places = place[placed]
-        if not torch.equal(places.sort().values, in_use) or not torch.equal(self._slot_at[places], placed):
-            raise AssertionError("RankBased: a place is assigned to another slot")
+        self._ranks.check_valid()
 
     def rebuild(self) -> None:
-        self._tree.rebuild_()
+        self._ranks.rebuild()
         self._tabulate(self._table_alpha.clone())
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        count = slots.shape[0]
-        if self._log.layout.for_graphs:
-            self._sort_if_due()
-        if not is_traced() and int(self._written) + count > self._size:
-            self.sort()
-        if isinstance(rows.slots_as_index, slice):
-            self._place_consecutive(rows.slots_as_index, self._size - int(self._written))
-        else:
-            number = torch.arange(count, device=self._device)
-            place = self._size - 1 - (self._written + number) % self._size
-            self._move(slots, place, is_last_occurrence(slots))
-        increase(self._written, count)
-        increase(self._order.changes, count)
+        self._ranks.insert(slots)
 
     def remove(self, slots: Tensor) -> None:
-        left = self._place[slots]
-        self._tree.write(left, torch.zeros_like(left))
-        self._place.index_fill_(0, slots, self._nowhere)
+        self._ranks.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        """Move each slot to the gap of its new priority. If this gap and the next ones are in use, the slot stays."""
-        count = slots.shape[0]
-        moves = is_last_occurrence(slots) if mask is None else mask.valid & mask.is_last
-        low, high = self._order.find(priority)
-        # equal priorities are spread over the gaps between them
-        gap = self._margin + low + slots * _HASH % (high - low + 1)
-        ahead, behind = self._outside(priority, slots)
-        gap = where_int64(high == 0, ahead, gap)
-        gap = where_int64(low == self._num_sorted, behind, gap)
-        gaps = (gap + self._probes).clamp(0, self._num_gaps - 1)
-        free = self._tree.get((self._size + 2 * gaps).reshape(-1)).view(gaps.shape) == 0
-        first = free.to(torch.int64).argmax(0, keepdim=True)
-        place = self._size + 2 * gaps.gather(0, first).squeeze(0)
-        # of several rows that choose the same gap, the last one moves
-        wanted, moves = moves, moves & free.any(0)
-        moves = moves & (last_occurrence(place, moves) == torch.arange(count, device=self._device))
-        self._order.changes.add_(count + (_STAYED - 1) * (wanted & ~moves).sum())
-        self._move(slots, place, moves)
-
-    def _move(self, slots: Tensor, place: Tensor, moves: Tensor) -> None:
-        """Move ``slots`` [n] to ``place`` [n] where ``moves`` [n] is True; each slot and place at most once."""
-        nowhere = torch.full_like(place, self._nowhere)
-        left, taken = (
-            where_int64(moves, gather_in_bounds(self._place, slots), nowhere),
-            where_int64(moves, place, nowhere),
-        )
-        self._tree.write(torch.cat([left, taken]), torch.cat([torch.zeros_like(slots), moves.to(torch.int64)]))
-        scatter_in_bounds(self._slot_at, taken, slots)
-        scatter_in_bounds(self._place, where_int64(moves, slots, torch.full_like(slots, self._size)), taken)
-
-    def _place_consecutive(self, slots: slice, end: int) -> None:
-        """Move ``slots`` to the places before ``end``, the first slot to the last place."""
-        place_of, count = self._place.numpy(), slots.stop - slots.start
-        place = np.arange(end - 1, end - count - 1, -1)
-        mass = np.zeros(2 * count, np.int64)
-        mass[count:] = 1
-        self._tree.write(np.concatenate([place_of[slots], place]), mass)
-        self._slot_at.numpy()[end - count : end] = np.arange(slots.stop - 1, slots.start - 1, -1)
-        place_of[slots] = place
-
-    def _outside(self, priority: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gaps for priorities above all, and for priorities below all, of the last sort."""
-        largest, smallest = self._extremes.unbind()
-        ahead = self._margin / (1 + priority / largest)
-        behind = self._margin / 2 * (1 + 1 / (1 + priority / smallest))
-        spread = slots * _HASH % (self._margin // 4)
-        return ahead.to(torch.int64), self._margin + self._num_sorted + behind.to(torch.int64) - spread
+        self._ranks.update(slots, priority, mask)
 
     def reweight(self, slots: Tensor | None) -> None:
         if slots is None:
             self._tabulate(self._alpha.value)
 
-    def _sort_if_due(self) -> None:
-        if self._order.is_due(self._tree.total()):
-            self.sort()
-
-    @torch.no_grad()
     def sort(self) -> None:
-        """Sort all transitions; O(N log N). This call is needed only if all writes are part of a graph."""
-        with self._log.transaction():
-            self._sort()
-
-    def _sort(self) -> None:
-        in_use = self._tree.leaves > 0
-        slots = self._slot_at[in_use.nonzero().squeeze(1)]
-        slots = slots[self._order.sort(self._priorities.of_slot[slots])]
-        count = len(slots)
-        if count:
-            ends = self._priorities.of_slot[torch.stack([slots[0], slots[-1]])]
-            self._extremes.copy_(torch.where(ends > 0, ends, 1.0))
-        places = self._size + 1 + 2 * (self._margin + torch.arange(count, device=self._device))
-        self._slot_at[places] = slots
-        self._place[slots] = places
-        self._num_sorted.fill_(count)
-        self._tree.leaves.zero_()
-        self._tree.leaves.index_fill_(0, places, 1)
-        self._tree.rebuild_()
-        self._written.zero_()
-        alpha = self._alpha.value
-        if alpha.item() != self._table_alpha.item():
-            self._tabulate(alpha)
+        """Sort all transitions; on the CPU, do nothing."""
+        self._ranks.sort()
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        self._sort_if_due()
-        num = self._tree.total()
+        self._prepare()
+        num = self._ranks.total()
         draw_numbers = stratified_uniform if self._stratified else uniform
         u = draw_numbers(batch_size, device=self._device, generator=generator)
         bounds = None
@@ -254,11 +131,11 @@ class RankBased(Distribution):
                 torch.int64
             )
             smallest = self._density(begin, bounds).amin()
-        # if nothing can be drawn, the rank is -1, which finds place 0
-        place, in_use = self._tree.find(rank)
-        slots = gather_in_bounds(self._slot_at, place)
-        density = self._density(rank.clamp_min(0), bounds) * (in_use > 0)
-        return Draw(slots, density, None if self._weight_norm == "batch" else scalar(smallest.reshape(())))
+        # if nothing can be drawn, the rank is -1, which finds slot 0
+        density = self._density(rank.clamp_min(0), bounds) * (num > 0)
+        return Draw(
+            self._ranks.find(rank), density, None if self._weight_norm == "batch" else scalar(smallest.reshape(()))
+        )
 
     def _mass_of(self, num: Tensor) -> Tensor:
         """Σ_{r≤num} r^-alpha, float64 [1]."""
@@ -289,10 +166,10 @@ class RankBased(Distribution):
         return 1 / first_width.to(torch.float64) + (end - first - 1)
 
     def density(self, slots: Tensor) -> Tensor:
-        self._sort_if_due()
-        place = self._place[slots]
-        bounds = self._bounds(self._tree.total(), self._num_segments) if self._num_segments else None
-        return self._density(self._tree.prefix(place), bounds) * self._tree.get(place)
+        self._prepare()
+        rank = self._ranks.rank_of(slots)
+        bounds = self._bounds(self._ranks.total(), self._num_segments) if self._num_segments else None
+        return self._density(rank.clamp_min(0), bounds) * (rank >= 0)
 
     def stats(self) -> dict[str, Tensor]:
-        return {"stale": self._order.changes / self._tree.total().clamp_min(1)}
+        return self._ranks.stats()

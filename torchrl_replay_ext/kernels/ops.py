@@ -102,3 +102,12 @@ reaper_draw = Kernel(
     + "Tensor(a!) leaf, Tensor(b!) density, Tensor(c!) acceptance, "
     + _EPISODES,
 )
+
+_RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
+_RANK += "Tensor(f!) counts, Tensor(g!) top"
+
+rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor to")
+rank_rebuild = Kernel("rank.rebuild", _RANK)
+rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
+rank_rank_of = Kernel("rank.rank_of", "Tensor bucket, Tensor place, Tensor counts, Tensor slots, Tensor(a!) rank")
+rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")

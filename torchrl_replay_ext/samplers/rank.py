@@ -19,22 +19,26 @@ class RankBasedSampler(DistributionSampler):
     w_i = (N · P(i))^−β divided by the largest weight. Only the order of the TD errors matters, so P is insensitive to
     outliers and to the scale of the rewards.
 
-    Until their first update, new transitions have the first ranks, the newest one rank 1. Overwritten transitions are
-    removed from the order immediately.
+    Until their first update, new transitions have the first ranks; a transition that is written gets rank 1.
+    Overwritten transitions are removed from the order immediately.
 
-    Transitions are sorted before a draw when the number of writes and updates since the last sort has reached
-    ``stale_fraction`` of the number of transitions. Between sorts, an updated transition moves to a gap at the right
-    place of the last sort; if there is no free gap, it keeps its place, and the update counts tenfold. Above 50,000
-    transitions, after the first eighth of the ranks, values of \|δ\| that differ by less than 0.8 % may be sorted as
-    equal, unless ``stale_fraction=0``; equal values keep their order.
+    On the CPU, ranks are exact after each write and update, in eager code and in graphs, up to ties: values of \|δ\|
+    that agree in the first 8 binary digits (they differ by less than 0.8 %) count as equal. Transitions with equal
+    values have consecutive ranks, an updated one the last of them, and draws, probabilities and weights use these
+    ranks.
 
-    A graph (:class:`~torchrl_replay_ext.CompilableReplayBuffer`) does not sort; writes outside of the graph do this
-    when necessary. If writes are part of the graph too, call :meth:`sort` now and then.
+    On accelerators, transitions are sorted before a draw when the number of writes and updates since the last sort has
+    reached ``stale_fraction`` of the number of transitions. Between sorts, an updated transition moves to a gap at the
+    right place of the last sort; if there is no free gap, it keeps its place, and the update counts tenfold. Above
+    50,000 transitions, after the first eighth of the ranks, equal values are those of the CPU, unless
+    ``stale_fraction=0``; below, values are not rounded. A graph (:class:`~torchrl_replay_ext.CompilableReplayBuffer`)
+    does not sort; writes outside of the graph do this when necessary. If writes are part of the graph too, call
+    :meth:`sort` now and then.
 
     Args:
         capacity: number of slots, at least that of the storage. Default: None, the size of the storage.
-        alpha: exponent of the rank, >= 0, or :class:`~torchrl_replay_ext.Anneal`, whose value is applied at each sort;
-            0 is uniform. Default: 0.7.
+        alpha: exponent of the rank, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform. An annealed value is
+            applied in steps of 0.01, on accelerators at each sort. Default: 0.7.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.5.
         stratified: draw one transition from each of B segments of equal probability instead of B independent ones.
@@ -44,8 +48,8 @@ class RankBasedSampler(DistributionSampler):
             probability, and within a segment all transitions are equally likely. Weights use the approximate
             probabilities. If rank 1 has a probability above 1 / B, some segments would be empty; such a segment
             contains the rank at its boundary.
-        stale_fraction: share of the transitions in [0, 1] that may be written or updated before the next sort; 0 sorts
-            before each draw that follows a change. Default: 0.05.
+        stale_fraction: on accelerators, share of the transitions in [0, 1] that may be written or updated before the
+            next sort; 0 sorts before each draw that follows a change. It has no effect on the CPU. Default: 0.05.
         td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes \|δ\|. Both have the same
             order, so the draws are the same.
         weight_norm: ``"buffer"`` (default) divides weights by the largest weight of all stored transitions, which is
@@ -108,7 +112,10 @@ class RankBasedSampler(DistributionSampler):
         )
 
     def sort(self) -> None:
-        """Sort the stored transitions, O(N log N). Only needed if all writes are part of a graph."""
+        """Sort the stored transitions, O(N log N); on the CPU, do nothing.
+
+        Only needed if all writes are part of a graph.
+        """
         distribution = self.distribution
         assert isinstance(distribution, RankBased)
         with self.exclusive():

@@ -1,0 +1,162 @@
+"""Loops over transitions in buckets of nearly equal priorities, from which ranks follow without a sort.
+
+``rank_layout`` describes the arrays. Slots and ranks out of range are skipped. Loops stay in range whatever the
+arrays hold, also while another thread changes them.
+"""
+
+from __future__ import annotations
+
+from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.rank_layout import BITS, BUCKETS, FIRST, NEW, NOWHERE
+
+
+@part
+def _at(b, k, start, members):
+    """The position in ``members`` of member ``k`` of bucket ``b``."""
+    return min(max(start[b] + k, 0), members.shape[0] - 1)
+
+
+@part
+def _count(b, by, counts):
+    node = BUCKETS + b
+    while node > 0:
+        counts[node] += by
+        node >>= BITS
+    counts[0] += by
+
+
+@part
+def _mirror(b, k, count):
+    """From the number of a member of a bucket to the number of members with smaller ranks, or back."""
+    return count - 1 - k if b == NEW else k
+
+
+@part
+def _signed(b, k):
+    """From the number of a member of a bucket, in the order of ``members``, to its place, or back."""
+    return -1 - k if b == NEW else k
+
+
+@part
+def _lay_out(bucket, place, members, start, room, counts, top, needed):
+    """Give each bucket in use, and the bucket ``needed``, a block with space for half as many more transitions."""
+    counts[:] = 0
+    for s in range(bucket.shape[0]):
+        if 0 <= bucket[s] < BUCKETS:
+            counts[BUCKETS + bucket[s]] += 1
+    for node in range(2 * BUCKETS - 1, 0, -1):
+        counts[node >> BITS] += counts[node]
+    top[0] = 0
+    for b in range(BUCKETS):
+        count = counts[BUCKETS + b]
+        start[b] = top[0]
+        room[b] = count + (count >> 1) + 2 if count > 0 or b == needed else 0
+        top[0] += room[b]
+    for s in range(bucket.shape[0]):
+        if 0 <= bucket[s] < BUCKETS:
+            members[_at(bucket[s], _signed(bucket[s], place[s]), start, members)] = s
+
+
+@loop
+def rebuild(bucket, place, members, start, room, counts, top):
+    """Recompute the blocks and counts from ``bucket`` and ``place``."""
+    _lay_out(bucket, place, members, start, room, counts, top, NEW)
+
+
+@part
+def _take_out(s, bucket, place, members, start, counts):
+    """Remove slot ``s`` from its bucket; the last one of the bucket takes its place."""
+    b = bucket[s]
+    if 0 <= b < BUCKETS:
+        last = members[_at(b, counts[BUCKETS + b] - 1, start, members)]
+        if 0 <= last < place.shape[0]:
+            members[_at(b, _signed(b, place[s]), start, members)] = last
+            place[last] = place[s]
+        _count(b, -1, counts)
+
+
+@loop
+def move(bucket, place, members, start, room, counts, top, slots, to):
+    """Move ``slots`` [n], in order, to the ends of the buckets ``to``, [n], or [1] for all rows.
+
+    Only the last of duplicates counts: until it is put in its bucket, the slot is marked with the number of its row.
+    """
+    for row in range(slots.shape[0] - 1, -1, -1):
+        s = slots[row]
+        if 0 <= s < bucket.shape[0] and bucket[s] >= NOWHERE:
+            _take_out(s, bucket, place, members, start, counts)
+            bucket[s] = NOWHERE - 1 - row
+    for row in range(slots.shape[0]):
+        s, b = slots[row], to[min(row, to.shape[0] - 1)]
+        if s < 0 or s >= bucket.shape[0] or bucket[s] != NOWHERE - 1 - row:
+            continue
+        bucket[s] = NOWHERE
+        if b < 0 or b >= BUCKETS:
+            continue
+        count = counts[BUCKETS + b]
+        if count >= room[b]:
+            first, wanted = top[0], 2 * count + 4
+            if 0 <= first <= members.shape[0] - wanted:
+                for k in range(count):
+                    members[first + k] = members[_at(b, k, start, members)]
+                start[b], room[b] = first, wanted
+                top[0] = first + wanted
+            else:
+                _lay_out(bucket, place, members, start, room, counts, top, b)
+                count = counts[BUCKETS + b]
+        members[_at(b, count, start, members)] = s
+        bucket[s], place[s] = b, _signed(b, count)
+        _count(b, 1, counts)
+
+
+@loop
+def find(members, start, counts, size, rank, slot):
+    """Find the slots of the ranks ``rank`` [n], counted from 0; slot 0 if there are not so many transitions."""
+    for row in range(rank.shape[0]):
+        slot[row] = 0
+        rest = rank[row]
+        if rest < 0 or rest >= counts[0]:
+            continue
+        node = FIRST
+        while True:
+            last = node | (1 << BITS) - 1
+            while node < last and counts[node] <= rest:
+                rest -= counts[node]
+                node += 1
+            if node >= BUCKETS:
+                break
+            node <<= BITS
+        b = node - BUCKETS
+        member = members[_at(b, _mirror(b, rest, counts[node]), start, members)]
+        slot[row] = min(max(member, 0), size - 1)
+
+
+@loop
+def rank_of(bucket, place, counts, slots, rank):
+    """The ranks of ``slots`` [n], counted from 0; -1 for slots without a transition."""
+    for row in range(slots.shape[0]):
+        rank[row] = -1
+        s = slots[row]
+        if s < 0 or s >= bucket.shape[0] or bucket[s] < 0 or bucket[s] >= BUCKETS:
+            continue
+        b = bucket[s]
+        node = BUCKETS + b
+        ahead = _mirror(b, _signed(b, place[s]), counts[node])
+        while node > 0:
+            first = node >> BITS << BITS
+            for k in range(max(first, FIRST), node):
+                ahead += counts[k]
+            node >>= BITS
+        rank[row] = ahead
+
+
+@loop
+def tabulate(cumulative, exponent, alpha, step):
+    """Fill ``cumulative`` with Σ_{r≤k} r^-alpha if alpha differs by ``step`` or more from that of the table."""
+    if abs(alpha[0] - exponent[0]) < step:
+        return
+    exponent[0] = alpha[0]
+    total = 0.0
+    for k in range(cumulative.shape[0]):
+        total += (k + 1.0) ** -alpha[0]
+        cumulative[k] = total
