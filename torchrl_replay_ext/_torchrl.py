@@ -40,8 +40,9 @@ def length(storage: Storage) -> int:
 
 
 def set_length(storage: Any, count: int) -> None:
-    """Set the number of stored transitions of a tensor storage."""
-    storage._len = count
+    """Set the number of stored transitions of a tensor storage; a list keeps its items."""
+    if isinstance(storage, TensorStorage):
+        storage._len = count
 
 
 def stored_data(storage: Storage | None) -> Any:

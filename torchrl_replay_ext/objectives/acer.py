@@ -98,7 +98,8 @@ class ACERLoss(TrajectoryLoss):
         returns: "retrace" (default), or "importance_sampling" as in an ablation of the paper (App. E.4).
         behaviour_key: the entry with the statistics of μ [\*B, T, A]: probabilities if the name ends with "probs", else
             logits. If the actor's distribution reads an entry with another name, pass that name. Default: "logits".
-        reduction: "mean" (default; also None), "sum" or "none", over the steps that are valid in ("collector", "mask").
+        reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask"). None is
+            "mean".
 
     The loss reads "action" (index [\*B, T] or [\*B, T, 1], or one-hot [\*B, T, A]), ``behaviour_key``, the inputs of
     the networks, also under "next" for x_{t+1}, and ("next", "reward" | "done" | "terminated") [\*B, T, 1].

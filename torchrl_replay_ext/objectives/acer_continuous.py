@@ -144,7 +144,8 @@ class ACERContinuousLoss(TrajectoryLoss):
         returns: "retrace" (default); "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation of
             the paper (App. E.4); or "truncated_importance_sampling", the baseline described above.
         behaviour_keys: the entries with the mean and the standard deviation of μ. Default: ("loc", "scale").
-        reduction: "mean" (default; also None), "sum" or "none", over the steps that are valid in ("collector", "mask").
+        reduction: "mean" (default), "sum" or "none", over the steps that are valid in ("collector", "mask"). None is
+            "mean".
 
     The loss reads "action" [\*B, T, A], ``behaviour_keys`` [\*B, T, A], the inputs of the actor, "observation" and
     ("next", "observation") for the critic, and ("next", "reward" | "done" | "terminated") [\*B, T, 1]. ``set_keys``

@@ -15,7 +15,15 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext._torchrl import has_size, length, rows_of_ring, set_rows, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import (
+    has_size,
+    length,
+    rows_of_ring,
+    set_length,
+    set_rows,
+    shape_and_device,
+    stored_data,
+)
 from torchrl_replay_ext.arguments import require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -23,7 +31,7 @@ from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
 from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Timeline, WrittenRows
-from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
+from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")
 _TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
@@ -396,12 +404,14 @@ class EventTableWriter(CompilableWriter):
             to_write if data.device in (None, device) else torch.from_numpy(slots).to(data.device, non_blocking=True)
         )
         data.set("index", expand_as_right(index, data))
+        length_before = length_now(storage)
         try:
             set_rows(storage, to_write, data, first=int(slots[0]) if isinstance(as_index(slots), slice) else None)
             self._mark_update_entities(to_write)
         except BaseException:
             # transitions that were about to enter a table may have left the default one
             tables.give_back(np.concatenate([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
+            set_length(storage, int(length_before))
             self._tails.clear()
             tables.abandon_write()
             raise

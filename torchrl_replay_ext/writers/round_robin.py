@@ -48,7 +48,7 @@ def _copy(value: Tensor) -> int | Tensor:
     return int(value) if values_can_be_read(value) else value.clone()
 
 
-def _length_value(storage: Any) -> int | Tensor:
+def length_now(storage: Any) -> int | Tensor:
     """The length of a storage; a copy of a tensor that cannot be read without waiting."""
     return _copy(storage.num_rows) if isinstance(storage, CompilableTensorStorage) else length(storage)
 
@@ -141,7 +141,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
         """Call ``write(data)``; after an error, undo it and remove the overwritten rows from the samplers."""
         storage: Any = self._storage
-        before = _copy(self.cursor_value), _copy(self._write_count_value), _length_value(storage)
+        before = _copy(self.cursor_value), _copy(self._write_count_value), length_now(storage)
         try:
             return write(data)
         except BaseException:
@@ -153,8 +153,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _discard(self, first: int, data: Any, length_before: int) -> None:
         """Remove the rows of a failed write, ``data``, from storage and samplers; it began at the step ``first``."""
         storage: Any = self._storage
-        if isinstance(storage, TensorStorage):
-            set_length(storage, length_before)
+        set_length(storage, length_before)
         known = shape_and_device(storage)
         if known is None:
             return
