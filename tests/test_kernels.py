@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.chi_square import p_value
 from tests.emulated_device import EmulatedDevice
 from tests.test_flat_cost import code_of, large_steps
 from torchrl_replay_ext import SumTree, compile_step
@@ -228,6 +229,35 @@ def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
     if tables:
         assert (leaf // 75 == torch.arange(50) % 4)[is_drawn].all()
         assert (acceptance[1] > 0).tolist() == [True, True, True, False]
+
+
+@not_interpreted
+@pytest.mark.parametrize("omega", [0.5, 300.0])
+@pytest.mark.parametrize("tables", [0, 4])
+def test_draws_follow_psi(run, omega, tables):
+    index, generation = some_episodes()
+    tree = SumTree(40)
+    tree.write(torch.arange(40), torch.randint(2**20, 2**21, (40,)))
+    draw = partial(draw_by_reliability, index, generation, omega, tree, batch_size=3000, tables=tables)
+    leaf, density, acceptance = run(draw)
+    slots = (39 - torch.arange(40)) if tables else torch.arange(40)
+    factor = index.reliability(slots, generation) ** omega
+    psi = factor * tree.get(torch.arange(40))
+    torch.testing.assert_close(density[:: max(tables, 1)], psi[leaf][:: max(tables, 1)], rtol=1e-9, atol=0)
+    for table in range(max(tables - 1, 1)):
+        own = torch.arange(40) // 10 == table if tables else torch.ones(40, dtype=torch.bool)
+        drawn = leaf[table :: max(tables, 1)]
+        assert own[drawn].all()
+        # leaves with a small probability are one class
+        share = psi * own / (psi * own).sum()
+        number = torch.where(share * len(drawn) < 5, 0, torch.arange(1, 41))
+        classes = torch.zeros(41, dtype=torch.float64).index_add_(0, number, share)
+        kept = classes * len(drawn) >= 5
+        assert kept.sum() == 1 or p_value(number[drawn][kept[number[drawn]]], torch.where(kept, classes, 0.0)) > 1e-4
+        if tables:
+            mass = tree.get(torch.arange(40)).double() * own
+            expected = (factor * mass).sum() / mass.sum()
+            assert abs(acceptance[0, table] / acceptance[1, table] - expected) < 0.06
 
 
 @not_interpreted

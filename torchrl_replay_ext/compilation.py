@@ -127,7 +127,7 @@ def random_seed(device: torch.device, generator: torch.Generator | None = None) 
     """A random number that seeds a kernel, int64 [1] on ``device``; ``generator`` as for :func:`uniform`."""
     if torch.compiler.is_compiling() or generator is None:
         return torch.randint(2**63 - 1, (1,), device=device)
-    return torch.randint(2**63 - 1, (1,), device=generator.device, generator=generator).to(device)
+    return to_device(torch.randint(2**63 - 1, (1,), device=generator.device, generator=generator), device)
 
 
 def generator_on(device: torch.device, source: torch.Generator) -> torch.Generator:

@@ -379,7 +379,7 @@ class EpisodeIndex:
         Returns:
             float64 [n].
         """
-        if not slots.is_cpu:
+        if not reaper_reliability.runs_on(slots):
             return self._reliability_on_accelerator(slots, generation)
         result = slots.new_empty(slots.shape[0], dtype=torch.float64)
         reaper_reliability(slots.contiguous(), result, *self.arrays(generation))

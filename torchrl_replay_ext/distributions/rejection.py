@@ -37,7 +37,8 @@ class Rejection:
     ) -> tuple[Tensor, Tensor]:
         """Draw leaves from Ψ, independently, each from the table of its row.
 
-        One random number from ``generator`` determines all draws on the CPU.
+        On the CPU, one random number from ``generator`` determines all draws. On accelerators see
+        :class:`~torchrl_replay_ext.distributions.proposal_pool.ProposalPool`; graphs there may repeat rows.
 
         Args:
             batch_size: number of rows, B.
@@ -48,7 +49,7 @@ class Rejection:
             The leaves, int64 [B], and Ψ of each, float64 [B].
         """
         leaves = self._tree.leaves
-        if not leaves.is_cpu:
+        if not reaper_draw.runs_on(leaves):
             pool = ProposalPool(self._tree, self._factor, self._reliability.omega.bound, self._acceptance)
             return pool.draw(batch_size, generator, rows)
         if rows is None:

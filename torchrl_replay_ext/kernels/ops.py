@@ -1,7 +1,8 @@
 """The kernels as operations of torch, which eager code, compiled graphs and CUDA call in the same way.
 
 To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CUDA version with the same arguments in
-``kernels/cuda/<module>.py``, and one line at the end of this file.
+``kernels/cuda/<module>.py``, and one line at the end of this file. A kernel without a version for CUDA has
+``for_cuda=False``; its callers need code for other devices where :meth:`Kernel.runs_on` is False.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class Kernel:
         name: ``"<module>.<function>"`` of the loop.
         arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
             The first one is a tensor of the state. Tensors must be contiguous.
+        for_cuda: True (default) if there is a version for CUDA.
     """
 
-    def __init__(self, name: str, arguments: str):
+    def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
         self._name, self._loop, operation = name, None, name.replace(".", "_")
+        self._for_cuda = for_cuda
         _library.define(f"{operation}({arguments}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
-        _library.impl(operation, self._on_cuda, "CUDA")
+        if for_cuda:
+            _library.impl(operation, self._on_cuda, "CUDA")
         torch.library.register_fake(f"torchrl_replay_ext::{operation}", lambda *_: None, lib=_library)
         self._operation = getattr(torch.ops.torchrl_replay_ext, operation).default
 
@@ -43,6 +47,10 @@ class Kernel:
             self._operation(*arguments)
         else:
             self._on_cpu(*arguments)
+
+    def runs_on(self, state: Tensor) -> bool:
+        """True if there is a version for the device of ``state``."""
+        return self._for_cuda or state.is_cpu
 
     @property
     def loop(self) -> Callable[..., None]:
@@ -94,13 +102,14 @@ _EPISODES = (
     "Tensor lane_total, Tensor episode, Tensor start_of, Tensor is_finished, Tensor updated_at, Tensor totals, "
     "Tensor maxima, int least_largest, Tensor generation"
 )
-reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES)
+reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES, for_cuda=False)
 reaper_draw = Kernel(
     "reaper.draw",
     "Tensor seed, Tensor table, Tensor low, Tensor total, Tensor omega, Tensor slot_at, "
     + _TREE
     + "Tensor(a!) leaf, Tensor(b!) density, Tensor(c!) acceptance, "
     + _EPISODES,
+    for_cuda=False,
 )
 
 _RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
