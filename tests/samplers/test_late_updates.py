@@ -221,12 +221,14 @@ class Model:
         """Check that each slot has one of its allowed priorities."""
         p = self.buffer.sampler.probabilities(self.buffer.storage).tolist()
         if self.name == "rank":
-            # choose the largest allowed priority that agrees with the order
-            last = 1e30
+            held, last = self.buffer.sampler.state_dict()["priority"].tolist(), 1e30
             for slot in sorted(range(self.size), key=lambda slot: -p[slot]):
-                fitting = [value for value in allowed[slot] if rounded(value) <= rounded(last)]
-                assert fitting, f"transition {self.numbers[slot]} in slot {slot} comes behind {last}: {allowed[slot]}"
-                last = self.priority[slot] = max(fitting)
+                # negative: a new transition
+                fitting = [v for v in allowed[slot] if (v > 1e8 if held[slot] < 0 else abs(v - held[slot]) < 1e-4)]
+                assert fitting, f"transition {self.numbers[slot]} in slot {slot}: {held[slot]}, {allowed[slot]}"
+                self.priority[slot] = fitting[0]
+                assert rounded(fitting[0]) <= rounded(last), f"slot {slot} comes behind {last}"
+                last = fitting[0]
             return
         # choose the unit in which most slots have an allowed priority
         units = [value / p[slot] for slot, values in allowed.items() for value in values]
