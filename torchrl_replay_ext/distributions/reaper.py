@@ -18,6 +18,7 @@ from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowVie
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.indices import UpdateMask
+from torchrl_replay_ext.kernels.ops import reaper_smallest
 
 
 class ReliabilityAdjusted(Distribution):
@@ -78,6 +79,11 @@ class ReliabilityAdjusted(Distribution):
         """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
         if self._weight_norm == "batch":
             return None
+        if reaper_smallest.runs_on(self._tree.leaves):
+            result = torch.empty(1, dtype=torch.float64)
+            omega = self._reliability.omega.value.reshape(1)
+            reaper_smallest(self._tree.leaves[: self._num_slots], omega, result, *self._reliability.arrays())
+            return result[0]
         slots = torch.arange(self._num_slots, device=self._device)
         everything = self._tree.leaves[: self._num_slots] * self._reliability.factor(slots)
         return torch.where(everything > 0, everything, math.inf).min()

@@ -103,6 +103,9 @@ _EPISODES = (
     "Tensor maxima, int least_largest, Tensor generation"
 )
 reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES, for_cuda=False)
+reaper_smallest = Kernel(
+    "reaper.smallest", "Tensor masses, Tensor omega, Tensor(a!) result, " + _EPISODES, for_cuda=False
+)
 reaper_draw = Kernel(
     "reaper.draw",
     "Tensor seed, Tensor table, Tensor low, Tensor total, Tensor omega, Tensor slot_at, "

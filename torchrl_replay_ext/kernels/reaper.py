@@ -44,6 +44,29 @@ def _sum_between(leaves, nodes, pages, capacity, first, end):
     return total
 
 
+@part
+def _part_of_episode(
+    slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
+):
+    """Where the TD errors of an episode up to a slot lie in its lane.
+
+    Returns first and end of the positions to sum, the lane if the sum is its total minus theirs (else -1), and the sum
+    that R is relative to, 0 if R is 1.
+    """
+    record = min(max(np.int64(episode[slot]), 0), start_of.shape[0] - 1)
+    whole = totals[record] if is_finished[record] else largest
+    if generation[slot] > updated_at[record] or whole <= 0:
+        return 0, 0, -1, 0
+    position = slot % num_lanes * span + slot // num_lanes
+    if position_of.shape[0] > 0:
+        position = np.int64(position_of[slot])
+    start = np.int64(start_of[record])
+    if position < start:
+        # the episode wraps around the end of its ring
+        return position + 1, start, min(max(position // span, 0), num_lanes - 1), whole
+    return start, position + 1, -1, whole
+
+
 @loop
 def reliability(
     slots, result, leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total,
@@ -53,23 +76,48 @@ def reliability(
     largest = max(maxima[0], least_largest)
     for row in range(slots.shape[0]):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
-        record = min(max(np.int64(episode[slot]), 0), start_of.shape[0] - 1)
-        whole = totals[record] if is_finished[record] else largest
-        if generation[slot] > updated_at[record] or whole <= 0:
+        first, end, lane, whole = _part_of_episode(
+            slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
+        )
+        if whole == 0:
             result[row] = 1.0
             continue
-        if position_of.shape[0] > 0:
-            position = np.int64(position_of[slot])
-        else:
-            position = slot % num_lanes * span + slot // num_lanes
-        start = np.int64(start_of[record])
-        is_around = position < start
-        first, end = (position + 1, start) if is_around else (start, position + 1)
         total = _sum_between(leaves, nodes, pages, capacity, first, end)
-        if is_around:
-            # the episode wraps around the end of its ring
-            total = lane_total[min(max(position // span, 0), num_lanes - 1)] - total
+        if lane >= 0:
+            total = lane_total[lane] - total
         result[row] = min(max(total / whole, 0.0), 1.0)
+
+
+@loop
+def smallest(
+    masses, omega, result, leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total,
+    episode, start_of, is_finished, updated_at, totals, maxima, least_largest, generation,
+):  # fmt: skip
+    """The smallest Ψ > 0 of all slots, which have the ``masses``; inf if there is none. O(N)."""
+    largest = max(maxima[0], least_largest)
+    running = np.empty(capacity + 1, np.int64)
+    running[0] = 0
+    for leaf in range(capacity):
+        running[leaf + 1] = running[leaf] + leaves[place_of(leaf, leaves, pages)]
+    best = np.inf
+    for slot in range(min(masses.shape[0], episode.shape[0], generation.shape[0])):
+        if masses[slot] <= 0:
+            continue
+        first, end, lane, whole = _part_of_episode(
+            slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
+        )
+        ratio = 1.0
+        if whole > 0:
+            first = min(max(first, 0), capacity)
+            total = running[min(max(end, first), capacity)] - running[first]
+            ratio = min(max((lane_total[lane] - total if lane >= 0 else total) / whole, 0.0), 1.0)
+        # powers take most of the time; with omega <= 1, R^ω is at least R
+        if omega[0] <= 1 and masses[slot] * ratio >= best:
+            continue
+        psi = masses[slot] * ratio ** omega[0]
+        if 0 < psi < best:
+            best = psi
+    result[0] = best
 
 
 @part
