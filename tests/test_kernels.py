@@ -209,6 +209,20 @@ def test_all_implementations_have_the_same_reliability(run, assigned, lanes):
 
 
 @not_interpreted
+@pytest.mark.parametrize("omega", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize(("assigned", "lanes"), [(False, 1), (False, 3), (True, 3)])
+def test_all_implementations_find_the_same_smallest_density(run, omega, assigned, lanes):
+    index, generation = some_episodes(assigned, lanes)
+    masses = torch.randint(0, 2**24, (300,)) * (torch.arange(300) % 5 > 0)
+    psi = masses * index.reliability(torch.arange(300), generation) ** omega
+    result, exponent = torch.empty(1, dtype=torch.float64), torch.tensor([omega], dtype=torch.float64)
+    run(ops.reaper_smallest, masses, exponent, result, *index.arrays(generation))
+    torch.testing.assert_close(result[0], psi[psi > 0].min(), rtol=1e-12, atol=0)
+    run(ops.reaper_smallest, torch.zeros_like(masses), exponent, result, *index.arrays(generation))
+    assert result.isinf()
+
+
+@not_interpreted
 @pytest.mark.parametrize("omega", [0.0, 0.5, 300.0])
 @pytest.mark.parametrize("tables", [0, 4])
 def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
