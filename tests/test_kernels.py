@@ -24,7 +24,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.kernels import ops, tree_layout
+from torchrl_replay_ext.kernels import ops, reasons, tree_layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]
@@ -156,6 +156,68 @@ def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
     leaf, _ = run(tree.find, torch.randint(-(2**62), 2**62, (500,)))
     assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000
     run(tree.prefix, torch.randint(-(2**62), 2**62, (500,)))
+
+
+# --- rows of updates
+
+
+def updated(run, rows, generation, d, *, drawn, eps=0.01, squared=True):
+    """The state after an update by kernels: why it is refused, the row or count, the kept rows, d, largest, dropped."""
+    result, largest, dropped = torch.zeros(2, dtype=torch.int64), torch.ones(1).double(), torch.zeros(1).long()
+    kept, kept_d = torch.empty_like(rows[0]), torch.empty_like(rows[1])
+    run(ops.rows_check, *rows, len(generation), eps, 0.1, 50.0, squared, result)
+    if not result[0]:
+        state = generation, d, largest, dropped
+        run(ops.rows_update, *rows, *state, eps, 0.1, squared, drawn, kept, kept_d, result)
+    count = 0 if result[0] else int(result[1])
+    return result.tolist(), dict(zip(kept[:count].tolist(), kept_d[:count].tolist(), strict=True)), largest, dropped
+
+
+def naively_updated(rows, generation, d, *, drawn, eps=0.01, squared=True):
+    slots, error, stamp, mark = (part.tolist() for part in rows)
+    known = [(mark[i] if mark else 0) if not stamp or stamp[i] >= 0 else reasons.PADDING for i in range(len(slots))]
+    deltas = [(e**0.5 if e >= 0 else e) if squared else e for e in error]
+    for i, slot in enumerate(slots):
+        if known[i] != reasons.PADDING and not 0 <= slot < len(generation):
+            return [reasons.OUT_OF_RANGE, i], {}, 1.0, 0
+        if known[i] != reasons.PADDING and not (error[i] >= 0 and max(deltas[i] + eps, 0.1) <= 50):
+            return [reasons.INVALID, i], {}, 1.0, 0
+    real = [i for i in range(len(slots)) if known[i] != reasons.PADDING]
+    empty = [i for i in real if generation[slots[i]] == 0]
+    if empty and not drawn:
+        return [reasons.EMPTY, empty[0]], {}, 1.0, 0
+    late = {i for i in real if known[i] or i in empty or (stamp and stamp[i] != generation[slots[i]])}
+    kept = {slots[i]: max(deltas[i] + eps, 0.1) for i in real if i not in late}
+    largest = max([1.0, *(max(deltas[i] + eps, 0.1) for i in real if i not in late)])
+    for slot, value in kept.items():
+        d[slot] = value
+    return [0, len(kept)], kept, largest, len(late)
+
+
+@not_interpreted
+@pytest.mark.parametrize("stamped", [False, True])
+def test_all_implementations_update_the_same_rows(run, stamped):
+    outcomes = set()
+    for seed in range(60):
+        torch.manual_seed(seed)
+        generation = torch.randint(0 if seed % 3 else 1, 4, (20,))
+        slots, error = torch.randint(20, (12,)), 10 * torch.rand(12)
+        stamp = torch.where(torch.rand(12) < 0.7, generation[slots], torch.randint(-1, 4, (12,))) if stamped else None
+        rows = [slots, error, slots[:0] if stamp is None else stamp, torch.randint(0, 3, (12,), dtype=torch.uint8)]
+        if seed % 7 == 0:
+            error[5] = (-1.0, float("nan"), float("inf"), 2600.0)[seed % 4]
+        if seed % 7 == 1:
+            slots[5] = (-1, 20, 2**40)[seed % 3]
+        d, expected_d, drawn, squared = torch.rand(20), torch.zeros(20), seed % 2 == 0, seed % 5 > 0
+        expected_d.copy_(d)
+        result, kept, largest, dropped = updated(run, rows, generation, d, drawn=drawn, squared=squared)
+        expected = naively_updated(rows, generation.tolist(), expected_d, drawn=drawn, squared=squared)
+        assert result == expected[0], seed
+        assert kept == pytest.approx(expected[1], rel=1e-6)
+        torch.testing.assert_close(d, expected_d, rtol=1e-6, atol=0)
+        assert float(largest) == pytest.approx(expected[2], rel=1e-6) and int(dropped) == expected[3]
+        outcomes.add(result[0])
+    assert outcomes == {0, reasons.OUT_OF_RANGE, reasons.INVALID, reasons.EMPTY}
 
 
 # --- ReaPER

@@ -88,12 +88,15 @@ tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) m
 _ROWS = "Tensor slots, Tensor error, Tensor stamp, Tensor mark, "
 
 rows_check = Kernel(
-    "rows.check", _ROWS + "int num_slots, float eps, float smallest, float limit, bool squared, Tensor(a!) result"
+    "rows.check",
+    _ROWS + "int num_slots, float eps, float smallest, float limit, bool squared, Tensor(a!) result",
+    for_cuda=False,
 )
 rows_update = Kernel(
     "rows.update",
     _ROWS + "Tensor generation, Tensor(a!) d, Tensor(b!) largest, Tensor(c!) dropped, float eps, float smallest, "
     "bool squared, bool drawn, Tensor(d!) kept, Tensor(e!) kept_d, Tensor(f!) result",
+    for_cuda=False,
 )
 
 # the arrays of an EpisodeIndex
