@@ -37,6 +37,10 @@ CAPACITIES = [1, 16, 17, 257]
 def run(request, monkeypatch):
     """Runs a function with the kernels of another implementation."""
 
+    # before any of them is patched: modules take parts of each other when they are imported
+    for kernel in KERNELS:
+        import_module(f"torchrl_replay_ext.kernels.{kernel._name.split('.')[0]}")
+
     def run(function, *arguments):
         with monkeypatch.context() as patch:
             for kernel in KERNELS:
