@@ -131,6 +131,12 @@ def sampler_state(rb):
     return TensorDict(rb.state_dict()["_sampler"])
 
 
+def without_numbers(state):
+    """A state without the numbers of writes, which a load into a used buffer raises."""
+    numbers = [key for key in list(state.keys()) if key in ("num_writes", "num_writes_at_clear") or "updated_at" in key]
+    return state.exclude(*numbers).set("generation", state["generation"] > 0)
+
+
 def priorities(rb):
     """The state of the sampler that has the priorities."""
     return sampler_state(rb)
@@ -164,8 +170,8 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
         restored = local_buffer(name)
         restored.extend(transitions(0))
         load(restored)
-        assert_same(*map(sampler_state, (remote, restored)))
-    assert_same(remote.sample(), local.sample())
+        assert_same(*(without_numbers(sampler_state(rb)) for rb in (remote, restored)))
+    assert_same(*(rb.sample().exclude("write_stamp") for rb in both))
 
     # updates of overwritten transitions are dropped
     batch = remote.sample()
@@ -191,8 +197,8 @@ def test_saved_here_goes_on_there(buffers):
     remote.load_state_dict(local.state_dict())
     there, here = map(sampler_state, (remote, local))
     # the actor's buffer was written to before, and does not use the numbers of these writes again
-    assert there.pop("num_writes") > here.pop("num_writes")
-    assert_same(there, here)
+    assert there["num_writes"] > here["num_writes"]
+    assert_same(without_numbers(there), without_numbers(here))
 
 
 def test_an_actors_batch_needs_a_policy_in_this_process(buffers):

@@ -148,7 +148,8 @@ class Learner:
 
     def check_ranks(self):
         errors = torch.randperm(CAPACITY).float()
-        self.samplers["rank"].update_priority(torch.arange(CAPACITY), errors, storage=self.buffer.storage)
+        # |δ| are different integers, none of which is within 0.8 % of another
+        self.samplers["rank"].update_priority(torch.arange(CAPACITY), errors**2, storage=self.buffer.storage)
         expected = (CAPACITY - errors).double() ** -0.7
         probabilities = self.samplers["rank"].probabilities(self.buffer.storage)
         torch.testing.assert_close(probabilities, expected / expected.sum(), rtol=1e-4, atol=1e-9)

@@ -124,8 +124,9 @@ def next_step_value(storage: Any) -> int | Tensor | None:
     writers = [writer for writer in writers if isinstance(writer, RoundRobinWriter)]
     if not writers:
         return None
-    # of several buffers, the one that has written most
-    writer = writers[0] if len(writers) == 1 else max(writers, key=lambda writer: writer._write_count)
+    # of several buffers, the last one that has written
+    written = [] if len(writers) == 1 or torch.compiler.is_compiling() else [w for w in writers if w._write_count]
+    writer = (written or writers)[-1]
     cursor = getattr(writer, "cursor_value", None)
     return writer._cursor if cursor is None else cursor
 

@@ -126,13 +126,15 @@ class SlotState:
 
     # --- writes
 
-    def ingest(self, storage: Storage) -> None:
+    def ingest(self, storage: Storage, following: int | None = None) -> None:
         """Insert the rows that a storage held before this sampler was attached as new transitions, oldest first.
 
-        Rows are in the order of their slots, beginning with the one that the buffer's writer will write next.
+        Rows are in the order of their slots, beginning with the step ``following`` that will be written next. Default:
+        None, where the buffer's writer is.
         """
         self._knows_storage = True
-        count, following = _torchrl.length(storage), _torchrl.next_step(storage)
+        count = _torchrl.length(storage)
+        following = _torchrl.next_step(storage) if following is None else following
         steps = torch.arange(count // self.layout.slots_per_step, device=self.layout.device)
         slots = self.layout.slots_at((steps + (following or 0)) % len(steps)).reshape(-1)
         with self.log.transaction():
@@ -221,8 +223,7 @@ class SlotState:
             with self.log.transaction():
                 is_first = not knew_storage and self.log.is_empty
                 if is_first and storage is not None and _torchrl.length(storage) > count:
-                    self.ingest(storage)
-                    self.log.see_step(write.last)
+                    self.ingest(storage, (write.last + 1) % self.layout.steps)
                 else:
                     self._apply_write(slots, write, storage)
         except BaseException as error:
