@@ -113,7 +113,7 @@ def step_after_rows(storage: Any) -> int:
 
 
 def next_step(storage: Any) -> int | None:
-    """The step of the ring that the writer of this storage's buffer fills next; None if there is no such writer."""
+    """The step of the ring that the buffer's writer fills next; None without a round-robin writer."""
     step = next_step_value(storage)
     return None if step is None else int(step)
 

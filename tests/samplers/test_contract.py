@@ -530,7 +530,7 @@ def test_batches_drawn_before_a_load_change_nothing(name, how, seed, tmp_path):
     assert torch.equal(probabilities(buffer), before)
     if isinstance(buffer.sampler, DecoupledSampler):
         buffer.sampler.policy = linear_policy()
-    # what is drawn afterwards is updated
+    # batches that are drawn after the load are updated
     batch = buffer.sample(used.batch_size())
     batch["td_error"] = torch.linspace(1.0, 9.0, len(batch))
     dropped = buffer.sampler.stats()["dropped_updates"]
