@@ -68,6 +68,8 @@ class Hyperparameter:
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
         # value, number of updates so far, and the schedule: start, end, number of updates
         self._state = torch.zeros(5, dtype=torch.float64, device="cpu")
+        # what kernels read: the value comes first
+        self.tensor = self._state
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
@@ -89,6 +91,7 @@ class Hyperparameter:
 
     def _assign(self, value: float, count: float, start: float, end: float, num_updates: float) -> None:
         self._state.copy_(torch.tensor([value, count, start, end, num_updates], dtype=torch.float64, device="cpu"))
+        self._publish()
         self.annealed = start != end
         # the largest value of the schedule
         self.bound = max(start, end)
@@ -110,6 +113,12 @@ class Hyperparameter:
             start, end, num_updates = schedule
             value = ((count + 1) / num_updates).clamp_max(1.0).mul(end - start).add(start)
             self._state.copy_(torch.cat([value, count + 1, *schedule]))
+            self._publish()
+
+    def _publish(self) -> None:
+        """Copy a value that the host keeps to the device."""
+        if self.tensor is not self._state:
+            self.tensor.fill_(self._state[0].item())
 
     def just_ended(self) -> bool:
         """Whether the latest update was the last one of the schedule."""
@@ -119,9 +128,10 @@ class Hyperparameter:
         """The tensors that are changed in place."""
         return [self._state]
 
-    def to(self, device: torch.device) -> None:
-        """Move the state to ``device``."""
-        self._state = self._state.to(device)
+    def to(self, counters: torch.device, device: torch.device) -> None:
+        """Move the state to ``counters``, and what kernels read to ``device``."""
+        self._state = self._state.to(counters)
+        self.tensor = self._state if counters == device else self._state[:1].to(device)
 
     def state(self) -> Tensor:
         """The state to save: value, number of updates so far, start, end, ``num_updates``; float64 [5] on the CPU."""

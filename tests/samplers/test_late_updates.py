@@ -1,11 +1,12 @@
-"""Late priority updates: each row is applied to the transition that was drawn, or not at all.
+"""Late priority updates: whose slot was overwritten after the draw.
 
-The model is a plain list of the transition in each slot.
+With write stamps, late rows are dropped. Without, as many updates of a slot are dropped as draws of it waited for one
+when it was overwritten; a draw waits while at most 64 others follow. The model has these numbers for each slot.
 """
 
 import math
 import random
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -20,11 +21,9 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.core.pending_draws import PendingDraws
-from torchrl_replay_ext.core.write_log import WriteLog
 
 LANES, SLICE = 2, 3
+WINDOW = 64
 EXACT = {"alpha": 1.0, "td_error": "absolute"}
 
 
@@ -70,47 +69,44 @@ def rounded(value: float) -> float:
 
 @dataclass
 class Drawn:
-    """Rows of one or several batches, and the data of the model for each row.
+    """Rows of one or several batches.
 
     Args:
         batch: the rows.
         slots: slot of each row.
         numbers: number of the transition that was drawn.
-        writes: number of writes before the draw.
-        order: number of the draw.
-        clear: False if an update of an earlier content of the slot, or of a row that is not clear, was outstanding.
         real: False for padded rows of a slice.
-        is_whole: True for a complete batch as it was drawn.
     """
 
     batch: TensorDict
     slots: list[int]
     numbers: list[int]
-    writes: list[int]
-    order: list[int]
-    clear: list[bool]
     real: list[bool]
-    is_whole: bool = False
 
     def __getitem__(self, rows: list[int]) -> "Drawn":
-        columns = (self.slots, self.numbers, self.writes, self.order, self.clear, self.real)
-        return Drawn(self.batch[torch.tensor(rows)], *([column[row] for row in rows] for column in columns))
+        columns = ([column[row] for row in rows] for column in (self.slots, self.numbers, self.real))
+        return Drawn(self.batch[torch.tensor(rows)], *columns)
 
     def __add__(self, other: "Drawn") -> "Drawn":
-        columns = ("slots", "numbers", "writes", "order", "clear", "real")
-        joined = {name: getattr(self, name) + getattr(other, name) for name in columns}
-        return Drawn(torch.cat([self.batch, other.batch]), **joined)
+        columns = (getattr(self, name) + getattr(other, name) for name in ("slots", "numbers", "real"))
+        return Drawn(torch.cat([self.batch, other.batch]), *columns)
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def keys(self) -> list[tuple[int, int, int, bool]]:
-        """The identity of each row in the model."""
-        return list(zip(self.order, self.slots, self.numbers, self.clear, strict=True))
+
+@dataclass
+class Slot:
+    """The draws of a slot: the number of the last one, and how many wait; the same for those before the last write."""
+
+    last: int = 0
+    waiting: int = 0
+    before: int = 0
+    late: int = 0
 
 
 class Model:
-    """A buffer, and plain lists: the transition in each slot, its priority, and the draws without an update so far.
+    """A buffer, and plain lists: the transition in each slot, its priority, and the draws that wait for an update.
 
     Args:
         name: name of the sampler.
@@ -125,11 +121,11 @@ class Model:
         self.name, self.ndim, self.stock = name, ndim, stock
         self.lanes = LANES if ndim == 2 else 1
         self.size = steps * self.lanes
-        self.cursor, self.written, self.writes, self.draws, self.returns = 0, 0, 0, 0, 0
+        self.cursor, self.written, self.draws, self.returns = 0, 0, 0, 0
         self.numbers: dict[int, int] = {}
         self.priority: dict[int, float] = {}
-        # number of rows for each (draw, slot, transition, clear)
-        self.outstanding: Counter[tuple[int, int, int, bool]] = Counter()
+        self.slots = [Slot() for _ in range(self.size)]
+        self.padded: deque[tuple[list[int], list[bool]]] = deque(maxlen=WINDOW)
         self.buffer = buffer_with(SAMPLERS[name](self.size), self.size, compilable=not stock, ndim=ndim)
         self.write(steps)
 
@@ -141,7 +137,6 @@ class Model:
         data = rows(count, self.lanes if self.ndim == 2 else None, first=self.written, episode=4)
         data["action"] = torch.zeros(*data.shape, 1)
         data["next", "event"] = data["number"].unsqueeze(-1) % 5 == 0
-        self.writes += 1
         default = self.stats("max_priority")
         self.buffer.extend(data)
         for number in range(self.written, self.written + count * self.lanes):
@@ -149,6 +144,10 @@ class Model:
             self.numbers[slot] = number
             # with ranks, the newest transition is first
             self.priority[slot] = 1e9 + number if self.name == "rank" else default
+            drawn = self.slots[slot]
+            late = drawn.late * (self.draws - drawn.before <= WINDOW)
+            late += drawn.waiting * (self.draws - drawn.last <= WINDOW)
+            self.slots[slot] = Slot(0, 0, drawn.last or drawn.before, late)
         self.written += count * self.lanes
 
     def draw(self, size: int) -> Drawn:
@@ -158,89 +157,62 @@ class Model:
         slots = (index[:, 0] * self.lanes + index[:, 1] if self.ndim == 2 else index).tolist()
         numbers = batch["number"].tolist()
         assert numbers == [self.numbers[slot] for slot in slots]
-        unclear = {where for _, where, then, clear in self.outstanding if then != self.numbers[where] or not clear}
-        clear = [slot not in unclear for slot in slots]
-        self.outstanding.update(zip([self.draws] * size, slots, numbers, clear, strict=True))
         real = batch.get(("collector", "mask"), torch.ones(size, dtype=torch.bool)).tolist()
-        return Drawn(batch, slots, numbers, [self.writes] * size, [self.draws] * size, clear, real, is_whole=True)
+        for slot, is_real in zip(slots, real, strict=True):
+            if is_real:
+                drawn = self.slots[slot]
+                drawn.waiting = 1 + drawn.waiting * (self.draws - drawn.last <= WINDOW)
+                drawn.last = self.draws
+        self.padded.append((slots, real))
+        return Drawn(batch, slots, numbers, real)
 
-    def is_certain(self, drawn: Drawn, row: int) -> bool:
-        """True if the buffer must apply this row, whose transition is still stored.
-
-        TorchRL's buffers pass only indices to an update. If an update of an earlier content of the slot was outstanding
-        at the draw, an update of the slot may belong to either draw.
-        """
+    def is_late(self, slot: int, number: int) -> bool:
+        """Whether a row of an update is late; the counts of the slot change accordingly."""
+        drawn = self.slots[slot]
+        late = drawn.late > 0 and self.draws - drawn.before <= WINDOW
         if not self.stock:
-            return True
-        key = (drawn.order[row], drawn.slots[row], drawn.numbers[row], drawn.clear[row])
-        is_outstanding = key in self.outstanding
-        return drawn.clear[row] and (self.writes == drawn.writes[row] or is_outstanding)
-
-    def is_unmistakable(self, drawn: Drawn) -> bool:
-        """True if the draw of these rows can be identified by their indices.
-
-        This is the case for a complete batch, many rows, or the outstanding rows of a batch. A few rows could be an
-        index chosen by the caller. A second update of a batch could be that of a later draw of the same slots.
-        """
-        outstanding: dict[int, list[int]] = {}
-        for (draw, slot, *_), count in self.outstanding.items():
-            outstanding.setdefault(draw, []).extend([slot] * count)
-        slots = sorted(drawn.slots)
-        if not self.outstanding.keys().isdisjoint(drawn.keys()):
-            return len(drawn) >= 8 or slots in [sorted(each) for each in outstanding.values()]
-        if slots in [sorted(each) for each in outstanding.values()]:
-            return False
-        return drawn.is_whole and (self.ndim == 1 or len(drawn) >= 8)
+            late = self.numbers[slot] != number
+        if late:
+            drawn.late = max(drawn.late - 1, 0)
+        else:
+            drawn.waiting = max(drawn.waiting - 1, 0)
+        return late
 
     def hand_back(self, drawn: Drawn) -> None:
         """Update with TD errors that identify each transition; check all priorities and the count of dropped rows."""
-        if self.stock and not self.is_unmistakable(drawn):
-            return
         self.returns += 1
         errors = [2.0 + number + self.returns / 1024 for number in drawn.numbers]
         drawn.batch["td_error"] = torch.tensor(errors)
-        before = self.stats("dropped_updates")
+        before, dropped = self.stats("dropped_updates"), 0
         self.buffer.update_tensordict_priority(drawn.batch)
-        dropped = self.stats("dropped_updates") - before
+        real_rows = drawn.real
+        if self.stock:
+            # padded rows are known in a whole batch only
+            known = [real for slots, real in self.padded if slots == drawn.slots]
+            real_rows = known[-1] if known else [True] * len(drawn)
+        for slot, number, error, real in zip(drawn.slots, drawn.numbers, errors, real_rows, strict=True):
+            if real:
+                is_late = self.is_late(slot, number)
+                dropped += is_late
+                if not is_late:
+                    self.priority[slot] = error
+        assert self.stats("dropped_updates") - before == dropped
+        self.check()
 
-        rows = [row for row in range(len(drawn)) if drawn.real[row]]
-        fresh = [row for row in rows if self.numbers[drawn.slots[row]] == drawn.numbers[row]]
-        certain = [row for row in fresh if self.is_certain(drawn, row)]
-        allowed = {slot: {value} for slot, value in self.priority.items()}
-        allowed |= {drawn.slots[row]: {errors[row]} for row in certain}
-        # a TorchRL buffer cannot detect padded rows in a part of a batch; they repeat the last real one
-        for row in range(len(drawn)) if self.stock else fresh:
-            if self.numbers[drawn.slots[row]] == drawn.numbers[row]:
-                allowed[drawn.slots[row]].add(errors[row])
-        self.check(allowed)
-        padded = len(drawn) - len(rows)
-        assert len(rows) - len(fresh) <= dropped <= len(rows) - len(certain) + padded, "what is dropped is counted"
-        self.outstanding -= Counter(drawn.keys())
-
-    def check(self, allowed: dict[int, set[float]]) -> None:
-        """Check that each slot has one of its allowed priorities."""
+    def check(self) -> None:
+        """Check the priority of each slot."""
         p = self.buffer.sampler.probabilities(self.buffer.storage).tolist()
         if self.name == "rank":
             held, last = self.buffer.sampler.state_dict()["priority"].tolist(), 1e30
             for slot in sorted(range(self.size), key=lambda slot: -p[slot]):
                 # negative: a new transition
-                fitting = [v for v in allowed[slot] if (v > 1e8 if held[slot] < 0 else abs(v - held[slot]) < 1e-4)]
-                assert fitting, f"transition {self.numbers[slot]} in slot {slot}: {held[slot]}, {allowed[slot]}"
-                self.priority[slot] = fitting[0]
-                assert rounded(fitting[0]) <= rounded(last), f"slot {slot} comes behind {last}"
-                last = fitting[0]
+                expected = self.priority[slot]
+                assert expected > 1e8 if held[slot] < 0 else held[slot] == pytest.approx(expected, abs=1e-4)
+                assert rounded(expected) <= rounded(last), f"slot {slot} comes behind {last}"
+                last = expected
             return
-        # choose the unit in which most slots have an allowed priority
-        units = [value / p[slot] for slot, values in allowed.items() for value in values]
-        unit = max(units, key=lambda unit: sum(self.fitting(allowed[slot], p[slot] * unit) != [] for slot in allowed))
-        for slot, values in allowed.items():
-            fitting = self.fitting(values, p[slot] * unit)
-            assert fitting, f"transition {self.numbers[slot]} in slot {slot}: {p[slot] * unit}, not one of {values}"
-            self.priority[slot] = fitting[0]
-
-    @staticmethod
-    def fitting(values: set[float], found: float) -> list[float]:
-        return [value for value in values if abs(found - value) < 1e-6 * value]
+        total = sum(self.priority.values())
+        assert p == pytest.approx([self.priority[slot] / total for slot in range(self.size)], rel=1e-5)
 
 
 def whole(model: Model, batches: list[Drawn]) -> list[Drawn]:
@@ -281,6 +253,7 @@ def test_rows_that_come_back_before_the_next_write_are_applied(name, ndim, stock
         for drawn in way(model, [model.draw(size) for _ in range(4)]):
             model.hand_back(drawn)
         model.write(5)
+    assert model.stats("dropped_updates") == 0
 
 
 @every_sampler
@@ -298,20 +271,9 @@ def test_rows_that_come_back_after_writes_reach_what_was_drawn_alone(name, ndim,
                 model.hand_back(drawn)
 
 
-@every_sampler
-@both_buffers
-def test_a_batch_handed_back_again_later_does_not_reach_new_content(name, ndim, stock):
-    model = Model(name, ndim, stock)
-    for size in (1, 4, 16):
-        drawn = model.draw(size)
-        model.hand_back(drawn)
-        model.write(12)
-        model.hand_back(drawn)
-
-
-@every_sampler
-@both_buffers
 @pytest.mark.parametrize("first", ["oldest", "newest", "any"])
+@every_sampler
+@both_buffers
 def test_many_outstanding_batches(name, ndim, stock, first):
     model = Model(name, ndim, stock)
     for size in (1, 4):
@@ -344,6 +306,22 @@ def test_any_order_of_writes_draws_and_updates(name, ndim, stock, seed):
                 model.hand_back(drawn)
 
 
+def test_updates_of_a_slot_in_order_never_reach_new_content():
+    """Each batch comes back once, in order, up to 60 draws later, in parts or joined: nothing reaches a wrong row."""
+    model, batches = Model("proportional", 1, True, steps=40), []
+    for number in range(300):
+        batches.append(model.draw(model.rng.choice([1, 4, 16])))
+        if number % 5 == 0:
+            model.write(model.rng.choice([2, 5]))
+        if len(batches) > 60:
+            batch = batches.pop(0)
+            for drawn in [batch[[row]] for row in range(len(batch))]:
+                fresh = [model.numbers[slot] == number for slot, number in zip(drawn.slots, drawn.numbers, strict=True)]
+                before = model.stats("dropped_updates")
+                model.hand_back(drawn)
+                assert model.stats("dropped_updates") - before == len(drawn) - sum(fresh)
+
+
 @every_sampler
 @both_buffers
 def test_updates_by_index_need_no_draw(name, ndim, stock):
@@ -356,35 +334,19 @@ def test_updates_by_index_need_no_draw(name, ndim, stock):
         index = torch.tensor(slots)
         index = torch.stack([index // model.lanes, index % model.lanes], -1) if ndim == 2 else index
         model.buffer.update_priority(index, torch.tensor(list(errors.values())))
-        model.check({slot: {errors.get(slot, old)} for slot, old in model.priority.items()})
+        model.priority |= errors
+        model.check()
         assert model.stats("dropped_updates") == 0
 
 
-def sorted_by_index(batch: TensorDict) -> list[TensorDict]:
-    index = batch["index"].reshape(len(batch), -1)
-    return [batch[(index[:, 0] * LANES + index[:, -1]).argsort()]]
-
-
-def two_epochs(batch: TensorDict) -> list[TensorDict]:
-    return [part for _ in range(2) for part in batch[torch.randperm(len(batch))].split(8)]
-
-
-@every_sampler
-@both_buffers
-@pytest.mark.parametrize("way", [sorted_by_index, two_epochs])
-def test_copied_rows_do_not_reach_new_content(name, ndim, stock, way):
-    """All slots are overwritten before the rows come back in increasing order, or in shuffled parts, twice."""
-    model = Model(name, ndim, stock, steps=40)
-    batch = model.draw(16).batch
-    model.write(40)
-    before = model.buffer.sampler.probabilities(model.buffer.storage)
-    real = int(batch.get(("collector", "mask"), torch.ones(len(batch))).sum())
-    batch["td_error"] = torch.full((len(batch),), 7.0)
-    parts = way(batch)
-    for part in parts:
-        model.buffer.update_tensordict_priority(part)
-    assert torch.equal(model.buffer.sampler.probabilities(model.buffer.storage), before)
-    assert model.stats("dropped_updates") >= real * sum(map(len, parts)) / len(batch)
+def test_the_rows_of_the_last_write_are_updated_in_any_case():
+    """The slots were drawn, and their updates are still expected."""
+    buffer = buffer_with(ProportionalSampler(20), 20, batch_size=64)
+    buffer.extend(rows(20))
+    buffer.sample()
+    index = buffer.extend(rows(20, first=20))
+    buffer.update_priority(index, torch.full((20,), 5.0))
+    assert buffer.sampler.stats()["dropped_updates"] == 0
 
 
 @pytest.mark.parametrize("stratified", [False, True])
@@ -408,47 +370,27 @@ def test_indices_of_ones_own_reach_rows_written_after_all_draws(stratified):
     assert buffer.sampler.stats()["dropped_updates"] == 0
 
 
-def test_an_invalidated_slot_is_drawn_and_updated_again():
-    """The draws of a slot that a refused write has emptied are late, and do not count once they were updated."""
-    log = WriteLog(Layout((3,), 3, torch.device("cpu"), known=True))
-    log.generation.fill_(1)
-    log.num_writes.fill_(1)
-    pending = PendingDraws(log)
-
-    def draw_twice(slots):
-        for _ in range(2):
-            pending.add(torch.tensor(slots), int(log.num_writes))
-
-    def late(slots):
-        is_drawn, mask = pending.find_late_rows(torch.tensor(slots), int(log.num_writes))
-        assert is_drawn
-        return [False] * len(slots) if mask is None else mask.tolist()
-
-    draw_twice([0, 1])
-    assert late([0, 1]) == [False, False]
-    log.invalidate(torch.tensor([1]))
-    assert late([0, 1]) == [False, True]
-    log.num_writes.add_(1)
-    log.generation[1] = log.num_writes
-    draw_twice([1])
-    assert late([1]) == [False]
-    log.num_writes.add_(1)
-    log.generation[1] = log.num_writes
-    assert late([1]) == [True]
-    draw_twice([1])
-    assert late([1]) == [False]
+@pytest.mark.parametrize("capacity", [1000, 20_000])
+def test_draws_without_updates_cost_few_of_the_others(capacity):
+    buffer = buffer_with(ProportionalSampler(capacity), capacity, batch_size=32)
+    buffer.extend(rows(capacity))
+    row = rows(1)
+    for _ in range(2000):
+        buffer.extend(row)
+        buffer.sample()
+        batch = buffer.sample()
+        batch["td_error"] = torch.rand(32)
+        buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 2000
 
 
-def test_an_update_of_slices_registers_one_of_two_equal_draws():
-    sampler = TrajectoryRetraceSampler(20, slice_len=2, behaviour_keys=(), anchors=proportional(20))
-    buffer = buffer_with(sampler, 20, ndim=2)
-    data = rows(10, 2, episode=5)
-    data["action"] = torch.zeros(*data.shape, 1)
-    buffer.extend(data)
-    batch = buffer.sample(4)
-    pending = sampler.anchors.state.updates.pending
-    (drawn,) = pending._draws.values()
-    pending.add(drawn.slots.clone(), drawn.num_writes, is_unpadded=drawn.is_unpadded)
-    batch["td_error"] = torch.ones(4)
+@both_buffers
+def test_batches_of_a_buffer_that_was_emptied_are_late(stock):
+    buffer = buffer_with(ProportionalSampler(20), 20, compilable=not stock)
+    buffer.extend(rows(20))
+    batch = buffer.sample(16)
+    buffer.empty()
+    buffer.extend(rows(20, first=20))
+    batch["td_error"] = torch.full((16,), 9.0)
     buffer.update_tensordict_priority(batch)
-    assert [draw.waiting for draw in pending._draws.values()] == [4, 0]
+    assert buffer.sampler.stats()["max_priority"] == 1 and buffer.sampler.stats()["dropped_updates"] == 16

@@ -18,7 +18,7 @@ from torchrl_replay_ext.compilation import (
 from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes, at_last, shifted
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
-from torchrl_replay_ext.indices import UpdateMask, all_different, is_last_occurrence, write_last
+from torchrl_replay_ext.indices import is_last_occurrence, write_last
 from torchrl_replay_ext.kernels.ops import reaper_reliability
 
 _PAGE = SumTree.PAGE
@@ -329,28 +329,20 @@ class EpisodeIndex:
             return slots
         return slots % self.num_lanes * self.steps + slots // self.num_lanes
 
-    def update(self, slots: Tensor, mass: Tensor, num_writes: Tensor | None, mask: UpdateMask | None = None) -> None:
+    def update(self, slots: Tensor, mass: Tensor, num_writes: Tensor | None) -> None:
         """Set the masses of ``slots`` [n].
 
         Args:
-            slots: int64 [n]; in valid rows, the slot must hold a transition.
-            mass: int64 [n]; of duplicates the last one wins, or the one that ``mask`` selects.
+            slots: int64 [n], each once; the slot must hold a transition. Rows of slot -1 are skipped.
+            mass: int64 [n].
             num_writes: number of the last write. The transitions of the updated episodes are no longer new. None: no
                 change.
-            mask: masks for a compiled update, where data-dependent branching is impossible. Default: None.
         """
+        valid, slots = slots >= 0, slots.clamp_min(0)
         position = self.positions(slots)
-        record = gather_in_bounds(self.episode, slots).to(torch.int64)
-        before = self._tree.get(position)
-        if mask is not None:
-            mass = where_int64(mask.valid, mass, before)
-            record = where_int64(mask.valid, record, torch.full_like(record, self._none))
-            change = (mass - before) * mask.is_last
-        else:
-            change = mass - before
-            if not all_different(slots):
-                change *= is_last_occurrence(slots)
-        self._tree.write(position if mask is None else mask.select(position), mass)
+        record = where_int64(valid, gather_in_bounds(self.episode, slots).to(torch.int64), self._none)
+        change = (mass - self._tree.get(position)) * valid
+        self._tree.write(where_int64(valid, position, -1), mass)
         add_in_bounds(self._totals.leaves, record, change)
         self._totals.refresh(record)
         if self.num_lanes == 1:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.kernels.ops import rows_check, rows_update
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.kernels.ops import rows_update
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
-_LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def as_float32(number: float) -> float:
@@ -56,7 +56,6 @@ class Priorities:
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
-        self._result = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     @overload
     def from_td_error(self, error: Tensor) -> Tensor: ...
@@ -83,10 +82,6 @@ class Priorities:
         """True if ``error`` equals :meth:`default_td_error`, rounded to float32."""
         return error == as_float32(self.default_td_error())
 
-    def insert(self, slots: Array) -> None:
-        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
-        scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
-
     def exclude(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
         if self._updated is not None:
@@ -97,75 +92,74 @@ class Priorities:
         self.recount(slots)
         self.largest.copy_(largest)
 
-    def remove(self, slots: Tensor) -> None:
-        """Delete the priorities of ``slots`` [n]."""
-        self.of_slot.index_fill_(0, slots, 0.0)
-        self.recount(slots)
-
     def set(self, slots: Tensor, priority: Tensor) -> None:
         """Set d of ``slots`` [n], without duplicates, to ``priority`` [n]."""
         self.of_slot[slots] = priority
         self.recount(slots)
 
-    def check(
-        self, slots: Tensor, error: Tensor, stamp: Tensor, mark: Tensor, num_slots: int, limit: float
-    ) -> tuple[int, int]:
-        """Check the rows of an update on the CPU.
-
-        Args:
-            slots: see :func:`torchrl_replay_ext.kernels.rows.update`, also for ``error``, ``stamp`` and ``mark``.
-            error: TD errors.
-            stamp: generations at the draw.
-            mark: late and padded rows.
-            num_slots: number of slots.
-            limit: the largest allowed priority.
-
-        Returns:
-            Why the update is refused, see :mod:`~torchrl_replay_ext.kernels.reasons`, or 0; and the first such row.
-        """
-        settings = self.eps, self._smallest, min(limit, _LARGEST_FLOAT), self.td_error == "squared"
-        rows_check(slots, error, stamp, mark, num_slots, *settings, self._result)
-        reason, row = self._result.tolist()
-        return reason, row
-
     def update(
         self,
         slots: Tensor,
         error: Tensor,
-        stamp: Tensor,
-        mark: Tensor,
-        generation: Tensor,
-        dropped: Tensor,
+        stamp: Tensor | None,
+        real: Tensor | None,
+        log: WriteLog,
+        counts: Tensor,
+        limit: Tensor,
         *,
-        is_drawn: bool,
-    ) -> tuple[int, int, Tensor, Tensor]:
-        """Set d of the rows of an update on the CPU, see :func:`torchrl_replay_ext.kernels.rows.update`.
+        refuses: bool,
+        is_own: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Set d of the rows of an update, see :func:`torchrl_replay_ext.kernels.rows.update`.
+
+        Args:
+            slots: int64 [n]; also for the others see there.
+            error: TD errors.
+            stamp: generations at the draw; None: not known.
+            real: False for padding; None: all rows are real.
+            log: the generations and draws of the slots.
+            counts: numbers of late and of invalid rows.
+            limit: the largest allowed priority.
+            refuses: whether invalid rows refuse the update.
+            is_own: whether the rows are those of the last write.
 
         Returns:
-            Why the update is refused, or 0; the row; the slots that were updated, distinct, int64 [k]; their d [k].
+            The slots that were updated, each once, and -1 in other rows, int64 [n]; their d, float32 [n]; and why the
+            update is refused, or 0, with the first such row or the number of slots, int64 [2].
         """
         kept, kept_d = torch.empty_like(slots), torch.empty_like(error)
+        result = torch.empty_like(counts)
         # within the buffer, the largest d is that of the tree of updated transitions
         largest = self.largest.clone() if self.within_buffer else self.largest
-        settings = self.eps, self._smallest, self.td_error == "squared", is_drawn
-        state = generation, self.of_slot, largest, dropped.view(1)
-        rows_update(slots, error, stamp, mark, *state, *settings, kept, kept_d, self._result)
-        reason, row = self._result.tolist()
-        count = 0 if reason else row
-        kept, kept_d = kept[:count], kept_d[:count]
-        self.recount(kept)
-        return reason, row, kept, kept_d
-
-    def update_masked(self, slots: Tensor, priority: Tensor, valid: Tensor, largest: Tensor) -> None:
-        """Like :meth:`update`, for the rows that are ``valid`` [n]. Duplicate rows must have equal priorities."""
-        if not self.within_buffer:
-            self.largest.copy_(torch.maximum(self.largest, largest.to(torch.float64)))
-        scatter_in_bounds(self.of_slot, slots, torch.where(valid, priority, gather_in_bounds(self.of_slot, slots)))
-        self.recount(slots)
+        # a graph has draws only where they are stamped
+        draws = log.draws[:0] if is_traced() else log.draws
+        rows_update(
+            slots,
+            error,
+            slots[:0] if stamp is None else stamp,
+            slots[:0] if real is None else real,
+            log.generation,
+            draws,
+            log.num_draws,
+            self.of_slot,
+            largest,
+            counts,
+            limit,
+            self.eps,
+            self._smallest,
+            self.td_error == "squared",
+            refuses,
+            is_own,
+            kept,
+            kept_d,
+            result,
+        )
+        return kept, kept_d, result
 
     def recount(self, slots: Tensor) -> None:
-        """Update the largest priority within the buffer after d of ``slots`` [n] has changed."""
+        """Update the largest priority within the buffer after d of ``slots`` [n] has changed; -1 is skipped."""
         if self._updated is not None:
+            slots = slots.clamp_min(0)
             self._set_bits(slots, self._bits(gather_in_bounds(self.of_slot, slots)))
 
     def _set_bits(self, slots: Tensor, bits: Tensor) -> None:

@@ -7,11 +7,9 @@ import copy
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import where_int64
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import read_root
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.indices import UpdateMask
 from torchrl_replay_ext.kernels.ops import rank_find, rank_move, rank_rank_of, rank_rebuild
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, NEW, NOWHERE
 
@@ -68,9 +66,8 @@ class RankBuckets:
         """Remove ``slots`` [n]."""
         rank_move(*self._arrays, slots.contiguous(), self._nowhere)
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+    def update(self, slots: Tensor, priority: Tensor) -> None:
         """Move each of ``slots`` [n] to the rank of its new ``priority`` [n]; see :meth:`Distribution.update`."""
-        slots = slots if mask is None else where_int64(mask.valid & mask.is_last, slots, -1)
         rank_move(*self._arrays, slots.contiguous(), self._bucket_of(priority.contiguous()))
 
     def total(self) -> Tensor:

@@ -18,7 +18,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.indices import UpdateMask, is_last_occurrence, last_occurrence
+from torchrl_replay_ext.indices import is_last_occurrence, last_occurrence
 
 # Offsets of the gaps that are tried; and the factor of Knuth's multiplicative hash, which spreads slots evenly.
 _PROBES = (0, 1, -1, 2)
@@ -113,10 +113,10 @@ class SortedRanks:
         self._tree.write(left, torch.zeros_like(left))
         self._place.index_fill_(0, slots, self._nowhere)
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+    def update(self, slots: Tensor, priority: Tensor) -> None:
         """Move each slot to the gap of its new priority. If this gap and the next ones are in use, the slot stays."""
-        count = slots.shape[0]
-        moves = is_last_occurrence(slots) if mask is None else mask.valid & mask.is_last
+        count, moves = slots.shape[0], slots >= 0
+        slots = slots.clamp_min(0)
         low, high = self._order.find(priority)
         # equal priorities are spread over the gaps between them
         gap = self._margin + low + slots * _HASH % (high - low + 1)

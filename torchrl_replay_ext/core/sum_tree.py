@@ -21,8 +21,9 @@ from torchrl_replay_ext.kernels.ops import (
     tree_refresh_maxima,
     tree_root,
     tree_write,
+    tree_write_power,
 )
-from torchrl_replay_ext.kernels.tree_layout import NOTHING, PAGE_BITS, allocate
+from torchrl_replay_ext.kernels.tree_layout import NOTHING, PAGE_BITS, UNIT, allocate
 
 
 def read_root(nodes: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class SumTree:
         tensor([0.2500, 0.0000, 0.7500], dtype=torch.float64)
     """
 
-    UNIT = 2**23
+    UNIT = UNIT
     PAGE = 1 << PAGE_BITS
 
     def __init__(
@@ -178,6 +179,17 @@ class SumTree:
         """
         device = self.leaves.device
         tree_write(*self.tensors(), self.capacity, _numbers(index, device), _numbers(mass, device))
+
+    def write_power(self, index: Array, priority: Tensor, alpha: Tensor) -> None:
+        """Set masses to priority^alpha without checking arguments.
+
+        Args:
+            index: see :meth:`write`.
+            priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)].
+            alpha: the exponent first, float64.
+        """
+        index = _numbers(index, self.leaves.device)
+        tree_write_power(*self.tensors(), self.capacity, index, priority.contiguous(), alpha)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, increase, read, scalar
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, read, scalar
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.recoverable import Recoverable
 from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.kernels.ops import rows_drawn, rows_record
 
 # Value of last_seen_step before the first write.
 UNKNOWN = -1
@@ -56,12 +57,18 @@ class WriteLog(Recoverable):
         self.layout = layout
         device = layout.device
         self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
-        self.num_writes = torch.zeros((), dtype=torch.int64, device=layout.counters)
+        self.num_writes = torch.zeros(1, dtype=torch.int64, device=device)
+        # draws that wait for their updates, see kernels.rows; they are not saved
+        self.draws = torch.zeros(layout.size, 4, dtype=torch.int32, device=device)
+        self.num_draws = torch.zeros(1, dtype=torch.int64, device=device)
+        self._no_draws, self._no_stamps = self.draws[:0].clone(), self.num_draws[:0].clone()
+        self._nothing = torch.empty(0, dtype=torch.float64, device=device)
+        self._no_weights = self._nothing.float()
         # the step of the ring at which the last write that the sampler was notified of ended
         self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
         # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
         # CPU, where reading is cheap
-        self._cleared_at = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._cleared_at = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._has_writes = torch.zeros((), dtype=torch.bool, device="cpu")
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
@@ -79,28 +86,60 @@ class WriteLog(Recoverable):
         """Slots that are not empty, int64 [n]."""
         return (self.generation > 0).nonzero().squeeze(1)
 
-    def record(self, slots: Array) -> None:
-        """Register one write of ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
-        increase(self.num_writes, 1)
-        if not isinstance(slots, Tensor):
-            self.generation.numpy()[slots] = self.num_writes.item()
-            return
-        number = scalar(self.num_writes)
-        if isinstance(number, Tensor):
-            # index_fill_ would read the number from the device
-            self.generation[slots] = number
-        else:
-            self.generation.index_fill_(0, slots, number)
+    def record(self, slots: Tensor, of_slot: Tensor, largest: Tensor) -> None:
+        """Register one write of ``slots`` [n]; ``of_slot`` and ``largest`` are those of the priorities."""
+        rows_record(slots, True, self.generation, self.num_writes, of_slot, largest, self.draws, self.num_draws)
+
+    def remove(self, slots: Tensor, of_slot: Tensor, largest: Tensor) -> None:
+        """Mark ``slots`` [n] as empty. Later updates of rows drawn from them are late."""
+        rows_record(slots, False, self.generation, self.num_writes, of_slot, largest, self.draws, self.num_draws)
+        self._announced = None
+
+    def drawn(
+        self,
+        slots: Tensor,
+        density: Tensor | None,
+        smallest: Tensor | None,
+        beta: Tensor | None,
+        *,
+        is_counted: bool,
+        is_stamped: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Complete a draw of ``slots`` [n].
+
+        Args:
+            slots: int64 [n]; rows of slot -1 are not counted.
+            density: see :func:`~torchrl_replay_ext.kernels.rows.drawn`; None: no weights.
+            smallest: likewise; None: the weights are divided by the largest one of the batch.
+            beta: likewise.
+            is_counted: an update of the rows is expected.
+            is_stamped: return stamps.
+
+        Returns:
+            Weights, float32 [n], and stamps, int64 [n]; None if not asked for.
+        """
+        weight = slots.new_empty(slots.shape, dtype=torch.float32) if density is not None and beta is not None else None
+        stamp = torch.empty_like(slots) if is_stamped else None
+        rows_drawn(
+            slots,
+            self._nothing if density is None else density,
+            self._nothing if smallest is None else smallest,
+            self._nothing if beta is None else beta,
+            self.generation,
+            self.draws if is_counted else self._no_draws,
+            self.num_draws,
+            self._no_weights if weight is None else weight,
+            self._no_stamps if stamp is None else stamp,
+        )
+        return weight, stamp
+
+    def count_draw(self, slots: Tensor) -> None:
+        """Count a draw of ``slots`` [n], whose updates are expected; rows of slot -1 are not counted."""
+        self.drawn(slots, None, None, None, is_counted=True, is_stamped=False)
 
     def next_number(self) -> int | Tensor:
         """The number of the next write; int64 [] in graphs and on accelerators."""
-        return scalar(self.num_writes_on_device()) + 1
-
-    def num_writes_on_device(self) -> Tensor:
-        """The number of writes, int64 [], on the device of the slots."""
-        if self.num_writes.device == self.generation.device:
-            return self.num_writes
-        return torch.full((), self.num_writes.item(), device=self.generation.device)
+        return scalar(self.num_writes[0]) + 1
 
     def announce(self, index: int | Tensor | None, slots_as_index: Array | None = None) -> None:
         """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.slots_as_index`.
@@ -127,14 +166,9 @@ class WriteLog(Recoverable):
         is_number = not isinstance(announced, Tensor) or not announced.ndim
         return is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
 
-    def invalidate(self, slots: Tensor) -> None:
-        """Mark ``slots`` [n] as empty. Later updates of rows drawn from them are late."""
-        self.num_writes.add_(1)
-        self.generation.index_fill_(0, slots, 0)
-        self._announced = None
-
     def forget_contents(self) -> None:
         """Mark all slots as empty, but keep the ring position."""
+        self._make_draws_late()
         self.generation.zero_()
         self._announced = None
 
@@ -198,6 +232,7 @@ class WriteLog(Recoverable):
 
     def clear(self) -> None:
         """Mark all slots as empty and the ring position as unknown. Write numbers are not reset."""
+        self._make_draws_late()
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
         self._has_writes.fill_(False)
@@ -220,8 +255,15 @@ class WriteLog(Recoverable):
         self.num_writes.add_(last)
         self._cleared_at.add_(last)
 
+    def _make_draws_late(self) -> None:
+        """Count all draws as draws of contents that were overwritten."""
+        present, before = self.draws.split(2, 1)
+        before.copy_(torch.where(present[:, :1] > 0, present, before))
+        present.zero_()
+
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced."""
+        self._make_draws_late()
         self._has_writes.fill_(False)
         self.mark_clean()
         self._announced = None

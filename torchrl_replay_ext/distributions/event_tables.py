@@ -26,7 +26,6 @@ from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import Uniform
 from torchrl_replay_ext.functional.allocation import Allocation, table_ends
-from torchrl_replay_ext.indices import UpdateMask
 
 
 class EventTableMixture(Distribution):
@@ -183,12 +182,11 @@ class EventTableMixture(Distribution):
     def before_full_overwrite(self) -> None:
         self._within.before_full_overwrite()
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._within.update(slots, priority, mask)
-        positions, repeated = self._everywhere(slots)
-        if mask is not None:
-            positions = where_int64(mask.valid.repeat(len(positions) // len(slots)), positions, -1)
-        self._set(positions, repeated)
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._within.update(slots, priority)
+        valid = slots >= 0
+        positions, repeated = self._everywhere(slots.clamp_min(0))
+        self._set(where_int64(valid.repeat(len(positions) // len(slots)), positions, -1), repeated)
         self._within.count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import Array, as_array, gather_in_bounds, scalar, stratified_uniform, where_int64
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, stratified_uniform, where_int64
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
-from torchrl_replay_ext.indices import UpdateMask
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.
 MAX_PRIORITY = 1e30
@@ -42,40 +39,29 @@ class PowerTree:
         """The largest d whose d^α can be represented."""
         return largest_priority(self.tree, self._alpha)
 
-    @overload
-    def mass(self, priority: Tensor) -> Tensor: ...
-    @overload
-    def mass(self, priority: Array) -> Array: ...
-    def mass(self, priority: Array) -> Array:
-        """d^α in fixed point, int64."""
-        # float64, because above 1 the rounding of a float32 exceeds a unit of mass
-        if isinstance(priority, Tensor):
-            priority = priority.to(torch.float64)
-        elif isinstance(priority, np.ndarray):
-            priority = priority.astype(np.float64, copy=False)
-        return SumTree.to_mass(priority ** self._alpha.current())
-
     def insert(self, index: Array, priority: Tensor) -> None:
         """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
-        self.tree.write(index, self.mass(scalar(priority)))
+        self.tree.write_power(index, priority, self._alpha.tensor)
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
         self.tree.write(slots, torch.zeros_like(slots))
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+    def update(self, slots: Tensor, priority: Tensor) -> None:
         """Set the masses of ``slots`` [n]; see :meth:`Distribution.update`."""
-        self.tree.write(slots if mask is None else mask.select(slots), self.mass(as_array(priority)))
+        self.tree.write_power(slots, priority, self._alpha.tensor)
 
     def reweight(self, slots: Tensor | None) -> None:
         """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
         generation, priority = self._log.generation, self._priorities.of_slot
         if slots is None:
-            self.tree.leaves[: self._size] = self.mass(priority.abs()) * (generation > 0)
+            # float64, because above 1 the rounding of a float32 exceeds a unit of mass
+            mass = SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.tensor[0])
+            self.tree.leaves[: self._size] = mass * (generation > 0)
             self.tree.rebuild_()
             return
         in_use = gather_in_bounds(generation, slots) > 0
-        self.tree.write(where_int64(in_use, slots, -1), self.mass(gather_in_bounds(priority, slots).abs()))
+        self.update(where_int64(in_use, slots, -1), gather_in_bounds(priority, slots).abs())
 
     def draw_in_shard(self, wanted: ShardRows) -> tuple[Tensor, Tensor]:
         """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
@@ -134,14 +120,14 @@ class Proportional(Distribution):
     def remove(self, slots: Tensor) -> None:
         self._power.remove(slots)
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._power.update(slots, priority, mask)
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._power.update(slots, priority)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=generator)
         if not self._tracks_min:
             return Draw(slots, mass)
-        return Draw(slots, mass, self._tree.min())
+        return Draw(slots, mass, self._tree.minima)
 
     def sums(self) -> Sums:
         return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)

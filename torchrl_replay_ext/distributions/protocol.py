@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, uniform
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.indices import UpdateMask
 
-__all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "UpdateMask", "WriteObserver"]
+__all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "WriteObserver"]
 
 
 class Draw(NamedTuple):
@@ -29,14 +28,14 @@ class Draw(NamedTuple):
         slots: int64 [B].
         density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn.
             Default: None, no weights are computed; those of ``extras`` stay.
-        smallest: the smallest positive density of all stored slots. Default: None, weights are divided by the largest
-            weight of the batch.
+        smallest: the smallest positive density of all stored slots, or a tensor that begins with it, [1 or more] in the
+            dtype of ``density``. Default: None, weights are divided by the largest weight of the batch.
         extras: further entries of the batch, [B] each. Default: None.
     """
 
     slots: Tensor
     density: Tensor | None = None
-    smallest: float | Tensor | None = None
+    smallest: Tensor | None = None
     extras: dict[str, Tensor] | None = None
 
 
@@ -190,15 +189,12 @@ class Distribution(WriteObserver):
         """The largest d that can be represented. Default: the largest float32 number."""
         return torch.finfo(torch.float32).max
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+    def update(self, slots: Tensor, priority: Tensor) -> None:
         """Update priorities. Not called if :attr:`takes_priorities` is False.
 
         Args:
-            slots: int64 [n].
+            slots: int64 [n], each slot once; rows of slot -1 are skipped (in eager code on the CPU there are none).
             priority: d of each slot, float32 [n].
-            mask: where values cannot be read: the valid rows, and the row that is used of duplicates. The duplicates of
-                a slot then all have the values of its last valid row, if there is one. None: all rows are valid, and
-                the last of duplicates is used.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import gather_in_bounds, scalar, stratified_uniform, uniform
+from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sorted_ranks import SortedRanks
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.indices import UpdateMask
 from torchrl_replay_ext.kernels.ops import rank_tabulate
 
 # An annealed alpha is applied in steps of this size on the CPU.
@@ -101,8 +100,8 @@ class RankBased(Distribution):
     def remove(self, slots: Tensor) -> None:
         self._ranks.remove(slots)
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._ranks.update(slots, priority, mask)
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._ranks.update(slots, priority)
 
     def reweight(self, slots: Tensor | None) -> None:
         if slots is None:
@@ -133,9 +132,7 @@ class RankBased(Distribution):
             smallest = self._density(begin, bounds).amin()
         # if nothing can be drawn, the rank is -1, which finds slot 0
         density = self._density(rank.clamp_min(0), bounds) * (num > 0)
-        return Draw(
-            self._ranks.find(rank), density, None if self._weight_norm == "batch" else scalar(smallest.reshape(()))
-        )
+        return Draw(self._ranks.find(rank), density, None if self._weight_norm == "batch" else smallest.reshape(1))
 
     def _mass_of(self, num: Tensor) -> Tensor:
         """Σ_{r≤num} r^-alpha, float64 [1]."""

@@ -17,7 +17,6 @@ from torchrl_replay_ext.distributions.proportional import PowerTree
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.indices import UpdateMask
 from torchrl_replay_ext.kernels.ops import reaper_smallest
 
 
@@ -64,9 +63,9 @@ class ReliabilityAdjusted(Distribution):
     def before_full_overwrite(self) -> None:
         self._reliability.before_full_overwrite()
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._power.update(slots, priority, mask)
-        self._reliability.update(slots, priority, mask)
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._power.update(slots, priority)
+        self._reliability.update(slots, priority)
 
     def reweight(self, slots: Tensor | None) -> None:
         self._power.reweight(slots)
@@ -83,16 +82,16 @@ class ReliabilityAdjusted(Distribution):
             result = torch.empty(1, dtype=torch.float64)
             omega = self._reliability.omega.value.reshape(1)
             reaper_smallest(self._tree.leaves[: self._num_slots], omega, result, *self._reliability.arrays())
-            return result[0]
+            return result
         slots = torch.arange(self._num_slots, device=self._device)
         everything = self._tree.leaves[: self._num_slots] * self._reliability.factor(slots)
-        return torch.where(everything > 0, everything, math.inf).min()
+        return torch.where(everything > 0, everything, math.inf).min().reshape(1)
 
     def sums(self) -> Sums:
         smallest = self._smallest()
         return Sums(
             self._tree.total().double().reshape(1),
-            None if smallest is None else smallest.double(),
+            None if smallest is None else smallest[0],
             largest_episode=self._reliability.largest_episode(),
         )
 

@@ -15,7 +15,6 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
-from torchrl_replay_ext.indices import UpdateMask
 
 Truncated = Literal["finished", "ongoing"]
 
@@ -71,9 +70,9 @@ class Reliability(WriteObserver):
     def before_full_overwrite(self) -> None:
         self._episodes.before_full_overwrite()
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+    def update(self, slots: Tensor, priority: Tensor) -> None:
         """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes_on_device(), mask)
+        self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes[0])
 
     def of(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64 [n]."""

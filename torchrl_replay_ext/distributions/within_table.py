@@ -20,7 +20,6 @@ from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_rows import TableRows, propose
-from torchrl_replay_ext.indices import UpdateMask
 
 
 class Uniform(WriteObserver):
@@ -87,7 +86,7 @@ class Uniform(WriteObserver):
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         pass
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
+    def update(self, slots: Tensor, priority: Tensor) -> None:
         """See :meth:`Distribution.update`. The masses are updated by the caller."""
 
     def remove(self, slots: Tensor) -> None:
@@ -243,8 +242,8 @@ class ByReliability(ByPriority):
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._reliability.insert(slots, priority, rows)
 
-    def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
-        self._reliability.update(slots, priority, mask)
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._reliability.update(slots, priority)
 
     def remove(self, slots: Tensor) -> None:
         self._reliability.remove(slots)

@@ -20,8 +20,8 @@ _library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
 class Kernel:
     """An operation on flat arrays that writes its results to its arguments.
 
-    On the CPU, eager code calls the loop directly, which takes a tenth of the time of torch's dispatcher. Graphs and
-    accelerators call the operation ``torch.ops.torchrl_replay_ext.<module>_<function>``. Numba and Triton are imported
+    Eager code calls the loop, or its version for CUDA, directly, which takes a tenth of the time of torch's dispatcher.
+    Graphs call the operation ``torch.ops.torchrl_replay_ext.<module>_<function>``. Numba and Triton are imported
     when the first kernel runs.
 
     Args:
@@ -32,7 +32,7 @@ class Kernel:
     """
 
     def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
-        self._name, self._loop, operation = name, None, name.replace(".", "_")
+        self._name, self._loop, self._launch, operation = name, None, None, name.replace(".", "_")
         self._for_cuda = for_cuda
         _library.define(f"{operation}({arguments}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
@@ -43,10 +43,14 @@ class Kernel:
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel."""
-        if torch.compiler.is_compiling() or not arguments[0].is_cpu:
+        if torch.compiler.is_compiling():
             self._operation(*arguments)
-        else:
+        elif arguments[0].is_cpu:
             self._on_cpu(*arguments)
+        elif arguments[0].is_cuda:
+            self._on_cuda(*arguments)
+        else:
+            self._operation(*arguments)
 
     def runs_on(self, state: Tensor) -> bool:
         """True if there is a version for the device of ``state``."""
@@ -67,7 +71,9 @@ class Kernel:
         self.loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
 
     def _on_cuda(self, *arguments: Any) -> None:
-        self._implementation("torchrl_replay_ext.kernels.cuda")(*arguments)
+        if self._launch is None:
+            self._launch = self._implementation("torchrl_replay_ext.kernels.cuda")
+        self._launch(*arguments)
 
 
 _TREE = "Tensor leaves, Tensor nodes, Tensor pages, int capacity, "
@@ -81,22 +87,33 @@ tree_write = Kernel(
     "tree.write",
     "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, int capacity, Tensor index, Tensor mass",
 )
+tree_write_power = Kernel(
+    "tree.write_power",
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, int capacity, Tensor index, Tensor d, "
+    "Tensor alpha",
+)
 tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b!) minima, Tensor pages, int capacity")
 tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
 tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")
 
-_ROWS = "Tensor slots, Tensor error, Tensor stamp, Tensor mark, "
+_DRAWS = "Tensor(a!) draws, Tensor(b!) num_draws, "
 
-rows_check = Kernel(
-    "rows.check",
-    _ROWS + "int num_slots, float eps, float smallest, float limit, bool squared, Tensor(a!) result",
-    for_cuda=False,
+rows_drawn = Kernel(
+    "rows.drawn",
+    "Tensor slots, Tensor density, Tensor smallest, Tensor beta, Tensor generation, "
+    + _DRAWS
+    + "Tensor(c!) weight, Tensor(d!) stamp",
+)
+rows_record = Kernel(
+    "rows.record",
+    "Tensor slots, bool stays, Tensor(c!) generation, Tensor(d!) number, Tensor(e!) d, Tensor largest, "
+    "Tensor(a!) draws, Tensor num_draws",
 )
 rows_update = Kernel(
     "rows.update",
-    _ROWS + "Tensor generation, Tensor(a!) d, Tensor(b!) largest, Tensor(c!) dropped, float eps, float smallest, "
-    "bool squared, bool drawn, Tensor(d!) kept, Tensor(e!) kept_d, Tensor(f!) result",
-    for_cuda=False,
+    "Tensor slots, Tensor error, Tensor stamp, Tensor real, Tensor generation, Tensor(a!) draws, Tensor num_draws, "
+    "Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, Tensor limit, float eps, float smallest, bool squared, "
+    "bool refuses, bool is_own, Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
 )
 
 # the arrays of an EpisodeIndex

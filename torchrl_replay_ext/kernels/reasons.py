@@ -1,6 +1,7 @@
-"""Codes of kernels for rows of updates that are left out, and for updates that are refused."""
+"""Why an update is refused, and how long draws wait for their updates; see the loops in ``rows``."""
 
-# of a row
-LATE, PADDING = 1, 2
-# of an update
 OUT_OF_RANGE, INVALID, EMPTY = 1, 2, 3
+# A draw waits for its update while at most so many draws follow.
+WINDOW = 64
+# Draws are numbered modulo 2^31.
+NUMBERS = 2**31 - 1

@@ -1,4 +1,10 @@
-"""Loops over the rows of a priority update."""
+"""Loops over the rows of draws, writes and priority updates.
+
+``draws``, int32 [slots, 4], has for each slot the number of its last draw since it was written (0: none), how many
+draws wait for their updates, and the same for the draws before that write. A draw waits while at most ``WINDOW`` others
+follow. Without write stamps, as many updates of a slot are late as draws waited when it was written. Slots out of range
+are skipped.
+"""
 
 from __future__ import annotations
 
@@ -7,94 +13,181 @@ import math
 import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
-from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, LATE, OUT_OF_RANGE, PADDING
+from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
 
 
 @part
-def _mark(row, mark, stamp):
-    """The mark of a row; rows with stamp -1 are padding."""
-    if stamp.shape[0] > 0 and stamp[row] < 0:
-        return PADDING
-    return mark[row] if mark.shape[0] > 0 else 0
+def _waits(draws, slot, column, now):
+    """True if draws of a slot wait for their updates; ``column``: 0, or 2 for draws before the last write."""
+    return draws[slot, column + 1] > 0 and (now - draws[slot, column]) & NUMBERS <= WINDOW
 
 
 @loop
-def check(slots, error, stamp, mark, num_slots, eps, smallest, limit, squared, result):
-    """Find the first row whose slot does not exist or whose TD error is invalid; for the arguments see ``update``.
+def drawn(slots, density, smallest, beta, generation, draws, num_draws, weight, stamp):
+    """Complete a draw of ``slots`` [n] with weights and stamps, and count it.
 
-    ``result``: why the update is refused, or 0, and the row; int64 [2].
+    Args:
+        slots: int64 [n].
+        density: of each row, [n]; 0 if nothing can be drawn.
+        smallest: the smallest density of all slots first; empty: that of this batch.
+        beta: the exponent of the weights, first.
+        generation: of each slot.
+        draws: see above; empty: the draw is not counted.
+        num_draws: the number of draws so far, int64 [1].
+        weight: (density / smallest)^−beta, float32 [n], 0 where the density is 0; empty: not needed.
+        stamp: the generations of ``slots``, int64 [n]; empty: not needed.
     """
-    result[0], result[1] = 0, -1
+    size = generation.shape[0]
+    if weight.shape[0] > 0:
+        least = density[0]
+        if smallest.shape[0] > 0:
+            least = smallest[0]
+        else:
+            for row in range(density.shape[0]):
+                least = min(least, density[row])
+        for row in range(weight.shape[0]):
+            weight[row] = (density[row] / least) ** -beta[0] if density[row] > 0 and least > 0 else 0.0
+    for row in range(stamp.shape[0]):
+        stamp[row] = generation[min(max(slots[row], 0), size - 1)]
+    if draws.shape[0] == 0:
+        return
+    num_draws[0] += 1
+    now = num_draws[0] & NUMBERS
     for row in range(slots.shape[0]):
-        if _mark(row, mark, stamp) == PADDING:
+        slot = slots[row]
+        if slot < 0 or slot >= size:
             continue
-        if slots[row] < 0 or slots[row] >= num_slots:
-            result[0], result[1] = OUT_OF_RANGE, row
-            return
-        # NaN is not >= 0
-        is_valid = error[row] >= 0
-        if is_valid:
-            delta = math.sqrt(error[row]) if squared else float(error[row])
-            is_valid = max(delta + eps, smallest) <= limit
-        if not is_valid:
-            result[0], result[1] = INVALID, row
-            return
+        draws[slot, 1] = draws[slot, 1] + 1 if _waits(draws, slot, 0, now) else 1
+        draws[slot, 0] = now
+
+
+@loop
+def record(slots, stays, generation, number, d, largest, draws, num_draws):
+    """Register one write of ``slots`` [n], or their removal.
+
+    Args:
+        slots: int64 [n].
+        stays: False if the slots become empty.
+        generation: of each slot; becomes the number of the write, or 0.
+        number: the number of writes so far, int64 [1]; increased by 1.
+        d: of each slot; becomes the negative ``largest``, or 0.
+        largest: the priority of new transitions, float64 [1].
+        draws: see above.
+        num_draws: see :func:`drawn`.
+    """
+    number[0] += 1
+    now = num_draws[0] & NUMBERS
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        if slot < 0 or slot >= generation.shape[0]:
+            continue
+        generation[slot] = number[0] if stays else 0
+        d[slot] = np.float32(-largest[0]) if stays else np.float32(0)
+        waiting = draws[slot, 3] if _waits(draws, slot, 2, now) else 0
+        if _waits(draws, slot, 0, now):
+            waiting += draws[slot, 1]
+        if draws[slot, 0] != 0:
+            draws[slot, 2] = draws[slot, 0]
+        draws[slot, 0], draws[slot, 1], draws[slot, 3] = 0, 0, waiting
+
+
+@part
+def _delta(error, squared):
+    """|δ|; negative or NaN for invalid TD errors."""
+    return math.sqrt(error) if squared and error >= 0 else float(error)
 
 
 @loop
 def update(
-    slots, error, stamp, mark, generation, d, largest, dropped, eps, smallest, squared, drawn, kept, kept_d, result
-):
-    """Set the priorities of the rows of an update that ``check`` has accepted.
+    slots, error, stamp, real, generation, draws, num_draws, d, largest, counts, limit,
+    eps, smallest, squared, refuses, is_own, kept, kept_d, result,
+):  # fmt: skip
+    """Set the priorities of the rows of an update. Of several rows of a slot the last one wins.
 
-    Rows are late if their slot was overwritten after the draw: ``mark`` says so, or their ``stamp`` differs from the
-    generation of the slot. They are left out and counted. Of several rows of a slot the last one wins.
+    Invalid rows refuse the update, or are left out and counted. Late rows, whose slot was overwritten after the draw,
+    are left out and counted.
 
     Args:
         slots: int64 [n].
         error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.
         stamp: generations at the draw, int64 [n], -1 for padding; empty if they are not known.
-        mark: 0, LATE or PADDING, uint8 [n]; empty if all are 0.
+        real: False for padding, bool [n]; empty if all rows are real.
         generation: of each slot; 0: empty.
+        draws: see above; empty: not known.
+        num_draws: see :func:`drawn`.
         d: priority max(|δ| + eps, smallest) of each slot, float32.
         largest: the largest priority so far, also of rows that a later one of the same slot replaces, float64 [1].
-        dropped: number of late rows so far, int64 [1].
+        counts: the numbers of late and of invalid rows so far, int64 [2].
+        limit: the largest d that is valid, float64 [1].
         eps: see ``d``.
         smallest: see ``d``.
         squared: see ``error``.
-        drawn: True if rows of empty slots are late; if False, such a row refuses the update and nothing is changed.
-        kept: the slots that were updated, each once; int64 [n].
+        refuses: True if invalid rows refuse the update; nothing is changed then. So do rows of slots that are empty
+            and were never drawn.
+        is_own: True if the rows are those of the last write: none is late.
+        kept: the slots that were updated, each once, and -1 in the other rows; int64 [n].
         kept_d: their priorities, float32 [n].
-        result: why the update is refused, or 0; and the row, or the number of rows in ``kept``; int64 [2].
+        result: why the update is refused, or 0; and the row, or the number of rows in ``kept``, which come first.
     """
-    late = 0
-    for row in range(slots.shape[0]):
-        slot, kept[row] = slots[row], -1
-        said = _mark(row, mark, stamp)
-        if said == PADDING or slot < 0 or slot >= generation.shape[0]:
+    size, has_stamps, counts_draws = generation.shape[0], stamp.shape[0] > 0, draws.shape[0] > 0
+    result[0], result[1] = 0, -1
+    late, invalid, best = 0, 0, largest[0]
+    now = num_draws[0] & NUMBERS
+    for attempt in range(2):
+        # first all rows are checked, if they may refuse the update
+        if attempt == 0 and not refuses:
             continue
-        if generation[slot] == 0 and not drawn:
-            result[0], result[1] = EMPTY, row
-            return
-        if said == LATE or generation[slot] == 0 or (stamp.shape[0] > 0 and stamp[row] != generation[slot]):
-            late += 1
-        else:
-            kept[row] = slot
-    dropped[0] += late
+        for row in range(slots.shape[0]):
+            slot, reason = slots[row], 0
+            if attempt == 1:
+                kept[row], kept_d[row] = -1, 0
+            if (has_stamps and stamp[row] < 0) or (real.shape[0] > 0 and not real[row]):
+                continue
+            priority = max(_delta(error[row], squared) + eps, smallest)
+            if slot < 0 or slot >= size:
+                reason = OUT_OF_RANGE
+            # NaN is not >= 0
+            elif not (error[row] >= 0 and priority <= limit[0]):
+                reason = INVALID
+            elif attempt == 0 and generation[slot] == 0 and counts_draws and not has_stamps and draws[slot, 2] == 0:
+                reason = EMPTY
+            if attempt == 0:
+                if reason:
+                    result[0], result[1] = reason, row
+                    return
+                continue
+            if reason:
+                invalid += 1
+                continue
+            is_late = generation[slot] == 0
+            if has_stamps:
+                is_late = is_late or stamp[row] != generation[slot]
+            elif counts_draws and not is_own:
+                is_late = is_late or _waits(draws, slot, 2, now)
+            if counts_draws and not is_own:
+                column = 3 if is_late else 1
+                draws[slot, column] = max(draws[slot, column] - 1, 0)
+            if is_late:
+                late += 1
+            else:
+                kept[row] = slot
+                best = max(best, priority)
+    largest[0] = best
+    counts[0] += late
+    counts[1] += invalid
     # the last row of each slot leaves its number, which float32 holds exactly for the first 2^24 rows
     for row in range(slots.shape[0]):
         if kept[row] >= 0:
             d[kept[row]] = row
-            delta = math.sqrt(error[row]) if squared else float(error[row])
-            largest[0] = max(largest[0], delta + eps, smallest)
     count = 0
     for row in range(slots.shape[0]):
         slot = kept[row]
         if slot < 0 or d[slot] != np.float32(row):
+            kept[row] = -1
             continue
-        root = np.sqrt(error[row]) if squared else error[row]
-        kept[count], kept_d[count] = slot, max(np.float32(root + np.float32(eps)), np.float32(smallest))
+        kept[row] = -1
+        kept[count], kept_d[count] = slot, max(_delta(error[row], squared) + eps, smallest)
         count += 1
     for place in range(count):
         d[kept[place]] = kept_d[place]
-    result[0], result[1] = 0, count
+    result[1] = count

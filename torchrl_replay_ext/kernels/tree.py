@@ -5,10 +5,12 @@ Indices out of range are skipped. Walks stay in range whatever the arrays hold, 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 
 
 @part
@@ -30,20 +32,36 @@ def write(leaves, nodes, minima, pages, capacity, index, mass):
         leaf = index[row]
         if leaf < 0 or leaf >= capacity:
             continue
-        place = place_of(leaf, leaves, pages)
-        new = mass[min(row, mass.shape[0] - 1)]
-        change = new - leaves[place]
-        if change == 0:
-            continue
-        leaves[place] = new
-        node, last, begin = leaf, capacity - 1, nodes.shape[0]
-        while begin > 0:
-            node >>= BITS
-            last >>= BITS
-            begin -= CHILDREN * ((last >> BITS) + 1)
-            nodes[begin + node] += change
-        if minima.shape[0] > 0:
-            _refresh_minima(leaves, minima, pages, capacity, leaf)
+        _set(leaves, nodes, pages, capacity, leaf, mass[min(row, mass.shape[0] - 1)])
+    _refresh_minima(leaves, minima, pages, capacity, index)
+
+
+@loop
+def write_power(leaves, nodes, minima, pages, capacity, index, d, alpha):
+    """:func:`write` the masses d^α, rounded up to units of 1 / ``UNIT``; ``d``: [n], or [1] for all rows."""
+    mass = np.int64(0)
+    for row in range(index.shape[0]):
+        leaf = index[row]
+        if row < d.shape[0]:
+            mass = np.int64(math.ceil(np.float64(d[row]) ** alpha[0] * UNIT))
+        if 0 <= leaf < capacity:
+            _set(leaves, nodes, pages, capacity, leaf, mass)
+    _refresh_minima(leaves, minima, pages, capacity, index)
+
+
+@part
+def _set(leaves, nodes, pages, capacity, leaf, mass):
+    place = place_of(leaf, leaves, pages)
+    change = mass - leaves[place]
+    if change == 0:
+        return
+    leaves[place] = mass
+    node, last, begin = leaf, capacity - 1, nodes.shape[0]
+    while begin > 0:
+        node >>= BITS
+        last >>= BITS
+        begin -= CHILDREN * ((last >> BITS) + 1)
+        nodes[begin + node] += change
 
 
 @part
@@ -73,17 +91,21 @@ def _sum(entries, first):
 
 
 @part
-def _refresh_minima(leaves, minima, pages, capacity, leaf):
-    smallest = _smallest(leaves, place_of(leaf & -CHILDREN, leaves, pages))
-    node, last, begin = leaf, capacity - 1, minima.shape[0]
+def _refresh_minima(leaves, minima, pages, capacity, index):
+    """Recompute the minima above the leaves ``index`` [n], level by level, so that cache misses overlap."""
+    shift, last, below, begin = 0, capacity - 1, 0, minima.shape[0]
     while begin > 0:
-        node >>= BITS
-        last >>= BITS
+        below, shift, last = begin, shift + BITS, last >> BITS
         begin -= CHILDREN * ((last >> BITS) + 1)
-        if minima[begin + node] == smallest:
-            break
-        minima[begin + node] = smallest
-        smallest = _smallest(minima, begin + (node & -CHILDREN))
+        for row in range(index.shape[0]):
+            if index[row] < 0 or index[row] >= capacity:
+                continue
+            node = index[row] >> shift
+            if shift == BITS:
+                smallest = _smallest(leaves, place_of(node << BITS, leaves, pages))
+            else:
+                smallest = _smallest(minima, below + (node << BITS))
+            minima[begin + node] = smallest
 
 
 @loop

@@ -17,6 +17,8 @@ from torch import Tensor
 BITS = 4
 CHILDREN = 1 << BITS
 PAGE_BITS = 6
+# masses are integers, in fixed point: so many per unit of priority
+UNIT = 2**23
 # the minimum where no leaf is positive
 NOTHING = 2**63 - 1
 

@@ -9,7 +9,6 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,7 +17,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
-from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, scalar, to_device, values_can_be_read
+from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, to_device, values_can_be_read
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.samplers import saved_state
@@ -42,8 +41,8 @@ class DistributionSampler(ShowsArguments, Sampler):
       gets the largest d of the stored transitions that have been updated.
     * If an update contains a slot several times, the last row wins.
     * Rows of an update are dropped and counted if their slot was overwritten after the draw, see
-      :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`. The write stamps of a
-      :class:`~torchrl_replay_ext.CompilableReplayBuffer` identify such rows exactly.
+      :meth:`update_priority`. The write stamps of a :class:`~torchrl_replay_ext.CompilableReplayBuffer` identify such
+      rows exactly.
     * A compiled step keeps no Python state and reads no tensor values. It counts input that is an error in eager mode.
     * On an accelerator, eager code reads no values of updates either, because the host would have to wait for the
       device. It counts invalid rows like a compiled step, or raises errors with ``validate``.
@@ -222,16 +221,14 @@ class DistributionSampler(ShowsArguments, Sampler):
                 slot 0, with weight 0. Likewise an accelerator without ``validate``, if all priorities are 0.
             ValueError: if the buffer has ``sample_unit=Sequence(...)`` and slots are not in time order.
         """
-        slots, info = self.draw(storage, batch_size)
-        if self.layout.for_graphs:
-            info[STAMP_KEY] = self.state.generation(slots)
-        if self.takes_priorities and not is_traced():
-            anchors = _torchrl.updates_anchors(self, storage)
-            self.state.updates.remember_draw(slots.unique() if anchors else slots)
+        slots, info = self.draw(storage, batch_size, is_complete=True)
         return unravel(slots, self.layout.shape), info
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw flat slots, [B], and further columns. The draw is not remembered for updates without stamps."""
+    def draw(self, storage: Storage, batch_size: int, *, is_complete: bool = False) -> tuple[Tensor, dict[str, Any]]:
+        """Draw flat slots, [B], and further columns: weights and, if the draw ``is_complete``, write stamps.
+
+        A complete draw is counted, since updates of its rows are expected.
+        """
         name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
@@ -247,11 +244,22 @@ class DistributionSampler(ShowsArguments, Sampler):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
             raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")
-        if density is None or beta is None:
-            return slots, extras or {}
-        if smallest is None:
-            smallest = scalar(density.amin())
-        return slots, {"priority_weight": _weights(density, smallest, beta), **(extras or {})}
+        is_counted = is_complete and self.takes_priorities and not is_traced()
+        has_anchors = is_counted and _torchrl.updates_anchors(self, storage)
+        weight, stamp = self.state.log.drawn(
+            slots,
+            density,
+            smallest,
+            None if beta is None else beta.tensor,
+            is_counted=is_counted and not has_anchors,
+            is_stamped=is_complete and self.layout.for_graphs,
+        )
+        if has_anchors:
+            self.state.log.count_draw(slots.unique())
+        info = {} if weight is None else {"priority_weight": weight}
+        if stamp is not None:
+            info[STAMP_KEY] = stamp
+        return slots, info if extras is None else info | extras
 
     # --- joint draws from several shards; see ShardedReplayBuffer
 
@@ -336,7 +344,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         if self.state.log.is_last_write(slots[0] if len(slots) == 1 else index, slots):
             self.state.log.announce(None)
             return True
-        self.state.updates.counters["rejected_updates"].add_(len(slots))
+        self.state.updates.counts[1].add_(len(slots))
         warnings.warn(
             f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names (default: "
             '"td_error"), so priorities stay as they are. The loss must write this entry, or pass priority_key=.',
@@ -370,8 +378,9 @@ class DistributionSampler(ShowsArguments, Sampler):
             priority: TD errors, one per slot or a single number: δ² if ``td_error="squared"``, |δ| if ``"absolute"``.
             storage: the buffer's storage. Default: None.
             stamp: the entry ``"write_stamp"`` of the sample, [B]. Rows whose slot was overwritten after the draw are
-                dropped. None (default): such rows are identified from the indices, see
-                :class:`~torchrl_replay_ext.core.pending_draws.PendingDraws`.
+                dropped. None (default): if draws of a slot wait for their updates when it is overwritten, as many of
+                its next updates are dropped; a draw waits while at most 64 others follow. An update of exactly the rows
+                of the last write is always applied.
 
         Raises:
             ValueError: if a TD error is negative or not finite, or the shapes do not match.
@@ -385,8 +394,9 @@ class DistributionSampler(ShowsArguments, Sampler):
             stamp = stamp.to(self.layout.device)
         if is_traced():
             self.require_bound(storage)
-            error = torch.as_tensor(priority, device=self.layout.device)
-            self.state.updates.apply_masked(self.flat_slots(index), error, stamp)
+            slots = self.flat_slots(index)
+            error = torch.as_tensor(priority, device=self.layout.device).to(torch.float32).reshape(-1)
+            self.state.updates.apply(index, slots, error.expand(slots.shape[0]), stamp)
             return
         if self.synchronize(storage) and is_initialization(priority, storage, self.state.priorities):
             return
@@ -503,13 +513,3 @@ class DistributionSampler(ShowsArguments, Sampler):
     def _repr_values(self) -> list[str]:
         """The hyperparameters in the representation of this sampler."""
         return [f"{name}={float(h.value):g}" for name, h in self.hyperparameters.items()]
-
-
-def _weights(density: Tensor, smallest: float | Tensor, beta: Hyperparameter) -> Tensor:
-    """Importance-sampling weights (density / smallest)^−β, float32 [B]; 0 where nothing can be drawn."""
-    if values_can_be_read(density):
-        # in NumPy, operations on a few numbers take a third of the time
-        weight = (density.numpy() / float(smallest)) ** -float(beta.current())
-        return torch.from_numpy(weight.astype(np.float32))
-    weight = (density / smallest).pow(-beta.current()).to(torch.float32)
-    return torch.where(density > 0, weight, 0.0)

@@ -35,7 +35,6 @@ from torchrl_replay_ext._torchrl import (
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
-from torchrl_replay_ext.core.pending_draws import memory_of
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
@@ -49,6 +48,11 @@ from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 _REMEMBERED = 32
 # Key and directory of the state of the candidates' sampler.
 _CANDIDATES = "candidate_sampler"
+
+
+def _memory_of(slots: Tensor) -> int:
+    """Address of the memory of ``slots``: equal for a batch and its slices, different for copies."""
+    return slots.untyped_storage().data_ptr()
 
 
 @PrioritizedSampler.register
@@ -289,7 +293,7 @@ class DecoupledSampler(SamplerWrapper):
         """The index of ``num_rows`` rows, [n] or a tuple of [n]."""
         sampler = self.candidate_sampler
         if isinstance(sampler, DistributionSampler):
-            # no update of these rows is expected, so the draw need not be remembered
+            # no update of these rows is expected, so the draw is not counted
             return unravel(sampler.draw(storage, num_rows)[0], sampler.layout.shape)
         index, _ = sampler.sample(storage, num_rows)
         drawn = len(index[0] if isinstance(index, tuple) else index)
@@ -368,7 +372,7 @@ class DecoupledSampler(SamplerWrapper):
         """
         # compare memory, not values: in a small buffer both batches may have the same rows
         raise_if(
-            lambda: isinstance(index, Tensor) and memory_of(index) in map(memory_of, self._drawn),
+            lambda: isinstance(index, Tensor) and _memory_of(index) in map(_memory_of, self._drawn),
             lambda: ValueError("DecoupledSampler.update_priority: this is an actor batch; pass the critic's batch."),
         )
         critic_sampler: Any = self.critic_sampler

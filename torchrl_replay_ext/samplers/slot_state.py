@@ -66,7 +66,7 @@ class SlotState:
     ):
         self.owner, self.layout, self._hyperparameters = owner, layout, hyperparameters
         for hyperparameter in hyperparameters.values():
-            hyperparameter.to(layout.counters)
+            hyperparameter.to(layout.counters, layout.device)
         self.log = WriteLog(layout)
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
         self.distribution = make(self.log, self.priorities)
@@ -176,7 +176,7 @@ class SlotState:
         updated = ((self.log.generation > 0) & (priority > 0)).nonzero().squeeze(1)
         if updated.numel():
             self.priorities.set(updated, priority[updated])
-            self.distribution.update(updated, priority[updated], None)
+            self.distribution.update(updated, priority[updated])
         self.log.announce(None)
         self.log.mark_clean()
 
@@ -253,7 +253,7 @@ class SlotState:
             self._write_has_effects = True
             for part in self._parts:
                 part.before_full_overwrite()
-            self.log.invalidate(torch.arange(self.layout.num_slots, device=self.layout.device))
+            self._forget(torch.arange(self.layout.num_slots, device=self.layout.device))
             slots = slots[-self.layout.num_slots :]
             index = as_index(slots)
         self.insert(slots, storage, index)
@@ -296,16 +296,18 @@ class SlotState:
             if largest is not None:
                 self.priorities.undo_exclude(slots, largest)
             raise
-        self.log.record(index)
-        self.priorities.insert(index)
+        self.log.record(slots, self.priorities.of_slot, self.priorities.largest)
 
     def remove(self, slots: Tensor) -> None:
         """Mark ``slots`` [n], without duplicates, as empty."""
         if slots.numel():
             for part in self._parts:
                 part.remove(slots)
-            self.log.invalidate(slots)
-            self.priorities.remove(slots)
+            self._forget(slots)
+
+    def _forget(self, slots: Tensor) -> None:
+        self.log.remove(slots.contiguous(), self.priorities.of_slot, self.priorities.largest)
+        self.priorities.recount(slots)
 
     def discard(self, slots: Tensor) -> None:
         """Mark those of ``slots`` [n], in the order of a failed write, as empty that hold a transition."""
@@ -329,15 +331,13 @@ class SlotState:
             part.clear()
         self.log.clear()
         self.priorities.reset()
-        for counter in self.updates.counters.values():
+        for counter in self.updates.tensors().values():
             counter.zero_()
         self._knows_storage = False
-        # updates of batches drawn before are dropped
-        self.updates.pending.forget_contents()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
-        tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.updates.counters}
+        tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.updates.tensors()}
         for part in self._parts:
             tensors |= part.tensors()
         return tensors
@@ -350,7 +350,6 @@ class SlotState:
             part.raise_numbers(num_writes)
         self.log.rebuild()
         self.priorities.rebuild()
-        self.updates.pending.forget_contents()
         for part in self._parts:
             part.rebuild()
 
@@ -369,7 +368,7 @@ class SlotState:
             "priority_max": relative.max(),
             "never_updated": (gather_in_bounds(self.priorities.of_slot, slots) < 0).sum() / max(count, 1),
             "max_priority": self.priorities.largest,
-            **{name: self.updates.counters[name] for name in ("dropped_updates", "rejected_updates")},
+            **self.updates.stats(),
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self.distribution.stats(),
         }

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Stora
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import gather_in_bounds, raise_if, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
 from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
 from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.distributions.slice_starts import BEHAVIOUR, SliceStarts
@@ -299,11 +299,15 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             self._truncated_key: cut if truncated is None else cut | truncated,
         }
         if self._is_prioritized:
+            state = self._sampler.state
             if self._sampler.layout.for_graphs:
                 # a stamp that no write has
-                info[STAMP_KEY] = where_int64(mask, self._sampler.state.generation(slots), torch.full_like(slots, -1))
+                info[STAMP_KEY] = where_int64(mask, state.generation(slots), torch.full_like(slots, -1))
+            elif not is_traced():
+                state.updates.remember_padding(slots, mask)
             # an update with the batch of newest() is not expected
-            self._sampler.state.updates.remember_draw(slots, is_unpadded=mask, expects_update=drawn is not None)
+            if drawn is not None and not is_traced():
+                state.log.count_draw(torch.where(mask, slots, -1))
         return unravel(slots, self._sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:

@@ -13,9 +13,10 @@ import triton  # pyright: ignore[reportMissingImports]: part of torch's builds f
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 
 _BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
+_UNIT = tl.constexpr(UNIT)
 _PAGE_BITS, _PAGE_MASK = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
 # rows of one thread block; rows of a write that are processed together
 _ROWS, _WRITTEN = 16, 256
@@ -119,9 +120,9 @@ def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.c
 
 @_jit
 def _write(
-    leaves, nodes, minima, size, pages, num_pages, capacity, index, mass, count,
-    is_one_mass: tl.constexpr, track_min: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr,
-    num_rows: tl.constexpr, num_together: tl.constexpr,
+    leaves, nodes, minima, size, pages, num_pages, capacity, index, mass, alpha, count,
+    is_one_mass: tl.constexpr, is_power: tl.constexpr, track_min: tl.constexpr, has_pages: tl.constexpr,
+    levels: tl.constexpr, num_rows: tl.constexpr, num_together: tl.constexpr,
 ):  # fmt: skip
     last_leaf = tl.cast(capacity, tl.int64) - 1
     for start in range(0, count, num_rows):
@@ -132,6 +133,12 @@ def _write(
         place = _place(leaf, pages, num_pages, has_pages)
         old = tl.load(leaves + place, mask=valid, other=0)
         new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=valid, other=0)
+        if is_power:
+            exponent = tl.load(alpha)
+            base = new.to(tl.float64)
+            power = tl.exp2(exponent * tl.log2(tl.where(base > 0, base, 1.0)))
+            power = tl.where((base > 0) | (exponent == 0), power, 0.0)
+            new = tl.ceil(power * _UNIT).to(tl.int64)
         tl.debug_barrier()
         # masses are >= 0; of duplicates, the last row leaves the smallest negative number
         mark = -1 - rows.to(tl.int64)
@@ -242,21 +249,26 @@ def prefix(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, index: T
 
 
 def write(
-    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor
-) -> None:
-    """See the loop of the same name."""
+    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor,
+    alpha: Tensor | None = None,
+) -> None:  # fmt: skip
+    """See the loop of the same name; with ``alpha`` that of ``write_power``."""
     count = index.shape[0]
     # marks of rows and their masses; the largest writes change only the leaves here
     levels = _levels(capacity) if count < _MANY else 0
     if count:
         rows = min(_WRITTEN, triton.next_power_of_2(count))
         _write[(1,)](
-            leaves, nodes, minima, len(nodes), pages, _num_pages(leaves), capacity, index, mass, count,
-            is_one_mass=len(mass) == 1, track_min=len(minima) > 0, has_pages=len(pages) > 0, levels=levels,
-            num_rows=rows, num_together=min(64, rows), num_warps=8,
+            leaves, nodes, minima, len(nodes), pages, _num_pages(leaves), capacity, index, mass,
+            index if alpha is None else alpha, count,
+            is_one_mass=len(mass) == 1, is_power=alpha is not None, track_min=len(minima) > 0,
+            has_pages=len(pages) > 0, levels=levels, num_rows=rows, num_together=min(64, rows), num_warps=8,
         )  # fmt: skip
     if count >= _MANY:
         rebuild(leaves, nodes, minima, pages, capacity)
+
+
+write_power = write
 
 
 def rebuild(leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int) -> None:
