@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.arguments import as_number, shown, within_limits
 from torchrl_replay_ext.compilation import values_can_be_read
+from torchrl_replay_ext.kernels.ops import Views
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Hyperparameter:
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
         # value, number of updates so far, and the schedule: start, end, number of updates
         self._state = torch.zeros(5, dtype=torch.float64, device="cpu")
-        # what kernels read: the value comes first
+        # the value comes first; kernels read the views
         self.tensor = self._state
+        self.views = Views(self.tensor)
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
@@ -132,6 +134,7 @@ class Hyperparameter:
         """Move the state to ``counters``, and what kernels read to ``device``."""
         self._state = self._state.to(counters)
         self.tensor = self._state if counters == device else self._state[:1].to(device)
+        self.views = Views(self.tensor)
 
     def state(self) -> Tensor:
         """The state to save: value, number of updates so far, start, end, ``num_updates``; float64 [5] on the CPU."""

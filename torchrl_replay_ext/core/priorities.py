@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, scatter_in_bounds
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.kernels.ops import rows_update
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_update
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -54,6 +55,7 @@ class Priorities:
         self.of_slot = torch.zeros(size, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
+        self._views = Views(self.of_slot, self.largest)
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
 
@@ -104,12 +106,12 @@ class Priorities:
         stamp: Tensor | None,
         real: Tensor | None,
         log: WriteLog,
-        counts: Tensor,
-        limit: Tensor,
+        counts: Array,
+        limit: Array,
         *,
         refuses: bool,
         is_own: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Array]:
         """Set d of the rows of an update, see :func:`torchrl_replay_ext.kernels.rows.update`.
 
         Args:
@@ -127,22 +129,22 @@ class Priorities:
             The slots that were updated, each once, and -1 in other rows, int64 [n]; their d, float32 [n]; and why the
             update is refused, or 0, with the first such row or the number of slots, int64 [2].
         """
-        kept, kept_d = torch.empty_like(slots), torch.empty_like(error)
-        result = torch.empty_like(counts)
-        # within the buffer, the largest d is that of the tree of updated transitions
-        largest = self.largest.clone() if self.within_buffer else self.largest
-        # a graph has draws only where they are stamped
-        draws = log.draws[:0] if is_traced() else log.draws
+        generation, draws, num_draws, nothing = log.arrays()
+        d, largest = self.arrays()
+        count = slots.shape[0]
+        kept, kept_d = empty(generation, count, torch.int64), empty(generation, count, torch.float32)
+        result = empty(generation, 2, torch.int64)
         rows_update(
+            generation,
             slots,
             error,
-            slots[:0] if stamp is None else stamp,
-            slots[:0] if real is None else real,
-            log.generation,
+            nothing if stamp is None else stamp,
+            nothing if real is None else real,
             draws,
-            log.num_draws,
-            self.of_slot,
-            largest,
+            num_draws,
+            d,
+            # within the buffer, the largest d is that of the tree of updated transitions
+            self.largest.clone() if self.within_buffer else largest,
             counts,
             limit,
             self.eps,
@@ -154,7 +156,11 @@ class Priorities:
             kept_d,
             result,
         )
-        return kept, kept_d, result
+        return as_tensor(kept), as_tensor(kept_d), result
+
+    def arrays(self) -> Sequence[Array]:
+        """What kernels read: d of each slot, and the largest one."""
+        return self._views()
 
     def recount(self, slots: Tensor) -> None:
         """Update the largest priority within the buffer after d of ``slots`` [n] has changed; -1 is skipped."""

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, stratified_uniform, uniform, values_can_be_read
 from torchrl_replay_ext.kernels.ops import (
+    Views,
+    as_tensor,
+    empty,
     tree_draw,
     tree_find,
     tree_get,
@@ -36,12 +39,13 @@ def read_root(nodes: Tensor) -> Tensor:
     return value[0]
 
 
-def _numbers(values: Array | int, device: torch.device) -> Tensor:
+def _numbers(values: Array | int, device: torch.device) -> Array:
     """int64 numbers [n] as kernels take them."""
     if isinstance(values, Tensor):
-        return values.to(torch.int64).contiguous()
+        # a conversion that changes nothing takes as long as a kernel of 32 rows
+        return (values if values.dtype == torch.int64 else values.to(torch.int64)).contiguous()
     if isinstance(values, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(values, np.int64))
+        return np.ascontiguousarray(values, np.int64)
     if isinstance(values, slice):
         return torch.arange(values.start, values.stop, device=device)
     return torch.full((1,), values, dtype=torch.int64, device=device)
@@ -102,6 +106,7 @@ class SumTree:
         # the smallest positive leaf below each node, or the largest int64; empty if not tracked
         self.minima = torch.full_like(self.nodes[: None if track_min else 0], NOTHING)
         self._pages = self.leaves.new_empty(0) if page_table is None else page_table
+        self._views = Views(self.leaves, self.nodes, self.minima, self._pages)
         # the sum of all stored leaves must be below 2^62
         self.max_supported_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
 
@@ -109,9 +114,10 @@ class SumTree:
         """The tensors that the tree consists of."""
         return [self.leaves, self.nodes, self.minima, self._pages]
 
-    def arrays(self) -> tuple[Tensor, Tensor, Tensor, int]:
+    def arrays(self) -> tuple[Array, Array, Array, int]:
         """What kernels read: leaves, nodes, pages, and the number of leaves."""
-        return self.leaves, self.nodes, self._pages, self.capacity
+        leaves, nodes, _, pages = self._views()
+        return leaves, nodes, pages, self.capacity
 
     @overload
     @classmethod
@@ -133,7 +139,7 @@ class SumTree:
 
     def get(self, index: Array) -> Tensor:
         """Masses of the leaves ``index`` [n], int64 [n]; 0 outside [0, capacity)."""
-        index = _numbers(index, self.leaves.device)
+        index = as_tensor(_numbers(index, self.leaves.device))
         mass = torch.empty_like(index)
         tree_get(self.leaves, self._pages, self.capacity, index, mass)
         return mass
@@ -145,6 +151,10 @@ class SumTree:
     def min(self) -> int | Tensor:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
         return self.minima.numpy()[0].item() if values_can_be_read(self.minima) else read_root(self.minima)
+
+    def smallest(self) -> Array:
+        """:meth:`min` as kernels take it: the first of some numbers."""
+        return self._views()[2]
 
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of some leaves.
@@ -178,18 +188,17 @@ class SumTree:
             mass: int64 [n] or [1], or one number, >= 0.
         """
         device = self.leaves.device
-        tree_write(*self.tensors(), self.capacity, _numbers(index, device), _numbers(mass, device))
+        tree_write(*self._views(), self.capacity, _numbers(index, device), _numbers(mass, device))
 
     def write_power(self, index: Array, priority: Tensor, alpha: Tensor) -> None:
         """Set masses to priority^alpha without checking arguments.
 
         Args:
             index: see :meth:`write`.
-            priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)].
+            priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)], contiguous.
             alpha: the exponent first, float64.
         """
-        index = _numbers(index, self.leaves.device)
-        tree_write_power(*self.tensors(), self.capacity, index, priority.contiguous(), alpha)
+        tree_write_power(*self._views(), self.capacity, _numbers(index, self.leaves.device), priority, alpha)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -221,24 +230,35 @@ class SumTree:
         Raises:
             RuntimeError: if the total is 0. Compiled graphs and accelerators return leaf 0 with mass 0 instead.
         """
+        return self.draw(self.random_numbers(num, stratified=stratified, generator=generator))
+
+    def random_numbers(self, num: int, *, stratified: bool, generator: torch.Generator | None) -> Tensor:
+        """The uniform numbers of :meth:`sample`, float64 [num]."""
         draw_numbers = stratified_uniform if stratified else uniform
-        return self.draw(draw_numbers(num, device=self.leaves.device, generator=generator))
+        return draw_numbers(num, device=self.leaves.device, generator=generator)
 
     def raise_if_empty(self) -> None:
         """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators."""
-        if values_can_be_read(self.nodes) and self.nodes.numpy()[0] == 0:
+        nodes = self._views()[1]
+        if isinstance(nodes, np.ndarray) and nodes[0] == 0:
             raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1)."""
+        leaf, mass = self.walk(u.contiguous())
+        return as_tensor(leaf), as_tensor(mass)
+
+    def walk(self, u: Tensor) -> tuple[Array, Array]:
+        """:meth:`draw` with results as kernels take them; ``u`` is contiguous."""
         self.raise_if_empty()
-        leaf, mass = self.leaves.new_empty(u.shape[0]), self.leaves.new_empty(u.shape[0])
-        tree_draw(*self.arrays(), u.contiguous(), leaf, mass)
+        arrays = self.arrays()
+        leaf, mass = (empty(arrays[0], u.shape[0], torch.int64) for _ in range(2))
+        tree_draw(*arrays, u, leaf, mass)
         return leaf, mass
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves 0..i−1 for each i of ``index`` [n] in [0, capacity]; int64 [n]."""
-        index = _numbers(index, self.leaves.device)
+        index = as_tensor(_numbers(index, self.leaves.device))
         total = torch.empty_like(index)
         tree_prefix(*self.arrays(), index, total)
         return total
@@ -254,7 +274,7 @@ class SumTree:
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
-        tree_rebuild(*self.tensors(), self.capacity)
+        tree_rebuild(*self._views(), self.capacity)
 
     def check_valid(self) -> None:
         """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""

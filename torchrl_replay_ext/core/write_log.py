@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, read, scalar
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, read, scalar
 from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.core.recoverable import Recoverable
+from torchrl_replay_ext.core.recoverable import Flag, Recoverable
 from torchrl_replay_ext.indices import as_index
-from torchrl_replay_ext.kernels.ops import rows_drawn, rows_record
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record
 
 # Value of last_seen_step before the first write.
 UNKNOWN = -1
@@ -61,15 +62,15 @@ class WriteLog(Recoverable):
         # draws that wait for their updates, see kernels.rows; they are not saved
         self.draws = torch.zeros(layout.size, 4, dtype=torch.int32, device=device)
         self.num_draws = torch.zeros(1, dtype=torch.int64, device=device)
-        self._no_draws, self._no_stamps = self.draws[:0].clone(), self.num_draws[:0].clone()
-        self._nothing = torch.empty(0, dtype=torch.float64, device=device)
-        self._no_weights = self._nothing.float()
+        nothing = (torch.empty(0, dtype=kind, device=device) for kind in (torch.float64, torch.float32, torch.int64))
+        state = self.generation, self.num_writes, self.draws, self.num_draws
+        self._views = Views(*state, self.draws[:0].clone(), *nothing)
         # the step of the ring at which the last write that the sampler was notified of ended
         self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
         # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
         # CPU, where reading is cheap
         self._cleared_at = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._has_writes = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._has_writes = Flag()
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
         self._written: Array | None = None
@@ -79,28 +80,35 @@ class WriteLog(Recoverable):
         """True if there was no write since the log was created or cleared."""
         if not self._has_writes:
             # a graph that writes changes only num_writes
-            self._has_writes.fill_(self.num_writes.item() != self._cleared_at.item())
+            self._has_writes.set(self.num_writes.item() != self._cleared_at.item())
         return not self._has_writes
 
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
         return (self.generation > 0).nonzero().squeeze(1)
 
-    def record(self, slots: Tensor, of_slot: Tensor, largest: Tensor) -> None:
-        """Register one write of ``slots`` [n]; ``of_slot`` and ``largest`` are those of the priorities."""
-        rows_record(slots, True, self.generation, self.num_writes, of_slot, largest, self.draws, self.num_draws)
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """What kernels of updates read: the generations, the draws and their number; and no stamps."""
+        generation, _, draws, num_draws, no_draws, *_, no_stamps = self._views()
+        # a graph has draws only where they are stamped
+        return generation, no_draws if is_traced() else draws, num_draws, no_stamps
 
-    def remove(self, slots: Tensor, of_slot: Tensor, largest: Tensor) -> None:
-        """Mark ``slots`` [n] as empty. Later updates of rows drawn from them are late."""
-        rows_record(slots, False, self.generation, self.num_writes, of_slot, largest, self.draws, self.num_draws)
-        self._announced = None
+    def record(self, slots: Array, priority: Sequence[Array], *, stays: bool = True) -> None:
+        """Register one write of ``slots`` [n], or their removal unless it ``stays``.
+
+        ``priority``: the arrays of the priorities.
+        """
+        generation, number, draws, num_draws, *_ = self._views()
+        rows_record(generation, slots, stays, number, *priority, draws, num_draws)
+        if not stays:
+            self._announced = None
 
     def drawn(
         self,
-        slots: Tensor,
-        density: Tensor | None,
-        smallest: Tensor | None,
-        beta: Tensor | None,
+        slots: Array,
+        density: Array | None,
+        smallest: Array | None,
+        beta: Array | None,
         *,
         is_counted: bool,
         is_stamped: bool,
@@ -118,20 +126,22 @@ class WriteLog(Recoverable):
         Returns:
             Weights, float32 [n], and stamps, int64 [n]; None if not asked for.
         """
-        weight = slots.new_empty(slots.shape, dtype=torch.float32) if density is not None and beta is not None else None
-        stamp = torch.empty_like(slots) if is_stamped else None
+        generation, _, draws, num_draws, no_draws, nothing, no_weights, no_stamps = self._views()
+        count = slots.shape[0]
+        weight = empty(generation, count, torch.float32) if density is not None and beta is not None else no_weights
+        stamp = empty(generation, count, torch.int64) if is_stamped else no_stamps
         rows_drawn(
+            generation,
             slots,
-            self._nothing if density is None else density,
-            self._nothing if smallest is None else smallest,
-            self._nothing if beta is None else beta,
-            self.generation,
-            self.draws if is_counted else self._no_draws,
-            self.num_draws,
-            self._no_weights if weight is None else weight,
-            self._no_stamps if stamp is None else stamp,
+            nothing if density is None else density,
+            nothing if smallest is None else smallest,
+            nothing if beta is None else beta,
+            draws if is_counted else no_draws,
+            num_draws,
+            weight,
+            stamp,
         )
-        return weight, stamp
+        return None if weight is no_weights else as_tensor(weight), None if stamp is no_stamps else as_tensor(stamp)
 
     def count_draw(self, slots: Tensor) -> None:
         """Count a draw of ``slots`` [n], whose updates are expected; rows of slot -1 are not counted."""
@@ -235,7 +245,7 @@ class WriteLog(Recoverable):
         self._make_draws_late()
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
-        self._has_writes.fill_(False)
+        self._has_writes.set(False)
         self.last_seen_step.fill_(UNKNOWN)
         self.mark_clean()
         self._announced = None
@@ -264,7 +274,7 @@ class WriteLog(Recoverable):
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced."""
         self._make_draws_late()
-        self._has_writes.fill_(False)
+        self._has_writes.set(False)
         self.mark_clean()
         self._announced = None
 

@@ -41,7 +41,7 @@ class PowerTree:
 
     def insert(self, index: Array, priority: Tensor) -> None:
         """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
-        self.tree.write_power(index, priority, self._alpha.tensor)
+        self.tree.write_power(index, priority, self._alpha.views()[0])
 
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
@@ -49,7 +49,7 @@ class PowerTree:
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         """Set the masses of ``slots`` [n]; see :meth:`Distribution.update`."""
-        self.tree.write_power(slots, priority, self._alpha.tensor)
+        self.tree.write_power(slots, priority, self._alpha.views()[0])
 
     def reweight(self, slots: Tensor | None) -> None:
         """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
@@ -124,10 +124,11 @@ class Proportional(Distribution):
         self._power.update(slots, priority)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        slots, mass = self._tree.sample(batch_size, stratified=self._stratified, generator=generator)
+        u = self._tree.random_numbers(batch_size, stratified=self._stratified, generator=generator)
+        slots, mass = self._tree.walk(u)
         if not self._tracks_min:
             return Draw(slots, mass)
-        return Draw(slots, mass, self._tree.minima)
+        return Draw(slots, mass, self._tree.smallest())
 
     def sums(self) -> Sums:
         return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)

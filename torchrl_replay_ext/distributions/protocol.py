@@ -25,16 +25,17 @@ class Draw(NamedTuple):
     Importance-sampling weights are (density / smallest)^−β.
 
     Args:
-        slots: int64 [B].
-        density: float64 or int64 [B], proportional to the probability of each slot; 0 if nothing can be drawn.
+        slots: int64 [B], contiguous, also as a NumPy array.
+        density: float64 or int64 [B], likewise; proportional to the probability of each slot; 0 if nothing can be
+            drawn.
             Default: None, no weights are computed; those of ``extras`` stay.
         smallest: the smallest positive density of all stored slots, or a tensor that begins with it, [1 or more] in the
             dtype of ``density``. Default: None, weights are divided by the largest weight of the batch.
         extras: further entries of the batch, [B] each. Default: None.
     """
 
-    slots: Tensor
-    density: Tensor | None = None
+    slots: Array
+    density: Array | None = None
     smallest: Tensor | None = None
     extras: dict[str, Tensor] | None = None
 

@@ -7,13 +7,15 @@ To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CU
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 _library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
 
 
@@ -27,7 +29,8 @@ class Kernel:
     Args:
         name: ``"<module>.<function>"`` of the loop.
         arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
-            The first one is a tensor of the state. Tensors must be contiguous.
+            The first one is a tensor of the state. Tensors must be contiguous. In eager code on the CPU they may also
+            be NumPy arrays.
         for_cuda: True (default) if there is a version for CUDA.
     """
 
@@ -43,11 +46,14 @@ class Kernel:
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel."""
-        if torch.compiler.is_compiling():
-            self._operation(*arguments)
-        elif arguments[0].is_cpu:
+        first = arguments[0]
+        if isinstance(first, np.ndarray):
             self._on_cpu(*arguments)
-        elif arguments[0].is_cuda:
+        elif torch.compiler.is_compiling():
+            self._operation(*arguments)
+        elif first.is_cpu:
+            self._on_cpu(*arguments)
+        elif first.is_cuda:
             self._on_cuda(*arguments)
         else:
             self._operation(*arguments)
@@ -76,6 +82,42 @@ class Kernel:
         self._launch(*arguments)
 
 
+class Views:
+    """Tensors of a state as kernels take them: in eager code on the CPU as NumPy arrays, which are made only once.
+
+    Args:
+        *tensors: the tensors, which stay the same objects; their memory may move, for example to be shared.
+    """
+
+    def __init__(self, *tensors: Tensor):
+        self._tensors, self._addresses = tensors, [0]
+        self._arrays: list[Any] = []
+
+    def __call__(self) -> Sequence[Any]:
+        """The tensors or arrays."""
+        if torch.compiler.is_compiling() or not self._tensors[0].is_cpu:
+            return self._tensors
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            self._arrays, self._addresses = [tensor.numpy() for tensor in self._tensors], addresses
+        return self._arrays
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_addresses": [0], "_arrays": []}
+
+
+def empty(like: Any, count: int, dtype: torch.dtype) -> Any:
+    """Uninitialized numbers [count], an array if ``like`` is one, else a tensor on the device of ``like``."""
+    if isinstance(like, np.ndarray):
+        return np.empty(count, _NUMPY[dtype])
+    return torch.empty(count, dtype=dtype, device=like.device)
+
+
+def as_tensor(numbers: Any) -> Tensor:
+    """A tensor with the memory of an array; a tensor itself."""
+    return torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
+
+
 _TREE = "Tensor leaves, Tensor nodes, Tensor pages, int capacity, "
 
 tree_root = Kernel("tree.root", "Tensor nodes, Tensor(a!) value")
@@ -100,18 +142,18 @@ _DRAWS = "Tensor(a!) draws, Tensor(b!) num_draws, "
 
 rows_drawn = Kernel(
     "rows.drawn",
-    "Tensor slots, Tensor density, Tensor smallest, Tensor beta, Tensor generation, "
+    "Tensor generation, Tensor slots, Tensor density, Tensor smallest, Tensor beta, "
     + _DRAWS
     + "Tensor(c!) weight, Tensor(d!) stamp",
 )
 rows_record = Kernel(
     "rows.record",
-    "Tensor slots, bool stays, Tensor(c!) generation, Tensor(d!) number, Tensor(e!) d, Tensor largest, "
+    "Tensor(c!) generation, Tensor slots, bool stays, Tensor(d!) number, Tensor(e!) d, Tensor largest, "
     "Tensor(a!) draws, Tensor num_draws",
 )
 rows_update = Kernel(
     "rows.update",
-    "Tensor slots, Tensor error, Tensor stamp, Tensor real, Tensor generation, Tensor(a!) draws, Tensor num_draws, "
+    "Tensor generation, Tensor slots, Tensor error, Tensor stamp, Tensor real, Tensor(a!) draws, Tensor num_draws, "
     "Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, Tensor limit, float eps, float smallest, bool squared, "
     "bool refuses, bool is_own, Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
 )

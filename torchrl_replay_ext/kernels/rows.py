@@ -23,15 +23,15 @@ def _waits(draws, slot, column, now):
 
 
 @loop
-def drawn(slots, density, smallest, beta, generation, draws, num_draws, weight, stamp):
+def drawn(generation, slots, density, smallest, beta, draws, num_draws, weight, stamp):
     """Complete a draw of ``slots`` [n] with weights and stamps, and count it.
 
     Args:
+        generation: of each slot.
         slots: int64 [n].
         density: of each row, [n]; 0 if nothing can be drawn.
         smallest: the smallest density of all slots first; empty: that of this batch.
         beta: the exponent of the weights, first.
-        generation: of each slot.
         draws: see above; empty: the draw is not counted.
         num_draws: the number of draws so far, int64 [1].
         weight: (density / smallest)^−beta, float32 [n], 0 where the density is 0; empty: not needed.
@@ -62,13 +62,13 @@ def drawn(slots, density, smallest, beta, generation, draws, num_draws, weight, 
 
 
 @loop
-def record(slots, stays, generation, number, d, largest, draws, num_draws):
+def record(generation, slots, stays, number, d, largest, draws, num_draws):
     """Register one write of ``slots`` [n], or their removal.
 
     Args:
+        generation: of each slot; becomes the number of the write, or 0.
         slots: int64 [n].
         stays: False if the slots become empty.
-        generation: of each slot; becomes the number of the write, or 0.
         number: the number of writes so far, int64 [1]; increased by 1.
         d: of each slot; becomes the negative ``largest``, or 0.
         largest: the priority of new transitions, float64 [1].
@@ -99,7 +99,7 @@ def _delta(error, squared):
 
 @loop
 def update(
-    slots, error, stamp, real, generation, draws, num_draws, d, largest, counts, limit,
+    generation, slots, error, stamp, real, draws, num_draws, d, largest, counts, limit,
     eps, smallest, squared, refuses, is_own, kept, kept_d, result,
 ):  # fmt: skip
     """Set the priorities of the rows of an update. Of several rows of a slot the last one wins.
@@ -108,11 +108,11 @@ def update(
     are left out and counted.
 
     Args:
+        generation: of each slot; 0: empty.
         slots: int64 [n].
         error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.
         stamp: generations at the draw, int64 [n], -1 for padding; empty if they are not known.
         real: False for padding, bool [n]; empty if all rows are real.
-        generation: of each slot; 0: empty.
         draws: see above; empty: not known.
         num_draws: see :func:`drawn`.
         d: priority max(|δ| + eps, smallest) of each slot, float32.

@@ -93,18 +93,29 @@ def _sum(entries, first):
 @part
 def _refresh_minima(leaves, minima, pages, capacity, index):
     """Recompute the minima above the leaves ``index`` [n], level by level, so that cache misses overlap."""
-    shift, last, below, begin = 0, capacity - 1, 0, minima.shape[0]
-    while begin > 0:
-        below, shift, last = begin, shift + BITS, last >> BITS
-        begin -= CHILDREN * ((last >> BITS) + 1)
-        for row in range(index.shape[0]):
-            if index[row] < 0 or index[row] >= capacity:
-                continue
-            node = index[row] >> shift
-            if shift == BITS:
-                smallest = _smallest(leaves, place_of(node << BITS, leaves, pages))
-            else:
-                smallest = _smallest(minima, below + (node << BITS))
+    if minima.shape[0] == 0:
+        return
+    nodes, count = np.empty(index.shape[0], np.int64), 0
+    last = (capacity - 1) >> BITS
+    begin = minima.shape[0] - CHILDREN * ((last >> BITS) + 1)
+    for row in range(index.shape[0]):
+        if index[row] < 0 or index[row] >= capacity:
+            continue
+        node = index[row] >> BITS
+        smallest = _smallest(leaves, place_of(node << BITS, leaves, pages))
+        nodes[count] = node
+        # nothing changes above a minimum that has not changed
+        count += minima[begin + node] != smallest
+        minima[begin + node] = smallest
+    while begin > 0 and count > 0:
+        last >>= BITS
+        below, begin = begin, begin - CHILDREN * ((last >> BITS) + 1)
+        changed, count = count, 0
+        for k in range(changed):
+            node = nodes[k] >> BITS
+            smallest = _smallest(minima, below + (node << BITS))
+            nodes[count] = node
+            count += minima[begin + node] != smallest
             minima[begin + node] = smallest
 
 
@@ -143,13 +154,17 @@ def find(leaves, nodes, pages, capacity, target, leaf, mass):
 @part
 def _child(entries, first, rest):
     """The child that contains ``rest``, and the rest within this child."""
-    child, running, ahead = 0, 0, 0
-    for k in range(CHILDREN - 1):
-        running += entries[first + k]
-        is_passed = running <= rest
-        child += is_passed
-        ahead = running if is_passed else ahead
-    return child, rest - ahead
+    # halve the children four times; without branches, the rows of a batch overlap
+    child, size = 0, CHILDREN
+    while size > 1:
+        size //= 2
+        half = 0
+        for k in range(size):
+            half += entries[first + child + k]
+        is_passed = half <= rest
+        rest -= half if is_passed else 0
+        child += size if is_passed else 0
+    return child, rest
 
 
 @part

@@ -20,6 +20,7 @@ from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, 
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, to_device, values_can_be_read
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
+from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
@@ -208,7 +209,6 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     # --- draws
 
-    @torch.no_grad()
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Draw ``batch_size`` slots.
 
@@ -233,7 +233,9 @@ class DistributionSampler(ShowsArguments, Sampler):
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
         self.synchronize(storage)
-        raise_if(lambda: self.state.log.is_empty, lambda: RuntimeError(f"{name}: cannot sample from an empty storage."))
+        in_graph = is_traced()
+        if not in_graph and self.state.log.is_empty:
+            raise RuntimeError(f"{name}: cannot sample from an empty storage.")
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
@@ -244,16 +246,17 @@ class DistributionSampler(ShowsArguments, Sampler):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
             raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")
-        is_counted = is_complete and self.takes_priorities and not is_traced()
+        is_counted = is_complete and self.takes_priorities and not in_graph
         has_anchors = is_counted and _torchrl.updates_anchors(self, storage)
         weight, stamp = self.state.log.drawn(
             slots,
             density,
             smallest,
-            None if beta is None else beta.tensor,
+            None if beta is None else beta.views()[0],
             is_counted=is_counted and not has_anchors,
             is_stamped=is_complete and self.layout.for_graphs,
         )
+        slots = as_tensor(slots)
         if has_anchors:
             self.state.log.count_draw(slots.unique())
         info = {} if weight is None else {"priority_weight": weight}
@@ -362,7 +365,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         """True if writes have the same effect in a graph as outside."""
         return self.distribution.writes_in_graphs
 
-    @torch.no_grad()
     def update_priority(
         self,
         index: int | Tensor | tuple,
@@ -395,15 +397,13 @@ class DistributionSampler(ShowsArguments, Sampler):
         if is_traced():
             self.require_bound(storage)
             slots = self.flat_slots(index)
-            error = torch.as_tensor(priority, device=self.layout.device).to(torch.float32).reshape(-1)
+            error = torch.as_tensor(priority, device=self.layout.device).detach().to(torch.float32).reshape(-1)
             self.state.updates.apply(index, slots, error.expand(slots.shape[0]), stamp)
             return
         if self.synchronize(storage) and is_initialization(priority, storage, self.state.priorities):
             return
-        raise_if(
-            lambda: self.state.log.is_empty and self._shape is None,
-            lambda: IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first."),
-        )
+        if not self.layout.known and self.state.log.is_empty:
+            raise IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first.")
         slots = self.flat_slots(index)
         error = td_errors(self.owner, priority, len(slots), self.layout.device)
         if len(slots) and not self.lacks_td_errors(index, slots, priority, storage):

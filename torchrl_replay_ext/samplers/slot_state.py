@@ -296,7 +296,7 @@ class SlotState:
             if largest is not None:
                 self.priorities.undo_exclude(slots, largest)
             raise
-        self.log.record(slots, self.priorities.of_slot, self.priorities.largest)
+        self.log.record(slots.contiguous(), self.priorities.arrays())
 
     def remove(self, slots: Tensor) -> None:
         """Mark ``slots`` [n], without duplicates, as empty."""
@@ -306,7 +306,7 @@ class SlotState:
             self._forget(slots)
 
     def _forget(self, slots: Tensor) -> None:
-        self.log.remove(slots.contiguous(), self.priorities.of_slot, self.priorities.largest)
+        self.log.record(slots.contiguous(), self.priorities.arrays(), stays=False)
         self.priorities.recount(slots)
 
     def discard(self, slots: Tensor) -> None:

@@ -13,6 +13,7 @@ from torchrl_replay_ext.compilation import is_traced, values_can_be_read
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
+from torchrl_replay_ext.kernels.ops import Views
 from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error
@@ -48,6 +49,7 @@ class SlotUpdates:
         self.counts = torch.zeros(2, dtype=torch.int64, device=log.layout.device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
+        self._views = Views(self.counts, self._limit)
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
 
@@ -112,7 +114,7 @@ class SlotUpdates:
     ) -> list[int]:
         """Update the priorities and the distribution; why the update is refused, or 0, and the row."""
         kept, priority, result = self._priorities.update(
-            slots, error, stamp, real, self._log, self.counts, self._limit, refuses=refuses, is_own=is_own
+            slots, error, stamp, real, self._log, *self._views(), refuses=refuses, is_own=is_own
         )
         reason, count = result.tolist() if refuses else (0, slots.shape[0])
         if not reason:

@@ -74,7 +74,7 @@ def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tenso
     Raises:
         ValueError: if ``given`` has another number of elements.
     """
-    error = torch.as_tensor(given, dtype=torch.float32, device=device)
+    error = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
     if error.ndim != 1:
         error = error.reshape(-1)
     if error.shape[0] == count:

@@ -223,7 +223,7 @@ def _together(count: int) -> dict[str, int]:
 
 
 def drawn(
-    slots: Tensor, density: Tensor, smallest: Tensor, beta: Tensor, generation: Tensor, draws: Tensor,
+    generation: Tensor, slots: Tensor, density: Tensor, smallest: Tensor, beta: Tensor, draws: Tensor,
     num_draws: Tensor, weight: Tensor, stamp: Tensor,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
@@ -237,7 +237,7 @@ def drawn(
 
 
 def record(
-    slots: Tensor, stays: bool, generation: Tensor, number: Tensor, d: Tensor, largest: Tensor, draws: Tensor,
+    generation: Tensor, slots: Tensor, stays: bool, number: Tensor, d: Tensor, largest: Tensor, draws: Tensor,
     num_draws: Tensor,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
@@ -249,7 +249,7 @@ def record(
 
 
 def update(
-    slots: Tensor, error: Tensor, stamp: Tensor, real: Tensor, generation: Tensor, draws: Tensor, num_draws: Tensor,
+    generation: Tensor, slots: Tensor, error: Tensor, stamp: Tensor, real: Tensor, draws: Tensor, num_draws: Tensor,
     d: Tensor, largest: Tensor, counts: Tensor, limit: Tensor, eps: float, smallest: float, squared: bool,
     refuses: bool, is_own: bool, kept: Tensor, kept_d: Tensor, result: Tensor,
 ) -> None:  # fmt: skip
