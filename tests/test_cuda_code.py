@@ -36,7 +36,9 @@ def code_of_the_gpu(monkeypatch):
 def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
-    called = code[code.index("async_compile.wait") :].replace("torch.ops.torchrl_replay_ext.tree_", "our_kernel_")
+    called = code[code.index("async_compile.wait") :]
+    for module in ("tree", "rows"):
+        called = called.replace(f"torch.ops.torchrl_replay_ext.{module}_", "our_kernel_")
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
 
@@ -82,7 +84,8 @@ KERNELS = {
     "find": ("_walk", TREE | {"nodes": INT64, "target": INT64, "leaf": INT64, "mass": INT64}),
     "prefix": ("_prefix", TREE | ROWS | {"size": "i32", "total": INT64}),
     "get": ("_get", TREE | {"index": INT64, "mass": INT64}),
-    "write": ("_write", TREE | ROWS | {"minima": INT64, "size": "i32", "mass": INT64}),
+    "write": ("_write", TREE | ROWS | {"minima": INT64, "size": "i32", "mass": INT64, "alpha": INT64}),
+    "write_power": ("_write", TREE | ROWS | {"minima": INT64, "size": "i32", "mass": "*fp32", "alpha": "*fp64"}),
     "refresh_maxima": (
         "_refresh_maxima",
         {"leaves": INT64, "maxima": INT64, "size": "i32", "capacity": "i32", "index": INT64, "count": "i32"},
@@ -98,9 +101,36 @@ def test_tree_kernels_are_compiled_for_the_gpu(name, has_pages):
     function, arguments = KERNELS[name]
     kernel = getattr(kernels, function)
     constants = {"has_pages": has_pages, "is_fraction": name == "draw", "is_one_mass": has_pages, "track_min": True}
+    constants |= {"is_power": name == "write_power"}
     constants |= {"levels": 5, "num_rows": 64, "num_together": 64}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {key: "constexpr" if key in constants else arguments[key] for key in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+INT32, FLOAT64 = "*i32", "*fp64"
+SLOTS = {"slots": INT64, "generation": INT64, "draws": INT32, "num_draws": INT64, "count": "i32", "size": "i32"}
+OF_ROWS = {
+    "_drawn": SLOTS | {"density": INT64, "smallest": INT64, "beta": FLOAT64, "weight": "*fp32", "stamp": INT64},
+    "_record": SLOTS | {"number": INT64, "d": "*fp32", "largest": FLOAT64},
+    "_update": SLOTS
+    | {"error": "*fp32", "stamp": INT64, "real": "*i1", "d": "*fp32", "d_bits": INT32, "largest": FLOAT64}
+    | {"counts": INT64, "limit": FLOAT64, "eps": "fp32", "smallest": "fp32", "kept": INT64, "kept_d": "*fp32"}
+    | {"result": INT64},
+}
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_kernels_of_rows_are_compiled_for_the_gpu(name, flag):
+    import torchrl_replay_ext.kernels.cuda.rows as kernels
+
+    kernel = getattr(kernels, name)
+    flags = ("has_weight", "has_smallest", "has_stamp", "has_real", "counts_draws", "squared", "refuses", "stays")
+    constants = dict.fromkeys(flags, flag) | {"is_own": not flag, "counts_draws": True, "num_rows": 64}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in constants else OF_ROWS[name][key] for key in kernel.arg_names}
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 

@@ -1,6 +1,7 @@
 """The kernels: compiled for the CPU, undecorated, and (TRITON_INTERPRET=1) those for CUDA, which Triton interprets."""
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -50,10 +51,13 @@ def run(request, monkeypatch):
                     for part, compiled in [*vars(loops).items()]:
                         patch.setattr(loops, part, getattr(compiled, "py_func", compiled))
                     patch.setattr(kernel, "_loop", getattr(loops, name))
-                elif request.param == "operation":
-                    patch.setattr(ops.Kernel, "__call__", lambda self, *arguments: self._operation(*arguments))
                 else:
-                    patch.setattr(ops.Kernel, "__call__", lambda self, *arguments: self._on_cuda(*arguments))
+                    way = {"operation": "_operation", "cuda": "_on_cuda"}[request.param]
+
+                    def call(self, *arguments, way=way):
+                        getattr(self, way)(*map(ops.as_tensor, arguments))
+
+                    patch.setattr(ops.Kernel, "__call__", call)
             # random numbers wrap around
             with np.errstate(over="ignore"):
                 return function(*arguments)
@@ -162,66 +166,160 @@ def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
     run(tree.prefix, torch.randint(-(2**62), 2**62, (500,)))
 
 
-# --- rows of updates
+# --- rows of draws, writes and updates
+
+SLOTS, LIMIT = 20, 50.0
 
 
-def updated(run, rows, generation, d, *, drawn, eps=0.01, squared=True):
-    """The state after an update by kernels: why it is refused, the row or count, the kept rows, d, largest, dropped."""
-    result, largest, dropped = torch.zeros(2, dtype=torch.int64), torch.ones(1).double(), torch.zeros(1).long()
-    kept, kept_d = torch.empty_like(rows[0]), torch.empty_like(rows[1])
-    run(ops.rows_check, *rows, len(generation), eps, 0.1, 50.0, squared, result)
-    if not result[0]:
-        state = generation, d, largest, dropped
-        run(ops.rows_update, *rows, *state, eps, 0.1, squared, drawn, kept, kept_d, result)
-    count = 0 if result[0] else int(result[1])
-    return result.tolist(), dict(zip(kept[:count].tolist(), kept_d[:count].tolist(), strict=True)), largest, dropped
+class Rows:
+    """The state of the kernels of rows, and the same as plain lists, changed by loops written from the definitions."""
+
+    def __init__(self, run):
+        self.run = run
+        self.generation, self.d = torch.zeros(SLOTS, dtype=torch.int64), torch.zeros(SLOTS)
+        self.number, self.num_draws = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self.draws, self.counts = torch.zeros(SLOTS, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        self.largest, self.limit = torch.ones(1).double(), torch.full((1,), LIMIT).double()
+        self.written, self.priority = [0] * SLOTS, [0.0] * SLOTS
+        self.last, self.waiting, self.before, self.late = ([0] * SLOTS for _ in range(4))
+        self.greatest, self.dropped, self.rejected, self.drawn, self.writes = 1.0, 0, 0, 0, 0
+
+    def draw(self, slots, density, *, smallest=None, beta=0.4, stamped=True):
+        weight, stamp = torch.zeros(len(slots)), torch.zeros(len(slots) * stamped, dtype=torch.int64)
+        least = density[:0] if smallest is None else torch.tensor([smallest], dtype=density.dtype)
+        counted = self.draws, self.num_draws
+        exponent = torch.tensor([beta]).double()
+        self.run(ops.rows_drawn, self.generation, slots, density, least, exponent, *counted, weight, stamp)
+        least = float(density.min()) if smallest is None else smallest
+        expected = [(x / least) ** -beta if x > 0 and least > 0 else 0.0 for x in density.tolist()]
+        assert weight.tolist() == pytest.approx(expected, rel=1e-6)
+        assert stamp.tolist() == [self.written[slot] for slot in slots.tolist() if stamped]
+        self.drawn += 1
+        for slot in slots.tolist():
+            still = self.drawn - self.last[slot] <= reasons.WINDOW
+            self.waiting[slot] = 1 + self.waiting[slot] * still
+            self.last[slot] = self.drawn
+        return stamp
+
+    def record(self, slots, stays):
+        state = self.number, self.d, self.largest, self.draws, self.num_draws
+        self.run(ops.rows_record, self.generation, slots, stays, *state)
+        self.writes += 1
+        for slot in slots.tolist():
+            if not 0 <= slot < SLOTS:
+                continue
+            self.written[slot] = self.writes * stays
+            self.priority[slot] = -self.greatest * stays
+            late = self.late[slot] * (self.drawn - self.before[slot] <= reasons.WINDOW)
+            late += self.waiting[slot] * (self.drawn - self.last[slot] <= reasons.WINDOW)
+            self.before[slot] = self.last[slot] or self.before[slot]
+            self.late[slot], self.last[slot], self.waiting[slot] = late, 0, 0
+
+    def update(self, slots, error, stamp, real, *, squared, refuses, is_own, eps=0.01, least=0.1):
+        kept, kept_d, result = torch.empty_like(slots), torch.empty_like(error), torch.zeros(2, dtype=torch.int64)
+        state = self.draws, self.num_draws, self.d, self.largest, self.counts, self.limit
+        settings = eps, least, squared, refuses, is_own
+        self.run(ops.rows_update, self.generation, slots, error, stamp, real, *state, *settings, kept, kept_d, result)
+        known = [bool(r) for r in real.tolist()] if len(real) else [True] * len(slots)
+        stamps = stamp.tolist() if len(stamp) else None
+        rows = [i for i in range(len(slots)) if known[i] and (stamps is None or stamps[i] >= 0)]
+        slot, errors = slots.tolist(), error.tolist()
+        priority = {i: max((errors[i] ** 0.5 if squared else errors[i]) + eps, least) for i in rows if errors[i] >= 0}
+        why = {i: reasons.OUT_OF_RANGE for i in rows if not 0 <= slot[i] < SLOTS}
+        why |= {i: reasons.INVALID for i in rows if i not in why and not priority.get(i, math.inf) <= LIMIT}
+        if refuses:
+            if stamps is None:
+                empty = [i for i in rows if i not in why and not self.written[slot[i]] and not self.before[slot[i]]]
+                why |= dict.fromkeys(empty, reasons.EMPTY)
+            if why:
+                assert result.tolist() == [why[min(why)], min(why)]
+                return why[min(why)]
+        self.rejected += len(why)
+        expected = {}
+        for i in rows:
+            if i in why:
+                continue
+            at = slot[i]
+            is_late = self.written[at] == 0
+            if stamps is not None:
+                is_late |= stamps[i] != self.written[at]
+            elif not is_own:
+                is_late |= self.late[at] > 0 and self.drawn - self.before[at] <= reasons.WINDOW
+            if not is_own:
+                counts = self.late if is_late else self.waiting
+                counts[at] = max(counts[at] - 1, 0)
+            self.dropped += is_late
+            if not is_late:
+                expected[at] = priority[i]
+                self.greatest = max(self.greatest, priority[i])
+        for at, value in expected.items():
+            self.priority[at] = value
+        found = {at: value for at, value in zip(kept.tolist(), kept_d.tolist(), strict=True) if at >= 0}
+        assert len(found) == int((kept >= 0).sum()) and found == pytest.approx(expected, rel=1e-6)
+        assert result[0] == 0
+        return 0
+
+    def check(self):
+        assert self.generation.tolist() == self.written
+        assert self.d.tolist() == pytest.approx(self.priority, rel=1e-6)
+        assert float(self.largest) == pytest.approx(self.greatest, rel=1e-6)
+        assert self.counts.tolist() == [self.dropped, self.rejected]
+        # below 0 means the same as 0
+        assert self.draws.clamp_min(0)[:, 1].tolist() == self.waiting and self.draws[:, 0].tolist() == self.last
 
 
-def naively_updated(rows, generation, d, *, drawn, eps=0.01, squared=True):
-    slots, error, stamp, mark = (part.tolist() for part in rows)
-    known = [(mark[i] if mark else 0) if not stamp or stamp[i] >= 0 else reasons.PADDING for i in range(len(slots))]
-    deltas = [(e**0.5 if e >= 0 else e) if squared else e for e in error]
-    for i, slot in enumerate(slots):
-        if known[i] != reasons.PADDING and not 0 <= slot < len(generation):
-            return [reasons.OUT_OF_RANGE, i], {}, 1.0, 0
-        if known[i] != reasons.PADDING and not (error[i] >= 0 and max(deltas[i] + eps, 0.1) <= 50):
-            return [reasons.INVALID, i], {}, 1.0, 0
-    real = [i for i in range(len(slots)) if known[i] != reasons.PADDING]
-    empty = [i for i in real if generation[slots[i]] == 0]
-    if empty and not drawn:
-        return [reasons.EMPTY, empty[0]], {}, 1.0, 0
-    late = {i for i in real if known[i] or i in empty or (stamp and stamp[i] != generation[slots[i]])}
-    kept = {slots[i]: max(deltas[i] + eps, 0.1) for i in real if i not in late}
-    largest = max([1.0, *(max(deltas[i] + eps, 0.1) for i in real if i not in late)])
-    for slot, value in kept.items():
-        d[slot] = value
-    return [0, len(kept)], kept, largest, len(late)
+@pytest.mark.parametrize("kind", [torch.int64, torch.float64])
+def test_all_implementations_of_rows_do_the_same(run, kind):
+    torch.manual_seed(0)
+    rows, outcomes, batches = Rows(run), set(), []
+    rows.record(torch.arange(SLOTS - 3), True)
+    for number in range(30 if INTERPRETED else 300):
+        slots = torch.randint(SLOTS, (8,))
+        density = torch.randint(0, 9, (8,)).to(kind) + (number % 3 > 0)
+        smallest = None if number % 2 else 1
+        batches.append((slots, rows.draw(slots, density, smallest=smallest)))
+        if number % 3 == 0:
+            rows.record(torch.randint(-1, SLOTS + 1, (4,)).unique(), number % 9 > 0)
+        slots, stamp = batches.pop(int(torch.randint(len(batches), ())) if len(batches) > 4 else 0)
+        slots, error, real = slots.clone(), 10 * torch.rand(8), torch.rand(8) < 0.9
+        if number % 7 == 0:
+            error[5] = (-1.0, float("nan"), float("inf"), 2600.0)[number % 4]
+        if number % 7 == 1:
+            slots[5] = (-1, SLOTS, 2**40)[number % 3]
+        stamp = torch.where(torch.rand(8) < 0.9, stamp, -1)[: 8 * (number % 2)]
+        how = {"squared": number % 5 > 0, "refuses": number % 4 > 0, "is_own": number % 11 == 0}
+        outcomes.add(rows.update(slots, error, stamp, real[: 8 * (number % 3 > 0)], **how))
+        rows.check()
+    assert INTERPRETED or outcomes == {0, reasons.OUT_OF_RANGE, reasons.INVALID, reasons.EMPTY}
 
 
-@not_interpreted
-@pytest.mark.parametrize("stamped", [False, True])
-def test_all_implementations_update_the_same_rows(run, stamped):
-    outcomes = set()
-    for seed in range(60):
-        torch.manual_seed(seed)
-        generation = torch.randint(0 if seed % 3 else 1, 4, (20,))
-        slots, error = torch.randint(20, (12,)), 10 * torch.rand(12)
-        stamp = torch.where(torch.rand(12) < 0.7, generation[slots], torch.randint(-1, 4, (12,))) if stamped else None
-        rows = [slots, error, slots[:0] if stamp is None else stamp, torch.randint(0, 3, (12,), dtype=torch.uint8)]
-        if seed % 7 == 0:
-            error[5] = (-1.0, float("nan"), float("inf"), 2600.0)[seed % 4]
-        if seed % 7 == 1:
-            slots[5] = (-1, 20, 2**40)[seed % 3]
-        d, expected_d, drawn, squared = torch.rand(20), torch.zeros(20), seed % 2 == 0, seed % 5 > 0
-        expected_d.copy_(d)
-        result, kept, largest, dropped = updated(run, rows, generation, d, drawn=drawn, squared=squared)
-        expected = naively_updated(rows, generation.tolist(), expected_d, drawn=drawn, squared=squared)
-        assert result == expected[0], seed
-        assert kept == pytest.approx(expected[1], rel=1e-6)
-        torch.testing.assert_close(d, expected_d, rtol=1e-6, atol=0)
-        assert float(largest) == pytest.approx(expected[2], rel=1e-6) and int(dropped) == expected[3]
-        outcomes.add(result[0])
-    assert outcomes == {0, reasons.OUT_OF_RANGE, reasons.INVALID, reasons.EMPTY}
+def test_draws_wait_for_a_limited_time(run):
+    rows = Rows(run)
+    rows.record(torch.arange(SLOTS), True)
+    rows.draw(torch.tensor([0, 1, 1]), torch.ones(3).double())
+    rows.record(torch.tensor([0, 1]), True)
+    rows.num_draws += reasons.WINDOW
+    rows.drawn += reasons.WINDOW
+    nothing = torch.empty(0, dtype=torch.int64)
+    how = {"squared": False, "refuses": True, "is_own": False}
+    rows.update(torch.tensor([1]), torch.ones(1), nothing, nothing, **how)
+    rows.num_draws += 1
+    rows.drawn += 1
+    rows.update(torch.tensor([0, 1]), torch.ones(2), nothing, nothing, **how)
+    rows.check()
+    assert rows.dropped == 1
+
+
+def test_more_rows_than_are_processed_together(run):
+    """Of the rows of a slot the last one wins, wherever it is in the batch."""
+    rows = Rows(run)
+    rows.record(torch.arange(SLOTS), True)
+    nothing = torch.empty(0, dtype=torch.int64)
+    slots = torch.randint(SLOTS, (3000,))
+    rows.draw(slots, torch.ones(3000).double())
+    how = {"squared": False, "refuses": True, "is_own": False}
+    rows.update(slots, 10 * torch.rand(3000), nothing, nothing, **how)
+    rows.check()
 
 
 # --- ReaPER
@@ -381,7 +479,7 @@ def test_all_implementations_have_the_same_ranks(run):
         d = torch.from_numpy(generator.choice([0.0, 1e-40, 0.5, 1.0, 1.001, 2.0, 3e38], count)).float()
         change = int(generator.integers(3))
         for each, call in ((ranks, lambda function, *arguments: function(*arguments)), (other, run)):
-            call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d, None)][change])
+            call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
         # the last of duplicates counts
         last = {}
         for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
@@ -419,7 +517,7 @@ def test_ranks_stay_in_range_whatever_the_state_holds(run):
         found = run(ranks.find, torch.randint(-5, 10**6, (100,)))
         assert int(found.min()) >= 0 and int(found.max()) < 50
         run(ranks.rank_of, torch.randint(-5, 60, (100,)))
-        run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100), None)
+        run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100))
     ranks._place.random_()
     run(ranks.rebuild)
     run(ranks.clear)

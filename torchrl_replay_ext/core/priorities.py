@@ -13,7 +13,7 @@ from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_update
+from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -111,7 +111,7 @@ class Priorities:
         *,
         refuses: bool,
         is_own: bool,
-    ) -> tuple[Tensor, Tensor, Array]:
+    ) -> tuple[Array, Array, Array]:
         """Set d of the rows of an update, see :func:`torchrl_replay_ext.kernels.rows.update`.
 
         Args:
@@ -156,7 +156,7 @@ class Priorities:
             kept_d,
             result,
         )
-        return as_tensor(kept), as_tensor(kept_d), result
+        return kept, kept_d, result
 
     def arrays(self) -> Sequence[Array]:
         """What kernels read: d of each slot, and the largest one."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import is_traced, values_can_be_read
+from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
-from torchrl_replay_ext.kernels.ops import Views
+from torchrl_replay_ext.kernels.ops import Views, as_tensor
 from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error
@@ -117,12 +117,13 @@ class SlotUpdates:
             slots, error, stamp, real, self._log, *self._views(), refuses=refuses, is_own=is_own
         )
         reason, count = result.tolist() if refuses else (0, slots.shape[0])
-        if not reason:
-            if values_can_be_read(kept):
+        if not reason and count:
+            if not isinstance(kept, Tensor):
+                # on the CPU, the rows that are kept come first
                 kept, priority = kept[:count], priority[:count]
-            if count:
-                self._priorities.recount(kept)
-                self._distribution.update(kept, priority)
+            kept, priority = as_tensor(kept), as_tensor(priority)
+            self._priorities.recount(kept)
+            self._distribution.update(kept, priority)
         return [reason, count]
 
     def _refusal(self, reason: int, slots: Tensor, error: Tensor, row: int) -> Exception:

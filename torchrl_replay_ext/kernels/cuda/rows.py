@@ -43,14 +43,14 @@ def _drawn(
     if has_weight:
         exponent = -tl.load(beta)
         if has_smallest:
-            least = tl.load(smallest).to(tl.float64)
+            least = tl.load(smallest).to(tl.float64) + tl.zeros([num_rows], tl.float64)
         else:
             lowest = tl.full([num_rows], float("inf"), tl.float64)
             for start in range(0, count, num_rows):
                 rows = start + tl.arange(0, num_rows)
-                found = tl.load(density + rows, mask=rows < count, other=float("inf")).to(tl.float64)
-                lowest = tl.minimum(lowest, found)
-            least = tl.min(lowest, axis=0)
+                found = tl.load(density + rows, mask=rows < count, other=0).to(tl.float64)
+                lowest = tl.minimum(lowest, tl.where(rows < count, found, float("inf")))
+            least = tl.min(lowest, axis=0) + tl.zeros([num_rows], tl.float64)
     now = 0
     if counts_draws:
         number = tl.load(num_draws) + 1
@@ -62,7 +62,7 @@ def _drawn(
         if has_weight:
             mass = tl.load(density + rows, mask=in_batch, other=0).to(tl.float64)
             can_be_drawn = (mass > 0) & (least > 0)
-            ratio = tl.where(can_be_drawn, mass / least, 1.0)
+            ratio = tl.where(can_be_drawn, mass, 1.0) / tl.where(can_be_drawn, least, 1.0)
             result = tl.where(can_be_drawn, tl.exp2(exponent * tl.log2(ratio)), 0.0)
             tl.store(weight + rows, result.to(tl.float32), mask=in_batch)
         if has_stamp:
@@ -193,13 +193,13 @@ def _update(
         best = tl.maximum(best, tl.where(keeps, priority, 0.0))
         tl.store(kept + rows, tl.where(keeps, slot, -1), mask=rows < count)
         # the last row of a slot leaves the largest mark
-        tl.atomic_max(d_bits + slot, _MARK + rows, mask=keeps)
+        tl.atomic_max(d_bits + slot, rows + _MARK, mask=keeps)
     tl.debug_barrier()
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(kept + rows, mask=rows < count, other=-1)
         keeps = slot >= 0
-        wins = keeps & (tl.load(d_bits + tl.where(keeps, slot, 0), mask=keeps, other=0) == _MARK + rows)
+        wins = keeps & (tl.load(d_bits + tl.where(keeps, slot, 0), mask=keeps, other=0) == rows + _MARK)
         _, _, _, priority = _inspect(
             slots, error, stamp, real, limit, eps, smallest, rows, count, size, has_stamp, has_real, squared
         )
