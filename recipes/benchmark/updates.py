@@ -29,7 +29,8 @@ from recipes.common.optimizers import make_optimizer
 from recipes.common.schemas.dqn import Config as DQNRun
 from recipes.common.schemas.sac import Config as SACRun
 from recipes.common.schemas.td3 import Config as TD3Run
-from recipes.common.update import Update, compiled
+from recipes.common.update import Update
+from torchrl_replay_ext import compile_step
 
 MEASUREMENT = "updates"
 CONF = Path(__file__).parents[1] / "conf"
@@ -179,6 +180,6 @@ def whole_update(recipe: str, mode: str, name: str, data: TensorDict) -> Case:
     )
     fill(buffer, data)
     update = make_update(buffer, num_updates)
-    step = update if mode == EAGER else compiled(update, cudagraphs=mode == GRAPH)
+    step = update if mode == EAGER else compile_step(update, cudagraphs=mode == GRAPH)
     row = Row(MEASUREMENT, recipe, contender(mode, name), len(data), size)
     return Case(row, lambda: step(None), mode, units=num_updates)
