@@ -274,13 +274,12 @@ def test_recipes_train_with_recorded_updates(name, recorder, tmp_path, monkeypat
         return compile_step(function, cudagraphs=True)
 
     recipe, overrides = RUNS[name]
+    options = ["compile=true", "device=cpu", f"{recipe}.total_steps=64"]
     module = import_module(f"recipes.{recipe}")
     for place in (updates, module):
         if hasattr(place, "compile_step"):
-            monkeypatch.setattr(
-                place, "compile_step", lambda function, cudagraphs: compile_step(function, cudagraphs=True)
-            )
-    assert module.train(composed(recipe, *overrides, "compile=true", "device=cpu"), tmp_path) == DONE
+            monkeypatch.setattr(place, "compile_step", recorded)
+    assert module.train(composed(recipe, *overrides, *options), tmp_path) == DONE
     assert recorder.recorded and recorder.replays > recorder.recorded
 
 
