@@ -123,7 +123,7 @@ def test_everything_is_on_the_device(name):
 @pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize("name", [name for name in PRIORITIZED if "rank" not in name])
 def test_the_device_has_the_state_that_the_cpu_has(name, tmp_path):
-    """Both draw the same, except for ReaPER, which rejects with other random numbers: the device gets the CPU's draws."""
+    """The device gets the CPU's batches. Both draw the same, but ReaPER rejects with other random numbers."""
     case = CASES[name]
     on_cpu, on_device, experience = buffer_of(case, "cpu"), buffer_of(case), case.experience()
     for number in range(case.capacity):

@@ -22,7 +22,7 @@ from recipes import dqn, sac, td3
 from recipes.benchmark.buffers import EPISODE_LENGTH, OURS, fill, make_buffer, td_errors
 from recipes.benchmark.cycle import make_step
 from recipes.benchmark.results import CYCLE_ONLY, LeftOutError, Row
-from recipes.benchmark.timing import CAPTURED, EAGER, GRAPH, MODES, Case, contender, measure, modes_of
+from recipes.benchmark.timing import CAPTURED, EAGER, GRAPH, MODES, Case, contender, in_shares, measure, modes_of
 from recipes.common.cli import parse_config
 from recipes.common.networks import make_network
 from recipes.common.optimizers import make_optimizer
@@ -135,7 +135,7 @@ def measure_updates(
     """
     rows: list[Row] = []
     notes: dict[str, None] = {}
-    for recipe in RECIPES:
+    for recipe in in_shares(RECIPES):
         cases: list[Case] = []
         data = experience(recipe, capacity).to(device)
         for name in tqdm(TORCHRL_CYCLES, desc=f"filling, {recipe}", leave=False):
