@@ -244,7 +244,7 @@ CHANGES = {
     "None": (
         lambda state, x: setattr(state, "h", x if state.h is None else state.h + x),
         State(h=None),
-        r"The check that fails: state\.h is None",
+        r"state\.h was None in the first call of step and is a tensor now",
     ),
     "list": (
         lambda state, x: state.rows.append(x),

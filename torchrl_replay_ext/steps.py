@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import os
 import re
 import warnings
@@ -33,6 +34,13 @@ _OF_OBJECTS = (
     "TENSOR_MATCH",
     "SEQUENCE_LENGTH",
     "DICT_KEYS_MATCH",
+)
+
+_OF_VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
+
+_SET_BEFORE = (
+    "Keep what changes in a tensor, and change it in place. If the step does not depend on the old value, set it "
+    "before the first call to what the step leaves there."
 )
 
 # What to do about settings of optimizers that schedulers change.
@@ -123,11 +131,23 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     settings: dict[AdamStep, dict[str, Any]] = {}
 
     def of_state(guards: Sequence[Any]) -> list[bool]:
-        """All but those of arguments, which are checked here, because the step may add entries to them."""
+        """Those of tensors, numbers, strings and lengths. Arguments, to which the step may add entries, are not here.
+
+        Objects may be created in the first call, as TorchRL's losses do with lists of keys, but not tensors.
+        """
         settings.update({each.value: each.value.settings for each in guards if isinstance(each.value, AdamStep)})
         names = [re.findall(r"\bL\['(\w+)'\]", each.orig_guard.name) for each in guards]
-        return [not any(name in arguments for name in each) for each in names]
+        is_state = [not any(name in arguments for name in each) for each in names]
+        missing.extend(
+            each.orig_guard for each, own in zip(guards, is_state, strict=True) if own and each.value is None
+        )
+        return [
+            own and each.value is not None and each.guard_type in _OF_VALUES
+            for each, own in zip(guards, is_state, strict=True)
+        ]
 
+    # torch's names of values that were None
+    missing: list[Any] = []
     own, compiled = _compile(step, of_state, cudagraphs)
     first: Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
@@ -150,6 +170,7 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             _require_settings(step.__name__, before, optimizer.settings)
         if without_checks is not None:
             return without_checks(*args, **kwargs)
+        _require_no_tensors(step, missing)
         with _unchanged(step.__name__):
             result = compiled(*args, **kwargs)
         # the code that torch runs if its checks pass, the last used first
@@ -237,14 +258,27 @@ def _unchanged(step: str) -> Iterator[None]:
         hint = (
             "Use loss.make_value_estimator(gamma=..., device=...) before the first call."
             if "_value_estimator" in check
-            else "Keep what changes in a tensor, and change it in place; let two states start as two tensors, such as "
-            "zeros and zeros.clone(). If the step does not depend on the old value, set it before the first call to "
-            "what the step leaves there."
+            else "Let two states start as two tensors, such as zeros and zeros.clone(). " + _SET_BEFORE
         )
         raise RuntimeError(
             f"compile_step: a value that the graph keeps has changed since the first call of {step}. The check "
             f"that fails: {_readable(check)}{f', for {line}' if line else ''}. {hint}"
         ) from error
+
+
+def _require_no_tensors(step: FunctionType, missing: Sequence[Any]) -> None:
+    """RuntimeError if a value that was None in the first call is a tensor now."""
+    scope = {"G": step.__globals__, "L": dict(inspect.getclosurevars(step).nonlocals)}
+    for guard in missing:
+        try:
+            value = eval(guard.name, scope)
+        except Exception:  # what no longer exists, or is named by functions of torch
+            continue
+        if isinstance(value, Tensor):
+            raise RuntimeError(
+                f"compile_step: {_readable(guard.name)} was None in the first call of {step.__name__} and is a tensor "
+                f"now, but the graph keeps None. {_SET_BEFORE}"
+            )
 
 
 def _require_settings(step: str, before: dict[str, Any], now: dict[str, Any]) -> None:
