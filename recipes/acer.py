@@ -79,7 +79,7 @@ from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.replay import make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
 from recipes.common.schemas.acer import ACERConfig, Config
-from recipes.common.update import compiled, stack_updates, total
+from recipes.common.update import stack_updates, total
 from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
@@ -87,6 +87,7 @@ from torchrl_replay_ext import (
     StochasticDuelingNetwork,
     TrajectoryRetraceSampler,
     clip_gradients,
+    compile_step,
 )
 
 # Normalized observations are clipped to this number of standard deviations.
@@ -451,8 +452,8 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
         acer, replay, loss_module, normalizer, average_policy, optimizer, shifted=shifted
     )
     if config.compile:
-        on_policy_update = compiled(on_policy_update, cudagraphs=config.cudagraphs)
-        replayed_update = compiled(replayed_update, cudagraphs=config.cudagraphs)
+        on_policy_update = compile_step(on_policy_update, cudagraphs=config.cudagraphs)
+        replayed_update = compile_step(replayed_update, cudagraphs=config.cudagraphs)
 
     with run:
         while run.continues():

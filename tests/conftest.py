@@ -1,8 +1,10 @@
 import os
 import tempfile
+import time
 
 import pytest
 
+BEGIN = time.monotonic()
 # torch sets it when it is imported
 CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
@@ -18,6 +20,7 @@ def pytest_addoption(parser):
         type=int,
         help="bits of the vectors in code that torch.compile generates for the CPU: 512, 256, or 1 for none",
     )
+    parser.addoption("--max-seconds", type=float, help="skip the tests that have not begun after so many seconds")
 
 
 def pytest_configure(config):
@@ -28,6 +31,12 @@ def pytest_configure(config):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), cache)
     if simdlen is not None:
         torch._inductor.config.cpp.simdlen = simdlen
+
+
+def pytest_runtest_setup(item):
+    limit = item.config.getoption("--max-seconds")
+    if limit is not None and time.monotonic() - BEGIN > limit:
+        pytest.skip("--max-seconds have passed")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -81,6 +82,11 @@ class AdamStep:
                 step._take_loaded_state()
 
         optimizer.register_load_state_dict_post_hook(take_loaded_state)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the optimizer that a graph keeps if they are numbers: lr, betas and eps."""
+        return {name: self._group[name] for name in ("lr", "betas", "eps")}
 
     def _require_equal_counts(self) -> None:
         if len({float(count) for count in self._counts}) > 1:

@@ -34,9 +34,13 @@ training    CPU time of a step of DQN and ACER on CartPole, TD3 and SAC on HalfC
             of TorchRL's components, combined as in its scripts, and of stable-baselines3. All have the same sizes and
             updates per step, and one environment, but ACER has 8. The peers draw uniformly. No peer has ACER.
 
+Each measurement, capacity and algorithm has an equal share of --max-seconds. A compilation that has begun is finished,
+so a run may take half a minute longer. A shorter run leaves out contenders, in the order of the tables.
+
 With device=cuda, cycle and updates run with storage, networks and data on the GPU, also as "CUDA graph" (compile_step
 with cudagraphs=True) and "captured" (tensordict's CudaGraphModule: a CUDA graph of eager code). Times are then those of
-windows of 50 calls, with a synchronization at both ends. Kernels are operations of torch that launch one.
+windows of 50 calls, with a synchronization at both ends. Kernels are operations of torch that launch one. This needs
+torch >= 2.13 built for CUDA, with its Triton. TorchRL's PER is skipped if its extension does not load with this torch.
 
 The results are printed as Markdown tables. benchmark.csv has one row per number, with the columns
 
@@ -54,6 +58,7 @@ The results are printed as Markdown tables. benchmark.csv has one row per number
 
 import argparse
 import logging
+import math
 import re
 import sys
 import warnings
@@ -68,6 +73,7 @@ if TYPE_CHECKING:
 
 MEASUREMENTS, ON_GPU = ("extend", "cycle", "compile", "updates", "training"), ("cycle", "updates")
 SMALLEST = 1000  # slots
+ON_GPU_SECONDS = 240
 QUICK = {
     "measure": ["extend", "cycle", "updates", "training"],
     "capacities": [1000, 2000],
@@ -121,6 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=positive,
         default=1000,
         help="measured steps of training loops of TD3 and SAC; DQN and ACER make ten times as many [%(default)s]",
+    )
+    add(
+        "--max-seconds",
+        type=positive,
+        help="end of the measurements; skips what has no time left and prints the rest [none; with device=cuda: 240]",
     )
     add("--only", nargs="+", metavar="NAME", help="only contenders whose names begin with NAME")
     add("--quick", action="store_true", help="a few calls with small buffers and nothing compiled, as a test")
@@ -259,7 +270,9 @@ def measure(
     }
     rows: list[Row] = []
     notes: list[str] = []
-    for measurement in chosen:
+    default = math.inf if on_cpu else ON_GPU_SECONDS
+    timing.limit(options.max_seconds or default)
+    for measurement in timing.in_shares(chosen):
         try:
             more, left_out = functions[measurement](names[measurement])
         except KeyboardInterrupt:

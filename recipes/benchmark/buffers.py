@@ -9,6 +9,7 @@ from torch import Tensor
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 
 from recipes.benchmark.results import LeftOutError
+from recipes.benchmark.timing import require_time
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -28,6 +29,7 @@ EPISODE_LENGTH, EVENT_INTERVAL = 200, 1000  # steps
 HISTORY, RARE_SHARE = 50, 50  # rows stored per event; the table of the event has 1 / RARE_SHARE of the slots
 SLICE_LENGTH = 8
 FILL_CHUNK = 100_000
+FILLING = 0.5  # share of the time for a measurement, after which no more buffers are filled
 CPU = torch.device("cpu")
 
 
@@ -138,8 +140,9 @@ def make_buffer(
     """An empty buffer with the sampler of this name and its storage on the device.
 
     Raises:
-        LeftOutError: see torchrl_per.
+        LeftOutError: see torchrl_per; also if no time is left.
     """
+    require_time(FILLING)
     sampler = SAMPLERS[name](capacity, device, td_error)
     if isinstance(sampler, EventTableSampler):
         arguments["writer"] = EventTableWriter(sampler.tables)

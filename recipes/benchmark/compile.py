@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from recipes.benchmark.buffers import CPU, Stream, make_buffer, td_errors, transitions
 from recipes.benchmark.cycle import WRITTEN, make_step
-from recipes.benchmark.results import Row
-from recipes.benchmark.timing import COMPILED
+from recipes.benchmark.results import LeftOutError, Row
+from recipes.benchmark.timing import COMPILED, require_time
 
 MEASUREMENT = "compile"
 NAMES = ("uniform", "PER", "rank-based PER", "ReaPER", "event tables, pinned", "slices")
@@ -57,6 +57,11 @@ def measure_compile(names: Sequence[str], capacity: int, batch_size: int) -> tup
     """
     rows, notes = [], []
     for name in tqdm([name for name in NAMES if name in names], desc=MEASUREMENT, leave=False):
+        try:
+            require_time()
+        except LeftOutError as error:
+            notes.append(f"{name} (compile) is skipped: {error}.")
+            continue
         with TemporaryDirectory() as cache:
             settings = {
                 "TORCHINDUCTOR_CACHE_DIR": cache,

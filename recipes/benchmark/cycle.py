@@ -23,7 +23,7 @@ from recipes.benchmark.buffers import (
 )
 from recipes.benchmark.peers import PEERS
 from recipes.benchmark.results import LeftOutError, Row
-from recipes.benchmark.timing import CAPTURED, EAGER, MODES, Case, contender, in_mode, measure, modes_of
+from recipes.benchmark.timing import CAPTURED, EAGER, MODES, Case, contender, in_mode, in_shares, measure, modes_of
 from torchrl_replay_ext import RankBasedSampler
 
 MEASUREMENT = "cycle"
@@ -95,7 +95,7 @@ def measure_cycles(
     rows: list[Row] = []
     notes: dict[str, None] = {}
     with torch.no_grad():
-        for capacity in capacities:
+        for capacity in in_shares(capacities):
             data, cases = transitions(capacity).to(device), []
             for name in tqdm(SAMPLERS, desc="filling", leave=False):
                 for mode in modes_of(name, names):

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from recipes.benchmark.buffers import CPU, SAMPLERS, Stream, fill, make_buffer, transitions
 from recipes.benchmark.cycle import add_sorts
 from recipes.benchmark.results import LeftOutError, Row
-from recipes.benchmark.timing import Case, measure
+from recipes.benchmark.timing import Case, in_shares, measure
 
 MEASUREMENT = "extend"
 ROWS = (1, 8, 64)
@@ -28,7 +28,7 @@ def measure_extend(names: Sequence[str], capacities: Sequence[int], calls: int) 
     """
     rows: list[Row] = []
     notes: dict[str, None] = {}
-    for capacity in capacities:
+    for capacity in in_shares(capacities):
         data, cases = transitions(capacity), []
         for name in tqdm([name for name in NAMES if name in names], desc="filling", leave=False):
             try:

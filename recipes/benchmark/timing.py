@@ -1,11 +1,12 @@
 """Times steps that take turns, on the CPU or on a device."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict.nn import CudaGraphModule
@@ -13,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from recipes.benchmark.results import Row
+from recipes.benchmark.results import LeftOutError, Row
 from recipes.common.cli import is_out_of_memory
 from torchrl_replay_ext import compile_step
+
+Item = TypeVar("Item")
 
 CPU_WINDOW, DEVICE_WINDOW = 10, 50  # successive calls of a contender
 WARM_UP = 5  # calls before the measurement, after the first
@@ -25,9 +28,35 @@ UPKEEPS = 5  # at most so many calls of a case's upkeep
 EAGER, COMPILED, GRAPH, CAPTURED = "eager", "compiled", "CUDA graph", "captured"
 MODES = (EAGER, COMPILED, GRAPH, CAPTURED)
 
+_begin, _end = 0.0, math.inf  # of the time for the current item of in_shares, by time.monotonic
+
 _ALLOCATES = tuple(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
+
+
+def limit(seconds: float) -> None:
+    """End all measurements after so many seconds."""
+    global _begin, _end
+    _begin = time.monotonic()
+    _end = _begin + seconds
+
+
+def in_shares(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield the items, with an equal share of the time that is left for each."""
+    global _begin, _end
+    end, items = _end, list(items)
+    for number, item in enumerate(items):
+        _begin = time.monotonic()
+        _end = _begin + (end - _begin) / (len(items) - number)
+        yield item
+    _end = end
+
+
+def require_time(share: float = 1.0) -> None:
+    """Raise LeftOutError if this share of the time for the current item of in_shares has passed."""
+    if time.monotonic() > _begin + share * (_end - _begin):
+        raise LeftOutError("no time is left (--max-seconds)")
 
 
 @dataclass
@@ -143,8 +172,11 @@ def measure(cases: Sequence[Case], device: torch.device, calls: int, label: str)
         The rows, with medians, and a note for each case that failed.
     """
     running, notes = [], []
-    for case in tqdm(cases, desc=f"compiling, {label}", leave=False):
+    eager_first = sorted(cases, key=lambda case: case.mode != EAGER)
+    for case in tqdm(eager_first, desc=f"compiling, {label}", leave=False):
         try:
+            if case.mode != EAGER:
+                require_time()
             for _ in range(1 + min(WARM_UP, calls)):
                 case.step(*case.inputs())
             if case.mode == EAGER and device.type != "cpu":
@@ -162,6 +194,8 @@ def measure(cases: Sequence[Case], device: torch.device, calls: int, label: str)
     window = min(CPU_WINDOW if on_cpu else DEVICE_WINDOW, calls)
     windows = -(-calls // window)
     for number in tqdm(range(windows), desc=label, leave=False):
+        if number and time.monotonic() > _end:
+            break
         for case in running:
             if case.upkeep is not None and number % -(-windows // UPKEEPS) == 0:
                 case.upkeep_seconds.append(timed(case.upkeep, device))

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipes.benchmark.results import LeftOutError, Row
+from recipes.benchmark.timing import in_shares, require_time
 from recipes.benchmark.training_peers import SETTINGS, stable_baselines3_loop, torchrl_loop
 from recipes.benchmark.updates import CONF
 from recipes.common import run
@@ -171,7 +172,7 @@ def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], l
     """
     rows: list[Row] = []
     notes: dict[str, None] = {}
-    for algorithm in OVERRIDES:
+    for algorithm in in_shares(OVERRIDES):
         chunk = MORE_STEPS[algorithm] * env_steps // CHUNKS
         seconds: dict[str, list[float]] = {}
         with ExitStack() as stack:
@@ -181,6 +182,7 @@ def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], l
                 if algorithm not in SETTINGS and "recipe" not in name:
                     continue
                 try:
+                    require_time()
                     loops[name] = loop = LOOPS[name](algorithm, chunk, directory)
                 except LeftOutError as error:
                     notes[f"{name} is skipped: {error}."] = None

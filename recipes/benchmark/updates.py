@@ -22,14 +22,15 @@ from recipes import dqn, sac, td3
 from recipes.benchmark.buffers import EPISODE_LENGTH, OURS, fill, make_buffer, td_errors
 from recipes.benchmark.cycle import make_step
 from recipes.benchmark.results import CYCLE_ONLY, LeftOutError, Row
-from recipes.benchmark.timing import CAPTURED, EAGER, GRAPH, MODES, Case, contender, measure, modes_of
+from recipes.benchmark.timing import CAPTURED, EAGER, GRAPH, MODES, Case, contender, in_shares, measure, modes_of
 from recipes.common.cli import parse_config
 from recipes.common.networks import make_network
 from recipes.common.optimizers import make_optimizer
 from recipes.common.schemas.dqn import Config as DQNRun
 from recipes.common.schemas.sac import Config as SACRun
 from recipes.common.schemas.td3 import Config as TD3Run
-from recipes.common.update import Update, compiled
+from recipes.common.update import Update
+from torchrl_replay_ext import compile_step
 
 MEASUREMENT = "updates"
 CONF = Path(__file__).parents[1] / "conf"
@@ -134,7 +135,7 @@ def measure_updates(
     """
     rows: list[Row] = []
     notes: dict[str, None] = {}
-    for recipe in RECIPES:
+    for recipe in in_shares(RECIPES):
         cases: list[Case] = []
         data = experience(recipe, capacity).to(device)
         for name in tqdm(TORCHRL_CYCLES, desc=f"filling, {recipe}", leave=False):
@@ -179,6 +180,6 @@ def whole_update(recipe: str, mode: str, name: str, data: TensorDict) -> Case:
     )
     fill(buffer, data)
     update = make_update(buffer, num_updates)
-    step = update if mode == EAGER else compiled(update, cudagraphs=mode == GRAPH)
+    step = update if mode == EAGER else compile_step(update, cudagraphs=mode == GRAPH)
     row = Row(MEASUREMENT, recipe, contender(mode, name), len(data), size)
     return Case(row, lambda: step(None), mode, units=num_updates)

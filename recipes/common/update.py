@@ -43,15 +43,6 @@ def stack_updates(losses: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([each[name].detach() for each in losses if name in each]) for name in losses[-1]}
 
 
-def compiled(function: Callable[..., dict[str, Tensor]], *, cudagraphs: bool) -> Callable[..., dict[str, Tensor]]:
-    """The function as one graph, see :func:`~torchrl_replay_ext.compile_step`; its results may be kept."""
-    graph = compile_step(function, cudagraphs=cudagraphs)
-    if not cudagraphs:
-        return graph
-    # the next replay of a CUDA graph overwrites its results
-    return lambda *arguments: {name: value.clone() for name, value in graph(*arguments).items()}
-
-
 def make_round(
     update: Update, replay: TensorDictReplayBuffer, config: FixedRoundsRunConfig, device: torch.device
 ) -> Callable[[TensorDictBase], list[dict[str, Tensor]]]:
@@ -68,7 +59,7 @@ def make_round(
     """
     num_calls = config.learning.gradient_steps // config.updates_per_graph
     step: Callable[..., dict[str, Tensor]] = (
-        compiled(update, cudagraphs=config.cudagraphs) if config.compile else update
+        compile_step(update, cudagraphs=config.cudagraphs) if config.compile else update
     )
     # If a round is one graph, the graph also writes the batch. Exceptions: on a GPU, because batches come from the CPU;
     # and samplers that sort ranks or evaluate events, which they do outside of graphs.

@@ -1,11 +1,12 @@
 import csv
 import math
 import subprocess
+import time
 
 import pytest
 import torch
 
-from recipes.benchmark import cycle, results
+from recipes.benchmark import cycle, extend, results, timing
 from recipes.benchmark.__main__ import main
 from recipes.benchmark.results import CYCLE_ONLY, Row, compare, print_summary, print_tables
 from recipes.benchmark.timing import count_kernels
@@ -66,6 +67,43 @@ def test_an_interrupted_run_keeps_the_measurements_that_are_complete(tmp_path, m
         assert exit.value.code == 130
     assert {row["measurement"] for row in read(tmp_path / "benchmark.csv")} == {"extend"}
     assert "cycle was interrupted" in capsys.readouterr().out
+
+
+def test_a_run_whose_time_is_up_prints_what_it_has(tmp_path, monkeypatch, capsys):
+    """The time ends after the first measurement."""
+    measured, now, passed = extend.measure_extend, time.monotonic, 0.0
+
+    def last(*arguments):
+        nonlocal passed
+        found = measured(*arguments)
+        passed = 2000.0
+        return found
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now() + passed)
+    monkeypatch.setattr(extend, "measure_extend", last)
+    rows = run(tmp_path, "--measure", "extend", "cycle", "--only", "PER", "--max-seconds", "1000")
+    printed = capsys.readouterr().out
+    assert set(rows) == {"extend"} and rows["extend"]
+    assert "| PER |" in printed and "PER is skipped: no time is left (--max-seconds)" in printed
+
+
+def test_shares_of_the_time_pass_on_what_is_left(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+    timing.limit(100)
+    for item in timing.in_shares("abc"):
+        for part in timing.in_shares("xy") if item == "b" else ():
+            now += {"x": 10, "y": 20}[part]
+            timing.require_time()
+        if item == "a":
+            now = 10.0
+        if item == "b":
+            assert now == 40
+    now = 100.5
+    with pytest.raises(results.LeftOutError, match="no time is left"):
+        timing.require_time()
+    timing.limit(math.inf)
+    timing.require_time(0.5)
 
 
 def test_results_of_earlier_runs_are_printed_as_markdown(replay, capsys):

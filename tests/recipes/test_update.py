@@ -8,10 +8,9 @@ from torch import nn
 from torchrl.modules import QValueActor
 
 from recipes import dqn, sac, td3
-from recipes.common.update import compiled
 from tests.data import buffer_of, learnable
 from tests.recipes.runs import composed
-from torchrl_replay_ext import ProportionalSampler
+from torchrl_replay_ext import ProportionalSampler, compile_step
 
 
 class Learner:
@@ -34,7 +33,7 @@ def test_compiled_updates_are_the_eager_ones():
     eager, first, second = Learner(fused=True), Learner(fused=True), Learner(fused=True)
     with torch._inductor.config.patch(fallback_random=True):
         # made at once: none may run the graph of the other
-        graphs = [compiled(learner.update, cudagraphs=False) for learner in (first, second)]
+        graphs = [compile_step(learner.update) for learner in (first, second)]
         for step in range(12):
             data = learnable(3)
             due = step % 4 == 3

@@ -15,8 +15,8 @@ from torchrl.objectives import SoftUpdate
 
 from recipes import dqn, r2d2, sac, td3
 from recipes.common.recurrent import RecurrentNetwork
-from recipes.common.update import compiled
 from tests.recipes.runs import TINY_R2D2, assert_commands, composed, tiny
+from torchrl_replay_ext import compile_step
 
 B = 6
 WEIGHTS = torch.tensor([0.1, 1.0, 0.4, 0.7, 0.05, 0.3])
@@ -155,7 +155,7 @@ def test_losses_average_their_rows_as_weights_says(recipe):
 def test_compiled_losses_are_the_eager_ones(recipe):
     torch._dynamo.reset()
     eager, graph = recipe(WEIGHTS, "mean"), recipe(WEIGHTS, "mean")
-    graph.update = compiled(graph.update, cudagraphs=False)
+    graph.update = compile_step(graph.update)
     torch.testing.assert_close(graph.loss(), eager.loss(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(graph.gradient(), eager.gradient(), rtol=1e-4, atol=1e-6)
     torch._dynamo.reset()

@@ -59,6 +59,8 @@ class PairCounts:
     def __init__(self, size: int, tables: int, *, device: torch.device):
         self._width = 1 << (2 * size - 1).bit_length()
         self._tables = tables
+        # not computed in graphs: Triton rejects the product of an int32 index and such a constant
+        self._salts = torch.arange(_ROWS, device=device).unsqueeze(1) * _MIX[0]
         # hash of the pair in each slot, -1 if empty
         self._hash = torch.full((size,), -1, dtype=torch.int64, device=device)
         # True where an event table holds a slot
@@ -78,7 +80,7 @@ class PairCounts:
     def _counters(self, hashes: Tensor) -> Tensor:
         """The counters of pairs with these hashes [n], int64 [rows, n]."""
         row = torch.arange(_ROWS, device=hashes.device).unsqueeze(1)
-        return row * self._width + (_mixed(hashes + row * _MIX[0]) & (self._width - 1))
+        return row * self._width + (_mixed(hashes + self._salts) & (self._width - 1))
 
     def _add(self, first: int, hashes: Tensor, change: Tensor) -> None:
         """Add ``change`` [k, n] to the counts of ``hashes`` [n] in the tables ``first`` to ``first + k - 1``.
