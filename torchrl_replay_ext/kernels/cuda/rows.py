@@ -180,12 +180,13 @@ def _update(
         if has_stamp:
             is_late = is_late | (tl.load(stamp + rows, mask=usable, other=0) != now_in_slot)
         if counts_draws and not is_own:
+            # the counts of draws may fall below 0, which means the same as 0
+            tl.atomic_add(draws + 4 * slot + 3, tl.full([num_rows], -1, tl.int32), mask=usable & is_late)
             if not has_stamp:
                 waits = usable & (is_late == 0) & (_waiting(draws, 4 * slot, 2, now, usable) > 0)
                 # of several rows of a slot, as many are late as draws wait
                 left = tl.atomic_add(draws + 4 * slot + 3, tl.full([num_rows], -1, tl.int32), mask=waits)
                 is_late = is_late | (waits & (left > 0))
-            # the counts of draws may fall below 0, which means the same as 0
             tl.atomic_add(draws + 4 * slot + 1, tl.full([num_rows], -1, tl.int32), mask=usable & (is_late == 0))
         keeps = usable & (is_late == 0)
         num_late += (usable & is_late).to(tl.int64)
