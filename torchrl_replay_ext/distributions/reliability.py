@@ -9,7 +9,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import scalar
+from torchrl_replay_ext.compilation import scalar, to_device
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -48,6 +48,7 @@ class Reliability(WriteObserver):
         self._episodes = EpisodeIndex(
             steps, num_lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
         )
+        self._copied, self._exponent = omega.value.item(), to_device(omega.value.reshape(1), log.layout.device)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         marks = self._reader.read(rows, needs_ids=self._episodes.assigned)
@@ -82,6 +83,15 @@ class Reliability(WriteObserver):
     def factor(self, slots: Tensor) -> Tensor:
         """R^ω of ``slots`` [n], float64 [n]."""
         return self.of(slots) ** self.omega.current()
+
+    def exponent(self) -> Tensor:
+        """ω on the device of the state, float64 [1]."""
+        omega = self.omega.value.reshape(1)
+        if omega.device == self._exponent.device:
+            return omega
+        if omega.item() != self._copied:
+            self._copied, self._exponent = omega.item(), to_device(omega, self._exponent.device)
+        return self._exponent
 
     def arrays(self) -> list[Tensor | int]:
         """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
