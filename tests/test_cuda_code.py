@@ -129,6 +129,6 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     assert all(kernel.asm["cubin"] for kernel in compiled)
 
 
-def test_tree_kernels_in_the_interpreter_of_triton():
+def test_kernels_in_the_interpreter_of_triton():
     tests = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py"))]
     subprocess.run(tests, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

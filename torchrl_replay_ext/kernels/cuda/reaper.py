@@ -208,23 +208,23 @@ def _average(table, total, num_ranges, acceptance, first, count, size, num_rows:
         tl.store(weight, tl.load(weight) + 0.1 * (1.0 - tl.load(weight)))
 
 
-def _episodes(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *rest: Any) -> _Episodes:
+def _state_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *rest: Any) -> _Episodes:
     """The state of episodes, from the arguments of a loop."""
     position_of, _, _, _, episode, start_of, *_ = rest
-    sizes = len(episode), len(start_of)
-    return _Episodes(tree_of(leaves, nodes, pages, capacity), *rest, *sizes, tl.constexpr(len(position_of) > 0))
+    derived = len(episode), len(start_of), tl.constexpr(len(position_of) > 0)
+    return _Episodes._make([tree_of(leaves, nodes, pages, capacity), *rest, *derived])
 
 
 def reliability(slots: Tensor, result: Tensor, *episodes: Any) -> None:
     """See the loop of the same name."""
     count = len(slots)
     if count:
-        _of[(triton.cdiv(count, _SLOTS),)](slots, result, count, _episodes(*episodes), num_rows=_SLOTS)
+        _of[(triton.cdiv(count, _SLOTS),)](slots, result, count, _state_of(*episodes), num_rows=_SLOTS)
 
 
 def smallest(masses: Tensor, omega: Tensor, result: Tensor, *episodes: Any) -> None:
     """See the loop of the same name."""
-    state = _episodes(*episodes)
+    state = _state_of(*episodes)
     count = min(len(masses), state.num_slots, len(state.generation))
     bits = result.fill_(math.inf).view(torch.int64)
     _smallest[(triton.cdiv(count, _SLOTS),)](masses, omega, bits, count, state, num_rows=_SLOTS)
@@ -243,7 +243,7 @@ def draw(
     if size:
         _draw[(triton.cdiv(size, _ROWS),)](
             seed, table, low, total, num_ranges, omega, slot_at, len(slot_at), tree_of(leaves, nodes, pages, capacity),
-            leaf, density, first, count, size, _episodes(*episodes),
+            leaf, density, first, count, size, _state_of(*episodes),
             has_table=len(table) > 0, has_slots=len(slot_at) > 0, has_means=num_means > 0,
             num_rows=_ROWS, num_tries=_TRIES, num_leaves=_SLOTS,
         )  # fmt: skip
