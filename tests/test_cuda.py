@@ -97,14 +97,18 @@ def assert_one_graph() -> None:
 
 @pytest.fixture
 def same_numbers(monkeypatch):
-    """Make uniform numbers on the CPU and move them, so that both devices draw the same slots."""
+    """Make random numbers on the CPU and move them, so that both devices draw the same slots."""
 
     def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
         return torch.rand(*size, dtype=torch.float64).to(device)
 
+    def random_seed(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
+        return torch.randint(2**63 - 1, (1,)).to(device)
+
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchrl_replay_ext") and hasattr(module, "uniform"):
-            monkeypatch.setattr(module, "uniform", uniform)
+        for function in (uniform, random_seed):
+            if name.startswith("torchrl_replay_ext") and hasattr(module, function.__name__):
+                monkeypatch.setattr(module, function.__name__, function)
 
 
 @pytest.mark.parametrize("name", CASES)

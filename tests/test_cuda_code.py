@@ -6,40 +6,38 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from recipes.common import update as updates
 from recipes.common.cli import DONE
+from tests import test_kernels
 from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
-from torchrl_replay_ext.kernels.ops import Kernel
+from torchrl_replay_ext.kernels import ops
 
 pytest.importorskip("triton")
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from tests.cuda_code import code_for_cuda
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
 
 
-@pytest.fixture(autouse=True)
-def code_of_the_gpu(monkeypatch):
-    """Graphs are traced with tensors on the CPU; use kernels only if they have a version for the GPU."""
-    monkeypatch.setattr(Kernel, "runs_on", lambda self, state: self._for_cuda)
-
-
 def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    for module in ("tree", "rows"):
-        called = called.replace(f"torch.ops.torchrl_replay_ext.{module}_", "our_kernel_")
+    called = re.sub(r"torch\.ops\.torchrl_replay_ext\.(tree|rows|reaper)_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
     # Triton rejects a product of an int32 index, x0 or r0_1, and a number that is out of its range
@@ -140,6 +138,30 @@ def test_kernels_of_rows_are_compiled_for_the_gpu(name, flag):
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
-def test_tree_kernels_in_the_interpreter_of_triton():
+@pytest.mark.parametrize(("architecture", "assigned"), [(80, True), (90, False)])
+def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monkeypatch):
+    """With the arguments of calls, which are not launched."""
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", architecture, 32))
+    target.get_current_device = target.get_current_stream = lambda *_: 0
+    compiled, launch = [], JITFunction.run
+
+    def run(*arguments, warmup, **options):
+        compiled.append(launch(*arguments, warmup=True, **options))
+
+    index, generation = test_kernels.some_episodes(assigned, 2)
+    tree = test_kernels.a_tree(300)
+    monkeypatch.setattr(driver, "_active", target)
+    monkeypatch.setattr(JITFunction, "run", run)
+    for kernel in (ops.reaper_reliability, ops.reaper_smallest, ops.reaper_draw):
+        monkeypatch.setattr(kernel, "_on_cpu", kernel._on_cuda)
+    index.reliability(torch.arange(300), generation)
+    result, omega = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    ops.reaper_smallest(tree.leaves[:300], omega, result, *index.arrays(generation))
+    test_kernels.draw_by_reliability(index, generation, 0.5, tree, tables=4 * assigned)
+    assert [kernel.name for kernel in compiled] == ["_of", "_smallest", "_draw", "_average"][: 3 + assigned]
+    assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+def test_kernels_in_the_interpreter_of_triton():
     tests = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py"))]
     subprocess.run(tests, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

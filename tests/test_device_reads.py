@@ -107,6 +107,18 @@ def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_u
     assert cycle <= uniform[1] + 1 + EXEMPT.get(name, 0)
 
 
+@pytest.mark.parametrize("make", [stock, compilable])
+def test_a_draw_by_reliability_costs_one_kernel_and_no_wait_more_than_a_draw_by_priority(make, device):
+    launches, waited = [], []
+    for name in ("proportional", "reaper"):
+        buffer = filled(make, **SAMPLERS[name]())
+        device.reset()
+        buffer.sampler.sample(buffer.storage, BATCH)
+        launches.append(sum(device.operations.values()))
+        waited.append(sum(device.waits.values()))
+    assert launches[1] <= launches[0] + 1 and waited[1] == waited[0]
+
+
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
 def test_windows_of_steps_cause_no_further_waits(boundary, ndim, device):

@@ -371,27 +371,9 @@ class EpisodeIndex:
         Returns:
             float64 [n].
         """
-        if not reaper_reliability.runs_on(slots):
-            return self._reliability_on_accelerator(slots, generation)
         result = slots.new_empty(slots.shape[0], dtype=torch.float64)
         reaper_reliability(slots.contiguous(), result, *self.arrays(generation))
         return result
-
-    def _reliability_on_accelerator(self, slots: Tensor, generation: Tensor) -> Tensor:
-        """:meth:`reliability` by tensor operations."""
-        record = gather_in_bounds(self.episode, slots)
-        position, start = self.positions(slots), gather_in_bounds(self._start, record)
-        before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
-        # add the total of the lane if the episode wraps around the end of its ring
-        around = gather_in_bounds(self._lane_total, (position // self.span).clamp_max(self.num_lanes - 1))
-        part = upto - before_start + (position < start) * around
-        largest = self._totals.max().clamp_min(self.least_largest)
-        whole = torch.where(
-            gather_in_bounds(self._finished, record), gather_in_bounds(self._totals.leaves, record), largest
-        )
-        is_new = gather_in_bounds(generation, slots) > gather_in_bounds(self._updated_at, record)
-        # clamp: empty slots belong to the extra record and may lie before its start
-        return (part.double() / whole).nan_to_num_(nan=1.0).clamp_(0.0, 1.0).masked_fill_(is_new, 1.0)
 
     @property
     def max_supported_priority(self) -> float:

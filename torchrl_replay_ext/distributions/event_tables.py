@@ -306,7 +306,7 @@ class EventTableMixture(Distribution):
         first, u, order = self._random_numbers(batch_size, generator)
         ends = self._ends_of_rows(eta, batch_size, first, generator)
         table = torch.searchsorted(ends, order, right=True)
-        position, mass, total = self._within.draw(u, TableRows(ends, order, table, low, total), generator)
+        position, mass, total = self._within.draw(u, TableRows(table, low, total), generator)
         slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
         probability = self._mixture(slots, eta, total)
         count = gather_in_bounds(self._tables.counts, table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -78,14 +77,10 @@ class ReliabilityAdjusted(Distribution):
         """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
         if self._weight_norm == "batch":
             return None
-        if reaper_smallest.runs_on(self._tree.leaves):
-            result = torch.empty(1, dtype=torch.float64)
-            omega = self._reliability.omega.value.reshape(1)
-            reaper_smallest(self._tree.leaves[: self._num_slots], omega, result, *self._reliability.arrays())
-            return result
-        slots = torch.arange(self._num_slots, device=self._device)
-        everything = self._tree.leaves[: self._num_slots] * self._reliability.factor(slots)
-        return torch.where(everything > 0, everything, math.inf).min().reshape(1)
+        result = torch.empty(1, dtype=torch.float64, device=self._device)
+        masses = self._tree.leaves[: self._num_slots]
+        reaper_smallest(masses, self._reliability.exponent(), result, *self._reliability.arrays())
+        return result
 
     def sums(self) -> Sums:
         smallest = self._smallest()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, random_seed
+from torchrl_replay_ext.compilation import random_seed
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.distributions.proposal_pool import ProposalPool
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_rows import TableRows
 from torchrl_replay_ext.kernels.ops import reaper_draw
@@ -31,14 +30,14 @@ class Rejection:
         # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
         self._acceptance = torch.zeros(2, 0 if tables is None else len(tables), dtype=torch.float64, device=device)
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._none = self._zero[:0]
 
     def draw(
         self, batch_size: int, generator: torch.Generator | None, rows: TableRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Draw leaves from Ψ, independently, each from the table of its row.
 
-        On the CPU, one random number from ``generator`` determines all draws. On accelerators see
-        :class:`~torchrl_replay_ext.distributions.proposal_pool.ProposalPool`; graphs there may repeat rows.
+        One random number from ``generator`` determines all draws.
 
         Args:
             batch_size: number of rows, B.
@@ -49,21 +48,16 @@ class Rejection:
             The leaves, int64 [B], and Ψ of each, float64 [B].
         """
         leaves = self._tree.leaves
-        if not reaper_draw.runs_on(leaves):
-            pool = ProposalPool(self._tree, self._factor, self._reliability.omega.bound, self._acceptance)
-            return pool.draw(batch_size, generator, rows)
         if rows is None:
             self._tree.raise_if_empty()
-            table, low, total = self._zero.expand(batch_size), self._zero, self._tree.total().reshape(1)
-        else:
-            table, low, total = rows.table, rows.low, rows.total
+            rows = TableRows(self._none, self._zero, self._tree.nodes[:1])
         leaf = leaves.new_empty(batch_size)
         density = leaves.new_empty(batch_size, dtype=torch.float64)
         reaper_draw(
             random_seed(leaves.device, generator),
-            *(part.contiguous() for part in (table, low, total)),
-            self._reliability.omega.value.reshape(1),
-            self._zero[:0] if self._tables is None else self._tables.slot_at,
+            *(part.contiguous() for part in rows),
+            self._reliability.exponent(),
+            self._none if self._tables is None else self._tables.slot_at,
             *self._tree.arrays(),
             leaf,
             density,
@@ -72,14 +66,10 @@ class Rejection:
         )
         return leaf, density
 
-    def _factor(self, leaves: Tensor) -> Tensor:
-        slots = leaves if self._tables is None else gather_in_bounds(self._tables.slot_at, leaves).to(torch.int64)
-        return self._reliability.factor(slots)
-
     def acceptance(self) -> Tensor:
         """Running mean of R^ω over the proposals for each table, float64 [tables]; 1 before the first proposal."""
         mean, weight = self._acceptance.unbind()
-        return torch.where(weight > 0, mean / torch.where(weight > 0, weight, 1.0), 1.0)
+        return torch.where(weight > 0, mean / weight, 1.0)
 
     def clear(self) -> None:
         """Reset the running means."""

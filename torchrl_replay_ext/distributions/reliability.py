@@ -9,7 +9,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import scalar
+from torchrl_replay_ext.compilation import Array, scalar
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -81,6 +81,10 @@ class Reliability(WriteObserver):
     def factor(self, slots: Tensor) -> Tensor:
         """R^ω of ``slots`` [n], float64 [n]."""
         return self.of(slots) ** self.omega.current()
+
+    def exponent(self) -> Array:
+        """ω as kernels take it."""
+        return self.omega.views()[0]
 
     def arrays(self) -> list[Tensor | int]:
         """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""

@@ -14,15 +14,11 @@ class TableRows(NamedTuple):
     """The tables that the rows of a batch are drawn from.
 
     Args:
-        ends: number of rows of tables 0 to k for each k, int64 [tables].
-        number: place of each row if the rows are ordered by table, int64 [B].
         table: table of each row, int64 [B].
         low: sum of the masses of all earlier tables, for each table, int64 [tables].
         total: sum of the masses of each table, int64 [tables].
     """
 
-    ends: Tensor
-    number: Tensor
     table: Tensor
     low: Tensor
     total: Tensor

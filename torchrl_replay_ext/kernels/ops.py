@@ -2,7 +2,7 @@
 
 To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CUDA version with the same arguments in
 ``kernels/cuda/<module>.py``, and one line at the end of this file. A kernel without a version for CUDA has
-``for_cuda=False``; its callers need code for other devices where :meth:`Kernel.runs_on` is False.
+``for_cuda=False``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Kernel:
 
     def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
         self._name, self._loop, self._launch, operation = name, None, None, name.replace(".", "_")
-        self._for_cuda = for_cuda
         _library.define(f"{operation}({arguments}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
         if for_cuda:
@@ -58,10 +57,6 @@ class Kernel:
         else:
             self._operation(*arguments)
 
-    def runs_on(self, state: Tensor) -> bool:
-        """True if there is a version for the device of ``state``."""
-        return self._for_cuda or state.is_cpu
-
     @property
     def loop(self) -> Callable[..., None]:
         """The compiled loop."""
@@ -79,7 +74,13 @@ class Kernel:
     def _on_cuda(self, *arguments: Any) -> None:
         if self._launch is None:
             self._launch = self._implementation("torchrl_replay_ext.kernels.cuda")
-        self._launch(*arguments)
+        device = arguments[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # Triton launches on the current device
+            with torch.cuda.device(device):
+                self._launch(*arguments)
+        else:
+            self._launch(*arguments)
 
 
 class Views:
@@ -164,17 +165,14 @@ _EPISODES = (
     "Tensor lane_total, Tensor episode, Tensor start_of, Tensor is_finished, Tensor updated_at, Tensor totals, "
     "Tensor maxima, int least_largest, Tensor generation"
 )
-reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES, for_cuda=False)
-reaper_smallest = Kernel(
-    "reaper.smallest", "Tensor masses, Tensor omega, Tensor(a!) result, " + _EPISODES, for_cuda=False
-)
+reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES)
+reaper_smallest = Kernel("reaper.smallest", "Tensor masses, Tensor omega, Tensor(a!) result, " + _EPISODES)
 reaper_draw = Kernel(
     "reaper.draw",
     "Tensor seed, Tensor table, Tensor low, Tensor total, Tensor omega, Tensor slot_at, "
     + _TREE
     + "Tensor(a!) leaf, Tensor(b!) density, Tensor(c!) acceptance, "
     + _EPISODES,
-    for_cuda=False,
 )
 
 _RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "

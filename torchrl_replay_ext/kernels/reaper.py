@@ -16,6 +16,8 @@ from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
 ROUNDS = 64
 # Number of additional proposals per table from which its share of accepted proposals is estimated.
 SPARE = 16
+# Random numbers of row i begin at 2^32 i: two for each proposal, and this one for a pass over all Ψ.
+LAST = 2**31
 
 
 @part
@@ -136,7 +138,8 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
     Each row proposes leaves in proportion to their masses until one is accepted, with probability R^ω. All rows walk
     through the tree together, so that their cache misses overlap.
 
-    * ``seed``, int64 [1], determines the draws; ``table`` [n] is the range of each row.
+    * ``seed``, int64 [1], determines the draws; ``table`` [n] is the range of each row. If it is empty, all rows have
+      range 0.
     * ``low``, ``total``, [tables] each, are the ranges. If a total is 0, the leaf is 0 and its Ψ 0.
     * ``slot_at`` is the slot of each leaf; empty if leaf i is slot i.
     * ``leaves``, ``nodes``, ``pages``, ``capacity`` are the tree of the masses, and ``omega`` [1] is ω.
@@ -150,15 +153,17 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
     rows, ranges = np.empty(size, np.int64), np.empty(size, np.int64)
     proposed, mass = np.empty(size, np.int64), np.empty(size, np.int64)
     for row in range(size):
-        at = table[row] if row < num else (row - num) // SPARE
+        at = (row - num) // SPARE
+        if row < num:
+            at = table[row] if table.shape[0] > 0 else 0
         rows[row], ranges[row] = row, min(max(at, 0), low.shape[0] - 1)
     sums, counts = np.zeros(num_means), np.zeros(num_means)
-    number = 0
     for attempt in range(ROUNDS):
         for k in range(size):
             at = ranges[rows[k]]
+            u = _uniform(seed[0], (rows[k] << 32) + 2 * attempt)
             # the product may be rounded up to the total
-            mass[k] = low[at] + max(min(np.int64(_uniform(seed[0], number + k) * total[at]), total[at] - 1), 0)
+            mass[k] = low[at] + max(min(np.int64(u * total[at]), total[at] - 1), 0)
         descend(leaves, nodes, pages, capacity, proposed[:size], mass[:size])
         factor = _factor(proposed[:size], omega[0], slot_at, episodes)
         kept = 0
@@ -172,12 +177,11 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
                 continue
             if total[at] <= 0:
                 leaf[row], density[row] = 0, 0.0
-            elif _uniform(seed[0], number + size + k) < factor[k]:
+            elif _uniform(seed[0], (row << 32) + 2 * attempt + 1) < factor[k]:
                 leaf[row], density[row] = proposed[k], factor[k] * mass[k]
             else:
                 rows[kept] = row
                 kept += 1
-        number += 2 * size
         size = kept
         if size == 0:
             break
@@ -198,7 +202,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
             at = ranges[rows[k]]
             mass[0], mass[1] = low[at], low[at] + total[at] - 1
             descend(leaves, nodes, pages, capacity, proposed[:2], mass[:2])
-            found = _choose(sums, proposed[0], proposed[1], _uniform(seed[0], number + k))
+            found = _choose(sums, proposed[0], proposed[1], _uniform(seed[0], (rows[k] << 32) + LAST))
             leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
 
 

@@ -6,7 +6,7 @@ needs the results of the step before. The largest writes recompute the whole tre
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
@@ -24,7 +24,8 @@ _ROWS, _WRITTEN = 16, 256
 _MANY = 16384
 
 
-def _jit(function: Any) -> Any:
+def jit(function: Any) -> Any:
+    """``triton.jit``, with a result of any type."""
     return triton.jit(function)
 
 
@@ -33,8 +34,8 @@ def _levels(capacity: int) -> int:
     return max(1, -(-(capacity - 1).bit_length() // BITS))
 
 
-@_jit
-def _place(leaf, pages, num_pages, has_pages: tl.constexpr):
+@jit
+def place_of(leaf, pages, num_pages, has_pages: tl.constexpr):
     """The position of a leaf in ``leaves``."""
     place = leaf
     if has_pages:
@@ -44,7 +45,7 @@ def _place(leaf, pages, num_pages, has_pages: tl.constexpr):
     return place
 
 
-@_jit
+@jit
 def _child(entries, first, rest):
     """The child that contains ``rest`` [rows], the sum of the children before it, and the values of the children."""
     children = tl.arange(0, _CHILDREN)
@@ -54,7 +55,30 @@ def _child(entries, first, rest):
     return tl.sum(passed.to(tl.int64), axis=1), tl.max(tl.where(passed, running, 0), axis=1), values
 
 
-@_jit
+@jit
+def find_leaf(
+    leaves, nodes, pages, num_pages, capacity, rest,
+    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
+):  # fmt: skip
+    """The leaves whose ranges of the running sum contain ``rest`` [num_rows], and their masses."""
+    last_leaf = tl.cast(capacity, tl.int64) - 1
+    node = tl.zeros([num_rows], tl.int64)
+    begin = tl.cast(0, tl.int64)
+    width = tl.cast(_CHILDREN, tl.int64)
+    for level in tl.static_range(1, levels):
+        begin += width
+        width = ((last_leaf >> (_BITS * (levels - level + 1))) + 1) * _CHILDREN
+        child, ahead, _ = _child(nodes + begin, node * _CHILDREN, rest)
+        rest -= ahead
+        node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (levels - level)))
+    first = place_of(node * _CHILDREN, pages, num_pages, has_pages)
+    child, _, values = _child(leaves, first, rest)
+    node = tl.minimum(node * _CHILDREN + child, last_leaf)
+    is_drawn = tl.arange(0, _CHILDREN)[None, :] == (node & (_CHILDREN - 1))[:, None]
+    return node, tl.sum(tl.where(is_drawn, values, 0), axis=1)
+
+
+@jit
 def _walk(
     leaves, nodes, pages, num_pages, capacity, target, leaf, mass, count,
     is_fraction: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
@@ -66,38 +90,23 @@ def _walk(
         total = tl.load(nodes)
         # the product may be rounded up to the total
         rest = tl.minimum((rest * total.to(tl.float64)).to(tl.int64), total - 1)
-    last_leaf = tl.cast(capacity, tl.int64) - 1
-    node = tl.zeros([num_rows], tl.int64)
-    begin = tl.cast(0, tl.int64)
-    width = tl.cast(_CHILDREN, tl.int64)
-    for level in tl.static_range(1, levels):
-        begin += width
-        width = ((last_leaf >> (_BITS * (levels - level + 1))) + 1) * _CHILDREN
-        child, ahead, _ = _child(nodes + begin, node * _CHILDREN, rest)
-        rest -= ahead
-        node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (levels - level)))
-    first = _place(node * _CHILDREN, pages, num_pages, has_pages)
-    child, _, values = _child(leaves, first, rest)
-    node = tl.minimum(node * _CHILDREN + child, last_leaf)
-    is_drawn = tl.arange(0, _CHILDREN)[None, :] == (node & (_CHILDREN - 1))[:, None]
+    node, found = find_leaf(leaves, nodes, pages, num_pages, capacity, rest, has_pages, levels, num_rows)
     tl.store(leaf + rows, node, mask=in_batch)
-    tl.store(mass + rows, tl.sum(tl.where(is_drawn, values, 0), axis=1), mask=in_batch)
+    tl.store(mass + rows, found, mask=in_batch)
 
 
-@_jit
-def _prefix(
-    leaves, nodes, size, pages, num_pages, capacity, index, total, count,
-    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
+@jit
+def sum_before(
+    leaves, nodes, size, pages, num_pages, capacity, node, has_pages: tl.constexpr, levels: tl.constexpr
 ):  # fmt: skip
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    in_batch = rows < count
+    """The sum of all leaves before each leaf of ``node`` [n]."""
     children = tl.arange(0, _CHILDREN)
     last = tl.cast(capacity, tl.int64) - 1
-    node = tl.minimum(tl.maximum(tl.load(index + rows, mask=in_batch, other=0), 0), last + 1)
+    node = tl.minimum(tl.maximum(node, 0), last + 1)
     # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
-    first = _place(tl.minimum(node & -_CHILDREN, last), pages, num_pages, has_pages)
+    first = place_of(tl.minimum(node & -_CHILDREN, last), pages, num_pages, has_pages)
     before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
-    running = tl.sum(tl.load(leaves + first[:, None] + children[None, :], mask=before, other=0), axis=1)
+    running = tl.load(leaves + first[:, None] + children[None, :], mask=before, other=0)
     begin = tl.cast(size, tl.int64)
     for _ in tl.static_range(levels):
         node = node >> _BITS
@@ -105,20 +114,31 @@ def _prefix(
         begin -= ((last >> _BITS) + 1) * _CHILDREN
         before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
         entries = nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
-        running += tl.sum(tl.load(entries, mask=before, other=0), axis=1)
-    tl.store(total + rows, running, mask=in_batch)
+        running += tl.load(entries, mask=before, other=0)
+    return tl.sum(running, axis=1)
 
 
-@_jit
+@jit
+def _prefix(
+    leaves, nodes, size, pages, num_pages, capacity, index, total, count,
+    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    node = tl.load(index + rows, mask=rows < count, other=0)
+    running = sum_before(leaves, nodes, size, pages, num_pages, capacity, node, has_pages, levels)
+    tl.store(total + rows, running, mask=rows < count)
+
+
+@jit
 def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.constexpr, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     leaf = tl.load(index + rows, mask=rows < count, other=-1)
     is_leaf = (leaf >= 0) & (leaf < capacity)
-    place = _place(tl.where(is_leaf, leaf, 0), pages, num_pages, has_pages)
+    place = place_of(tl.where(is_leaf, leaf, 0), pages, num_pages, has_pages)
     tl.store(mass + rows, tl.load(leaves + place, mask=is_leaf, other=0), mask=rows < count)
 
 
-@_jit
+@jit
 def _write(
     leaves, nodes, minima, size, pages, num_pages, capacity, index, mass, alpha, count,
     is_one_mass: tl.constexpr, is_power: tl.constexpr, track_min: tl.constexpr, has_pages: tl.constexpr,
@@ -130,7 +150,7 @@ def _write(
         leaf = tl.load(index + rows, mask=rows < count, other=-1)
         valid = (leaf >= 0) & (leaf <= last_leaf)
         leaf = tl.where(valid, leaf, 0)
-        place = _place(leaf, pages, num_pages, has_pages)
+        place = place_of(leaf, pages, num_pages, has_pages)
         old = tl.load(leaves + place, mask=valid, other=0)
         new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=valid, other=0)
         if is_power:
@@ -169,7 +189,7 @@ def _write(
                 valid = (leaf >= 0) & (leaf <= last_leaf)
                 node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
                 if level == 0:
-                    first = leaves + _place(node * _CHILDREN, pages, num_pages, has_pages)
+                    first = leaves + place_of(node * _CHILDREN, pages, num_pages, has_pages)
                 else:
                     first = below + node * _CHILDREN
                 values = tl.load(first[:, None] + children[None, :])
@@ -179,7 +199,7 @@ def _write(
             tl.debug_barrier()
 
 
-@_jit
+@jit
 def _refresh_maxima(leaves, maxima, size, capacity, index, count, levels: tl.constexpr, num_together: tl.constexpr):
     children = tl.arange(0, _CHILDREN)
     last_leaf = tl.cast(capacity, tl.int64) - 1
@@ -198,6 +218,25 @@ def _refresh_maxima(leaves, maxima, size, capacity, index, count, levels: tl.con
             tl.store(maxima + begin + node, tl.max(values, axis=1), mask=valid)
         below = maxima + begin
         tl.debug_barrier()
+
+
+class Tree(NamedTuple):
+    """A tree as one argument of a kernel."""
+
+    leaves: Tensor
+    nodes: Tensor
+    size: int
+    pages: Tensor
+    num_pages: int
+    capacity: int
+    has_pages: Any
+    levels: Any
+
+
+def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int) -> Tree:
+    """The tree that a kernel takes, from the arguments of a loop."""
+    constants = tl.constexpr(len(pages) > 0), tl.constexpr(_levels(capacity))
+    return Tree(leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, *constants)
 
 
 def _num_pages(leaves: Tensor) -> int:

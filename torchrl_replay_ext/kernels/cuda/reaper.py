@@ -1,0 +1,251 @@
+"""ReaPER's kernels for CUDA; see :mod:`torchrl_replay_ext.kernels.reaper`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from torchrl_replay_ext.kernels.cuda.tree import Tree, find_leaf, jit, place_of, sum_before, tree_of
+from torchrl_replay_ext.kernels.reaper import LAST, SPARE
+
+_LAST, _SPARE = tl.constexpr(LAST), tl.constexpr(SPARE)
+# Rows that reject so many proposals are drawn by two passes over all Ψ. A pass takes longer than on the CPU, because a
+# single thread block makes it.
+ROUNDS = tl.constexpr(1024)
+# Rows of a thread block of draws, and proposals of a row that are tested together; the first accepted one counts.
+_ROWS, _TRIES = 4, 16
+# slots that are processed together
+_SLOTS = 64
+
+
+class _Episodes(NamedTuple):
+    """The state of episodes as one argument of a kernel, see ``EpisodeIndex.arrays``."""
+
+    tree: Tree
+    position_of: Tensor
+    num_lanes: int
+    span: int
+    lane_total: Tensor
+    episode: Tensor
+    start_of: Tensor
+    is_finished: Tensor
+    updated_at: Tensor
+    totals: Tensor
+    maxima: Tensor
+    least_largest: int
+    generation: Tensor
+    num_slots: int
+    num_records: int
+    has_positions: Any
+
+
+@jit
+def _before(tree, leaf):
+    """See ``sum_before``."""
+    return sum_before(
+        tree.leaves, tree.nodes, tree.size, tree.pages, tree.num_pages, tree.capacity, leaf, tree.has_pages, tree.levels
+    )
+
+
+@jit
+def _reliability(slot, episodes):
+    """R of ``slot`` [n], float64; slots out of range are clamped."""
+    slot = tl.minimum(tl.maximum(slot, 0), episodes.num_slots - 1).to(tl.int64)
+    record = tl.load(episodes.episode + slot).to(tl.int64)
+    record = tl.minimum(tl.maximum(record, 0), episodes.num_records - 1)
+    largest = tl.maximum(tl.load(episodes.maxima), tl.cast(episodes.least_largest, tl.int64))
+    whole = tl.where(tl.load(episodes.is_finished + record), tl.load(episodes.totals + record), largest)
+    is_one = (tl.load(episodes.generation + slot) > tl.load(episodes.updated_at + record)) | (whole <= 0)
+    position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
+    if episodes.has_positions:
+        position = tl.load(episodes.position_of + slot).to(tl.int64)
+    start = tl.load(episodes.start_of + record).to(tl.int64)
+    total = _before(episodes.tree, position + 1) - _before(episodes.tree, start)
+    # add the total of the lane if the episode wraps around the end of its ring
+    lane = tl.minimum(tl.maximum(position // episodes.span, 0), episodes.num_lanes - 1)
+    total += tl.where(position < start, tl.load(episodes.lane_total + lane), 0)
+    share = total.to(tl.float64) / tl.where(is_one, 1, whole).to(tl.float64)
+    return tl.where(is_one, 1.0, tl.minimum(tl.maximum(share, 0.0), 1.0))
+
+
+@jit
+def _power(ratio, omega):
+    """R^ω of ``ratio`` [n]; 0^0 = 1."""
+    power = tl.exp2(omega * tl.log2(tl.where(ratio > 0, ratio, 1.0)))
+    return tl.where(ratio > 0, power, tl.where(omega == 0, 1.0, 0.0))
+
+
+@jit
+def _factor(leaf, slot_at, num_entries, omega, episodes, has_slots: tl.constexpr):
+    """R^ω of ``leaf`` [n]."""
+    slot = leaf
+    if has_slots:
+        slot = tl.load(slot_at + tl.minimum(leaf, num_entries - 1)).to(tl.int64)
+    return _power(_reliability(slot, episodes), omega)
+
+
+@jit
+def _uniform(seed, number):
+    """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
+    x = seed + number.to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 2.0**-53
+
+
+@jit
+def _range_of(rows, table, num_ranges, count, has_table: tl.constexpr):
+    """The range of each row; rows from ``count`` on are additional proposals."""
+    at = (rows - count) // _SPARE
+    if has_table:
+        at = tl.where(rows < count, tl.load(table + rows, mask=rows < count, other=0), at)
+    return tl.minimum(tl.maximum(at, 0), num_ranges - 1)
+
+
+@jit
+def _of(slots, result, count, episodes, num_rows: tl.constexpr):
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    slot = tl.load(slots + rows, mask=rows < count, other=0)
+    tl.store(result + rows, _reliability(slot, episodes), mask=rows < count)
+
+
+@jit
+def _smallest(masses, omega, result, count, episodes, num_rows: tl.constexpr):
+    slot = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    mass = tl.load(masses + slot, mask=slot < count, other=0)
+    psi = mass.to(tl.float64) * _power(_reliability(slot, episodes), tl.load(omega))
+    smallest = tl.min(tl.where(psi > 0, psi, float("inf")), axis=0)
+    # positive numbers have the order of their bits
+    tl.atomic_min(result, smallest.to(tl.int64, bitcast=True))
+
+
+@jit
+def _draw(
+    seed, table, low, total, num_ranges, omega, slot_at, num_entries, masses, leaf, density, first, count, size,
+    episodes, has_table: tl.constexpr, has_slots: tl.constexpr, has_means: tl.constexpr,
+    num_rows: tl.constexpr, num_tries: tl.constexpr, num_leaves: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    tries = tl.arange(0, num_tries)
+    key, exponent = tl.load(seed).to(tl.uint64), tl.load(omega)
+    its_range = _range_of(rows, table, num_ranges, count, has_table)
+    begin, width = tl.load(low + its_range), tl.load(total + its_range)
+    # an additional proposal is a row that makes one attempt
+    pending = (rows < size) & (width > 0)
+    found, psi = tl.zeros([num_rows], tl.int64), tl.zeros([num_rows], tl.float64)
+    attempt = 0
+    while (tl.max(pending.to(tl.int32), axis=0) > 0) & (attempt < ROUNDS):
+        number = (rows[:, None] << 32) + 2 * (attempt + tries[None, :])
+        # the product may be rounded up to the total
+        rest = (_uniform(key, number) * width[:, None].to(tl.float64)).to(tl.int64)
+        rest = begin[:, None] + tl.maximum(tl.minimum(rest, width[:, None] - 1), 0)
+        proposed, mass = find_leaf(
+            masses.leaves, masses.nodes, masses.pages, masses.num_pages, masses.capacity,
+            tl.reshape(rest, [num_rows * num_tries]), masses.has_pages, masses.levels, num_rows * num_tries,
+        )  # fmt: skip
+        factor = _factor(proposed, slot_at, num_entries, exponent, episodes, has_slots)
+        weight = tl.reshape(factor * mass.to(tl.float64), [num_rows, num_tries])
+        factor, proposed = tl.reshape(factor, [num_rows, num_tries]), tl.reshape(proposed, [num_rows, num_tries])
+        if has_means:
+            of_first = tl.sum(tl.where(tries[None, :] == 0, factor, 0.0), axis=1)
+            tl.store(first + rows, of_first, mask=(rows < size) & (attempt == 0))
+        accepted = (_uniform(key, number + 1) < factor) & pending[:, None]
+        # the first accepted proposal, or the last one
+        which = tl.min(tl.where(accepted, tries[None, :], num_tries - 1), axis=1)
+        is_it = pending[:, None] & (tries[None, :] == which[:, None])
+        found = tl.where(pending, tl.sum(tl.where(is_it, proposed, 0), axis=1), found)
+        psi += tl.sum(tl.where(is_it & accepted, weight, 0.0), axis=1)
+        pending = pending & (psi == 0) & (rows < count)
+        attempt += num_tries
+    if tl.max(pending.to(tl.int32), axis=0) > 0:
+        # two passes over all Ψ: their sum, and the leaf at a fraction of it
+        target = tl.full([num_rows], -1.0, tl.float64)
+        for _ in range(2):
+            running, passed = tl.zeros([num_rows], tl.float64), tl.cast(0, tl.int64)
+            for block in range(0, masses.capacity, num_leaves):
+                node = block + tl.arange(0, num_leaves).to(tl.int64)
+                is_leaf = node < masses.capacity
+                node = tl.where(is_leaf, node, 0)
+                place = place_of(node, masses.pages, masses.num_pages, masses.has_pages)
+                mass = tl.load(masses.leaves + place, mask=is_leaf, other=0)
+                weight = mass.to(tl.float64) * _factor(node, slot_at, num_entries, exponent, episodes, has_slots)
+                at = passed + tl.cumsum(mass, axis=0) - mass
+                own = (at[None, :] >= begin[:, None]) & (at[None, :] < (begin + width)[:, None])
+                step = tl.where(own, weight[None, :], 0.0)
+                # the last leaf before which the running sum does not exceed the target
+                before = running[:, None] + (tl.cumsum(step, axis=1) - step)
+                possible = (step > 0) & (before <= target[:, None]) & pending[:, None]
+                last = tl.max(tl.where(possible, node[None, :], -1), axis=1)
+                is_it = possible & (node[None, :] == last[:, None])
+                found = tl.where(last >= 0, last, found)
+                psi = tl.where(last >= 0, tl.sum(tl.where(is_it, step, 0.0), axis=1), psi)
+                running += tl.sum(step, axis=1)
+                passed += tl.sum(mass, axis=0)
+            target = _uniform(key, (rows << 32) + _LAST) * running
+    tl.store(leaf + rows, found, mask=rows < count)
+    tl.store(density + rows, psi, mask=rows < count)
+
+
+@jit
+def _average(table, total, num_ranges, acceptance, first, count, size, num_rows: tl.constexpr):
+    """Update the running mean of the range with the number of the thread block."""
+    at = tl.program_id(0)
+    sums, counts = tl.zeros([num_rows], tl.float64), tl.zeros([num_rows], tl.float64)
+    for start in range(0, size, num_rows):
+        rows = start + tl.arange(0, num_rows)
+        own = (_range_of(rows, table, num_ranges, count, True) == at) & (rows < size)
+        sums += tl.load(first + rows, mask=own, other=0.0)
+        counts += own.to(tl.float64)
+    number = tl.sum(counts, axis=0)
+    if (number > _SPARE) & (tl.load(total + at) > 0):
+        mean, weight = acceptance + at, acceptance + num_ranges + at
+        tl.store(mean, tl.load(mean) + 0.1 * (tl.sum(sums, axis=0) / number - tl.load(mean)))
+        tl.store(weight, tl.load(weight) + 0.1 * (1.0 - tl.load(weight)))
+
+
+def _state_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *rest: Any) -> _Episodes:
+    """The state of episodes, from the arguments of a loop."""
+    position_of, _, _, _, episode, start_of, *_ = rest
+    derived = len(episode), len(start_of), tl.constexpr(len(position_of) > 0)
+    return _Episodes._make([tree_of(leaves, nodes, pages, capacity), *rest, *derived])
+
+
+def reliability(slots: Tensor, result: Tensor, *episodes: Any) -> None:
+    """See the loop of the same name."""
+    count = len(slots)
+    if count:
+        _of[(triton.cdiv(count, _SLOTS),)](slots, result, count, _state_of(*episodes), num_rows=_SLOTS)
+
+
+def smallest(masses: Tensor, omega: Tensor, result: Tensor, *episodes: Any) -> None:
+    """See the loop of the same name."""
+    state = _state_of(*episodes)
+    count = min(len(masses), state.num_slots, len(state.generation))
+    bits = result.fill_(math.inf).view(torch.int64)
+    _smallest[(triton.cdiv(count, _SLOTS),)](masses, omega, bits, count, state, num_rows=_SLOTS)
+
+
+def draw(
+    seed: Tensor, table: Tensor, low: Tensor, total: Tensor, omega: Tensor, slot_at: Tensor,
+    leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, leaf: Tensor, density: Tensor, acceptance: Tensor,
+    *episodes: Any,
+) -> None:  # fmt: skip
+    """See the loop of the same name."""
+    count, num_means, num_ranges = len(leaf), acceptance.shape[1], len(low)
+    size = count + SPARE * num_means
+    # R^ω of the first proposal of each row
+    first = density.new_empty(size if num_means else 0)
+    if size:
+        _draw[(triton.cdiv(size, _ROWS),)](
+            seed, table, low, total, num_ranges, omega, slot_at, len(slot_at), tree_of(leaves, nodes, pages, capacity),
+            leaf, density, first, count, size, _state_of(*episodes),
+            has_table=len(table) > 0, has_slots=len(slot_at) > 0, has_means=num_means > 0,
+            num_rows=_ROWS, num_tries=_TRIES, num_leaves=_SLOTS,
+        )  # fmt: skip
+    if num_means:
+        _average[(num_means,)](table, total, num_ranges, acceptance, first, count, size, num_rows=256)
