@@ -36,7 +36,9 @@ def code_of_the_gpu(monkeypatch):
 def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
-    called = code[code.index("async_compile.wait") :].replace("torch.ops.torchrl_replay_ext.tree_", "our_kernel_")
+    called = code[code.index("async_compile.wait") :]
+    for module in ("tree", "lanes", "episodes", "slices"):
+        called = called.replace(f"torch.ops.torchrl_replay_ext.{module}_", "our_kernel_")
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
 
@@ -103,6 +105,42 @@ def test_tree_kernels_are_compiled_for_the_gpu(name, has_pages):
     signature = {key: "constexpr" if key in constants else arguments[key] for key in kernel.arg_names}
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+BOOL, INT32 = "*i1", "*i32"
+SLOTS = {"slots": INT64, "lane_of": INT64, "begins": BOOL, "ended": BOOL}
+EPISODES = {
+    **{name: INT64 for name in ("mass", "number", "lane_episode", "lane_next", "lane_total", "updated_at", "totals")},
+    **{name: INT64 for name in ("leaves", "nodes", "pages", "maxima", "trajectory", "time", "recent", "rows", "run")},
+    **{name: INT64 for name in ("lanes", "interrupted", "result", "start")},
+    **{name: INT32 for name in ("free_records", "free_pages", "position_of", "episode", "start_of", "following")},
+    **{name: BOOL for name in ("finished", "is_finished", "initial", "mask")},
+}
+WRITES = [
+    ("lanes", "_assign"),
+    ("episodes", "_write"),
+    ("episodes", "_remove_all"),
+    ("episodes", "_update"),
+    ("slices", "_write"),
+    ("slices", "_walk"),
+]
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize(("module", "name"), WRITES)
+def test_kernels_of_writes_are_compiled_for_the_gpu(module, name, assigned):
+    kernel = getattr(import_module(f"torchrl_replay_ext.kernels.cuda.{module}"), name)
+    counts = {"count": INT32} if module == "episodes" else {}
+    constants = {"has_ids": assigned, "has_initial": assigned, "is_assigned": assigned, "can_refuse": assigned}
+    constants |= {"block": 4, "levels": 5, "record_levels": 5, "stops": assigned, "is_padded": assigned}
+    constants |= {"is_one_mass": assigned, "has_number": assigned, "num_rows": 64}
+    if name in ("_write", "_remove_all", "_update"):
+        constants.pop("num_rows")
+    types = SLOTS | EPISODES | counts
+    signature = {key: "constexpr" if key in constants else types.get(key, "i32") for key in kernel.arg_names}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]
 
 
 def test_tree_kernels_in_the_interpreter_of_triton():

@@ -253,11 +253,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
-        starts = self._starts
-        slots = starts.slices.walk(start)
-        # all False if the buffer is empty, in a graph
-        known = starts.may_start(start)
-        mask = torch.cat([known.unsqueeze(1), (slots[:, 1:] != slots[:, :-1]) & known.unsqueeze(1)], 1)
+        # the mask is all False if the buffer is empty, in a graph
+        slots, mask = self._starts.slices.walk(start)
         mark = torch.cat([~mask[:, 1:], torch.ones_like(mask[:, :1])], 1)
         return self._rows(storage, slots, mask, mark, drawn)
 
