@@ -1,6 +1,7 @@
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -374,26 +375,19 @@ def test_free_list_against_a_queue(size, data):
     ids, free, used = FreeList(size), list(range(size)), []
     for _ in range(data.draw(st.integers(1, 20))):
         if data.draw(st.booleans()):
-            mask = data.draw(st.lists(st.booleans(), min_size=1, max_size=2 * size))
-            wanted = sum(mask)
+            wanted = data.draw(st.integers(0, size))
             if wanted > len(free):
                 continue
-            handed = ids.pop(torch.tensor(mask)).tolist()
-            assert all(0 <= i < size for i in handed)
-            fresh = [i for i, m in zip(handed, mask, strict=True) if m]
-            assert fresh == free[:wanted]
-            assert not set(fresh) & set(used)
-            first = mask.index(True) if wanted else len(mask)
-            for row in range(first + 1, len(mask)):
-                assert mask[row] or handed[row] == handed[row - 1]
-            used += fresh
+            handed = ids.take(wanted).tolist()
+            assert handed == free[:wanted]
+            assert not set(handed) & set(used)
+            used += handed
             del free[:wanted]
         else:
-            given_back = [i for i in used if data.draw(st.booleans())]
-            rows = [(i, True) for i in given_back] + [(data.draw(st.integers(0, size - 1)), False) for _ in range(2)]
-            rows = data.draw(st.permutations(rows))
-            ids.push(torch.tensor([i for i, _ in rows]), torch.tensor([m for _, m in rows]))
-            free += [i for i, m in rows if m]
+            given_back = data.draw(st.permutations([i for i in used if data.draw(st.booleans())]))
+            ids.give_back(np.array(given_back, dtype=np.int64))
+            free += given_back
             used = [i for i in used if i not in given_back]
+        assert ids.free().nonzero().squeeze(1).tolist() == sorted(free)
     ids.clear_()
-    assert sorted(ids.pop(torch.ones(size, dtype=torch.bool)).tolist()) == list(range(size))
+    assert sorted(ids.take(size).tolist()) == list(range(size))
