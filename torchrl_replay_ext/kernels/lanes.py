@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from torchrl_replay_ext.kernels.lanes_layout import (
     CAREFUL,
     CHAIN,
@@ -47,6 +49,13 @@ def _is_in_a_chain(lanes, trajectory):
 
 
 @part
+def _copy(lanes, to):
+    for kind in range(lanes.shape[0]):
+        for lane in range(lanes.shape[1]):
+            to[kind, lane] = lanes[kind, lane]
+
+
+@part
 def _has_runs(trajectory):
     """True if two rows that follow each other have the same id."""
     found = False
@@ -76,7 +85,8 @@ def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, s
     has_ids, has_runs = trajectory.shape[0] > 0, _has_runs(trajectory)
     # rows of each environment, if the write has the rows of several environments one after the other
     per_lane = count // num_lanes if count % num_lanes == 0 else count
-    state = lanes.copy()
+    state = np.empty(lanes.shape, np.int64)
+    _copy(lanes, state)
     now, num_interrupted, lane = 0, 0, 0
     for k in range(num_lanes):
         now = max(now, state[WRITTEN, k])
@@ -113,4 +123,4 @@ def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, s
     if result[0] == INTERRUPTS and strictness == CAREFUL:
         return
     interrupted[0] += num_interrupted
-    lanes[:] = state
+    _copy(state, lanes)
