@@ -357,7 +357,8 @@ class Driven:
             # TorchRL raises after writing an [E, 1] batch: it mistakes [E, 2] for E flat indices
             count = max(count, 2)
         steps, data = self.chunk(count)
-        self.buffer.extend(data.clone())
+        with self.environments.writing():
+            self.buffer.extend(data.clone())
         self.tell(steps, data)
 
     def extend_beyond_capacity(self) -> None:
@@ -369,7 +370,8 @@ class Driven:
         if self.setting.ndim == 2:
             return self.extend()
         steps, data = self.chunk(1)
-        self.buffer.add(data[0].clone())
+        with self.environments.writing():
+            self.buffer.add(data[0].clone())
         self.tell(steps, data)
 
     def set_item(self) -> None:
@@ -383,13 +385,11 @@ class Driven:
         assert torch.equal(self.buffer[slot]["action"], row["action"])
 
     def restart_collector(self) -> None:
-        """Start new trajectories with ids from 0."""
-        one_lane = self.setting.ndim == 2
-        if self.sampler_has_tables or self.setting.num_envs == 1 or one_lane:
+        """Start new trajectories."""
+        if self.sampler_has_tables or self.setting.num_envs == 1 or self.setting.ndim == 2:
             return
-        if self.environments.can_restart(one_lane_per_env=one_lane):
-            self.environments.restart()
-            self.extend(1)
+        self.environments.restart()
+        self.extend(1)
 
     def write_wrongly(self) -> None:
         """Write invalid rows, which must be rejected before anything is written."""

@@ -37,7 +37,7 @@ def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    called = re.sub(r"torch\.ops\.torchrl_replay_ext\.(tree|rows|reaper)_", "our_", called)
+    called = re.sub(r"torch\.ops\.torchrl_replay_ext\.(tree|rows|reaper|lanes|episodes|slices)_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
     # Triton rejects a product of an int32 index, x0 or r0_1, and a number that is out of its range
@@ -160,6 +160,42 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     test_kernels.draw_by_reliability(index, generation, 0.5, tree, tables=4 * assigned)
     assert [kernel.name for kernel in compiled] == ["_of", "_smallest", "_draw", "_average"][: 3 + assigned]
     assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+BOOL = "*i1"
+WRITTEN = {"slots": INT64, "lane_of": INT64, "begins": BOOL, "ended": BOOL}
+EPISODES = {
+    **{name: INT64 for name in ("mass", "number", "lane_episode", "lane_next", "lane_total", "updated_at", "totals")},
+    **{name: INT64 for name in ("leaves", "nodes", "pages", "maxima", "trajectory", "time", "recent", "rows", "run")},
+    **{name: INT64 for name in ("lanes", "interrupted", "result", "start")},
+    **{name: INT32 for name in ("free_records", "free_pages", "position_of", "episode", "start_of", "following")},
+    **{name: BOOL for name in ("finished", "is_finished", "initial", "mask")},
+}
+WRITES = [
+    ("lanes", "_assign"),
+    ("episodes", "_write"),
+    ("episodes", "_remove_all"),
+    ("episodes", "_update"),
+    ("slices", "_write"),
+    ("slices", "_walk"),
+]
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize(("module", "name"), WRITES)
+def test_kernels_of_writes_are_compiled_for_the_gpu(module, name, assigned):
+    kernel = getattr(import_module(f"torchrl_replay_ext.kernels.cuda.{module}"), name)
+    counts = {"count": INT32} if module == "episodes" else {}
+    constants = {"has_ids": assigned, "has_initial": assigned, "is_assigned": assigned, "can_refuse": assigned}
+    constants |= {"block": 4, "levels": 5, "record_levels": 5, "stops": assigned, "is_padded": assigned}
+    constants |= {"is_one_mass": assigned, "has_number": assigned, "num_rows": 64}
+    if name in ("_write", "_remove_all", "_update"):
+        constants.pop("num_rows")
+    types = WRITTEN | EPISODES | counts
+    signature = {key: "constexpr" if key in constants else types.get(key, "i32") for key in kernel.arg_names}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]
 
 
 def test_kernels_in_the_interpreter_of_triton():

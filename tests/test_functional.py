@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_replay_ext.functional import importance_weights, reliability
-from torchrl_replay_ext.indices import is_last_occurrence, last_occurrence, write_last
+from torchrl_replay_ext.indices import is_last_occurrence, last_occurrence
 
 # --- importance weights
 
@@ -73,9 +73,6 @@ def test_last_occurrence_against_a_loop(index):
 def test_an_index_need_not_be_contiguous():
     index = torch.tensor([[2, 0], [3, 0], [2, 0]])[:, 0]
     assert last_occurrence(index).tolist() == [2, 1, 2]
-    destination = torch.zeros(4)
-    write_last(destination, index, torch.tensor([1.0, 2.0, 3.0]))
-    assert destination.tolist() == [0, 0, 3, 2]
 
 
 def test_last_occurrence_of_nothing():
@@ -90,45 +87,6 @@ def test_last_occurrence_in_a_large_index():
     last = last_occurrence(index)
     assert last.tolist() == [where[value] for value in index.tolist()]
     assert is_last_occurrence(index).nonzero().squeeze(1).tolist() == sorted(where.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bool])
-def test_write_last(dtype):
-    destination = torch.zeros(5, dtype=dtype)
-    write_last(destination, torch.tensor([4, 1, 4, 1, 4]), torch.tensor([1, 1, 0, 0, 1]).to(dtype))
-    assert destination.tolist() == [0, 0, 0, 0, 1]
-
-
-@pytest.mark.parametrize("size", [1, 1000, 200_000])
-def test_write_last_in_a_large_index(size):
-    """The order must also hold for sizes at which torch uses several threads."""
-    count = 200_000
-    index, values = torch.randint(size, (count,)), torch.arange(count)
-    expected = [-1] * size
-    for i, value in zip(index.tolist(), values.tolist(), strict=True):
-        expected[i] = value
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        for _ in range(5):
-            destination = torch.full((size,), -1)
-            write_last(destination, index, values)
-            assert destination.tolist() == expected
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_write_last_into_a_view():
-    matrix = torch.zeros(3, 4)
-    write_last(matrix.view(-1), torch.tensor([5, 5, 0]), torch.tensor([1.0, 2.0, 3.0]))
-    assert matrix.tolist() == [[3, 0, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
-
-
-def test_write_last_of_one_value():
-    """An expanded scalar, such as the priority of new transitions."""
-    destination = torch.zeros(4, dtype=torch.int64)
-    write_last(destination, torch.tensor([3, 0, 3]), torch.tensor(6).expand(3))
-    assert destination.tolist() == [6, 0, 0, 6]
 
 
 # --- reliability

@@ -23,6 +23,7 @@ from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
+from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels import ops, reaper, reasons, tree_layout
@@ -327,6 +328,132 @@ def test_more_rows_than_are_processed_together(run):
     how = {"squared": False, "refuses": True, "is_own": False}
     rows.update(slots, 10 * torch.rand(3000), nothing, nothing, **how)
     rows.check()
+
+
+# --- lanes, episodes and slices
+
+WRITTEN = [(False, 1), (False, 3), (True, 3)]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Writes count interruptions, as in graphs, without warnings and errors."""
+    monkeypatch.setattr("torchrl_replay_ext.core.lanes.is_traced", lambda: True)
+
+
+def plainly(function, *arguments):
+    return function(*arguments)
+
+
+def random_writes(assigned, lanes, size, seed, number=12):
+    """Writes of steps of three environments. Some trajectories break off, with a mark at the next one or without."""
+    torch.manual_seed(seed)
+    cursor, ids = 0, torch.arange(lanes)
+    for _ in range(number):
+        count = int(torch.randint(1, 4, ())) * lanes
+        row = torch.arange(count)
+        env = (row % lanes, row * lanes // count, torch.randint(lanes, (count,)))[int(torch.randint(3, ())) * assigned]
+        ended, initial, trajectory = (torch.rand(count) < 0.2), torch.zeros(count, dtype=torch.bool), []
+        for row in range(count):
+            if torch.rand(()) < 0.2:
+                ids[env[row]] = ids.max() + 1
+                initial[row] = torch.rand(()) < 0.5
+            trajectory.append(int(ids[env[row]]))
+            if ended[row]:
+                ids[env[row]] = ids.max() + 1
+        marks = EpisodeMarks(ended, torch.tensor(trajectory), initial)
+        yield (cursor + torch.arange(count)) % size, marks, ended & (torch.rand(count) < 0.7)
+        cursor = (cursor + count) % size
+
+
+def assert_same_tensors(first, second):
+    for (name, ours), theirs in zip(first.items(), second.values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("assigned", "lanes"), WRITTEN)
+def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
+    size = 42 if assigned else 18 * lanes
+    index = EpisodeIndex(size if assigned else 18, lanes, assigned=assigned)
+    other = copy.deepcopy(index)
+    for number, (slots, marks, finished) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
+        updated, mass = torch.randint(-2, size + 2, (9,)), torch.randint(0, 2**30, (9,))
+        for each, call in ((index, plainly), (other, run)):
+            call(each.write, slots, number * 2**20, number, marks, finished)
+            call(each.update, updated, mass, torch.tensor(number) if number % 3 else None)
+            if number == 7:
+                call(each.remove, (slots[-1] + torch.arange(1, 1 + lanes)) % size)
+            if number == 9:
+                call(each.before_full_overwrite)
+        assert_same_tensors(index.tensors(), other.tensors())
+        for ours, theirs in zip(index.arrays(slots), other.arrays(slots), strict=True):
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+    other.check_valid()
+    assert int(other.lanes.interrupted) > 0
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("assigned", "lanes"), WRITTEN)
+def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded):
+    size = 42 if assigned else 18 * lanes
+    index = SliceIndex(size if assigned else 18, lanes, assigned=assigned, length=4, padded=padded)
+    other, stored = copy.deepcopy(index), torch.zeros(size, dtype=torch.bool)
+    for number, (slots, marks, _) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
+        stored[slots] = True
+        oldest = (slots[-1] + torch.arange(1, 1 + lanes)) % size
+        for each, call in ((index, plainly), (other, run)):
+            call(each.write, slots, marks)
+            if number == 7:
+                call(each.remove, oldest)
+                stored[oldest] = False
+        assert_same_tensors(index.tensors(), other.tensors())
+        assert_equal(index.starts, other.starts)
+        for ours, theirs in zip(index.walk(slots), run(other.walk, slots), strict=True):
+            assert torch.equal(ours, theirs)
+    other.check_valid(stored)
+    slots, mask = run(other.walk, torch.arange(size))
+    assert mask[:, 0].tolist() == (other.starts.get(torch.arange(size)) > 0).tolist() and mask.any()
+    assert padded or mask.all(1).equal(mask.any(1))
+    assert torch.equal(mask[:, 1:], (slots[:, 1:] != slots[:, :-1]) & mask[:, :1])
+
+
+def test_all_implementations_refuse_the_same_trajectories(run):
+    index = EpisodeIndex(30, 2, assigned=True)
+    no = torch.zeros(6, dtype=torch.bool)
+    before = copy.deepcopy(index.tensors())
+    write = partial(index.write, torch.arange(6), 1, 1, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
+    with pytest.raises(ValueError, match=r"trajectory 1 continues .* num_streams=2"):
+        run(write)
+    assert_same_tensors(before, index.tensors())
+    marks = EpisodeMarks(no[:3], torch.tensor([0, 1, 2]))
+    with pytest.warns(UserWarning, match="is closed at its last stored step"):
+        run(index.write, torch.arange(3), 1, 1, marks, no[:3])
+    assert int(index.lanes.interrupted) == 1
+    index.check_valid()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("assigned", [False, True])
+def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
+    for seed in range(3 if INTERPRETED else 20):
+        episodes = EpisodeIndex(120, 2 if assigned else 1, assigned=assigned)
+        slices = SliceIndex(120, 2 if assigned else 1, assigned=assigned, length=4, padded=False)
+        torch.manual_seed(seed)
+        for index in (episodes, slices):
+            for name, tensor in index.tensors().items():
+                if name not in ("interrupted", "finished", "rows"):
+                    most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
+                    tensor.copy_(torch.randint(-most, most, tensor.shape))
+        marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
+        slots = torch.randint(-5, 125, (12,))
+        run(episodes.write, slots, 5, 1, marks, marks.ended)
+        run(slices.write, slots, marks)
+        run(episodes.update, slots, slots.abs(), torch.tensor(2))
+        run(episodes.remove, slots)
+        walked, _ = run(slices.walk, torch.randint(-(2**50), 2**50, (20,)))
+        assert int(walked.min()) >= 0 and int(walked.max()) < 120
 
 
 # --- ReaPER

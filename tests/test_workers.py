@@ -15,6 +15,7 @@ from torchrl.envs import GymEnv, SerialEnv
 
 from tests.data import buffer_with, linear_policy
 from tests.reference import NaivePER, NaiveReaPER
+from tests.samplers.experience import INTERRUPTED
 from torchrl_replay_ext import (
     DecoupledSampler,
     EventSpec,
@@ -214,6 +215,7 @@ def test_workers_write_to_the_buffer(kind):
     learner.check_all()
 
 
+@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
 def test_the_learner_writes_what_workers_collected():
     """Two workers with two environments each need a flat storage; in one with two dimensions, columns would mix."""
     buffer, columns = make_buffer(num_streams=4), make_buffer(num_streams=1, ndim=2)
@@ -281,7 +283,8 @@ def test_columns_belong_to_one_environment_each(name):
     mixed = buffer()
     mixed.extend(rows(first))
     # a new trajectory is accepted: the first one may have been interrupted
-    mixed.extend(rows(second))
+    with pytest.warns(UserWarning, match=INTERRUPTED):
+        mixed.extend(rows(second))
     with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with num_streams"):
         mixed.extend(rows(first))
     # an id may be used again if its first row is marked as initial
@@ -294,6 +297,7 @@ def test_columns_belong_to_one_environment_each(name):
         ended.extend(rows(ids, done=[(0, 1), (1, 1)]))
 
 
+@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
 @pytest.mark.parametrize("name", SEQUENTIAL)
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2], [1, 2, 0]])
 def test_more_workers_than_streams(name, order):

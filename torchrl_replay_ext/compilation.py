@@ -61,17 +61,6 @@ def read(*values: Array | int) -> list[int]:
     return [next(numbers) if isinstance(value, Tensor) and not value.is_cpu else int(value) for value in values]
 
 
-def fetch(*tensors: Tensor) -> list[Tensor]:
-    """Integer or bool tensors [n] on the CPU; the host waits at most once for an accelerator.
-
-    From an accelerator, all results are int64.
-    """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [*tensors]
-    together = torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu()
-    return [*together.split([len(tensor) for tensor in tensors])]
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. The host waits only for copies to the CPU and from pinned memory."""
     if tensor.device == device:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, as_array, is_traced, values_can_be_read, where_int64
+from torchrl_replay_ext.compilation import Array, as_array, is_traced, where_int64
 
 # Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
@@ -114,20 +114,6 @@ def extremes(values: Tensor) -> tuple[float, float]:
     return (math.nan, math.nan) if total != total else (min(numbers), max(numbers))
 
 
-def all_different(index: Tensor) -> bool:
-    """Whether ``index`` is known to hold no duplicates.
-
-    Args:
-        index: integers, int64 [n].
-
-    Returns:
-        True if no value occurs twice. False if one does, if n > 1024, or where values cannot be read (in a compiled
-        graph, on an accelerator).
-    """
-    count = index.shape[0]
-    return count <= FEW and values_can_be_read(index) and len(set(index.tolist())) == count
-
-
 def as_index(numbers: Array) -> Array:
     """``numbers`` as an index: a slice if they are consecutive, which saves most of the time of a write.
 
@@ -152,25 +138,3 @@ def as_index(numbers: Array) -> Array:
     else:
         is_range = np.array_equal(array, np.arange(first, end))
     return slice(first, end) if is_range else array
-
-
-def write_last(destination: Tensor, index: Array, values: Array) -> None:
-    """``destination[index] = values`` in place; of duplicates in ``index`` the last one wins.
-
-    On the CPU, ``scatter_`` writes in the order of a 1-D index. On other devices and in compiled code its order is
-    undefined, so duplicates get equal values before they are written. In compiled code it would also copy all of
-    ``destination``.
-
-    Args:
-        destination: tensor [N], changed in place.
-        index: positions, int64 [n] in [0, N), or a slice.
-        values: new values, [n] or [1], in the dtype of ``destination``.
-    """
-    if not isinstance(index, Tensor):
-        destination.numpy()[index] = values
-        return
-    values = values.expand(index.shape[0])
-    if values_can_be_read(index):
-        destination.scatter_(0, index, values)
-    else:
-        destination.index_copy_(0, index, values.index_select(0, last_occurrence(index)))

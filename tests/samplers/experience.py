@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +17,8 @@ import torchrl_replay_ext
 from tests.reference import NaivePER, NaiveRanking, NaiveReaPER
 
 LAYOUTS = ("single", "single_with_ids", "interleaved", "env_major", "uneven", "two_dim")
+# the beginning of the warning that an episode was interrupted
+INTERRUPTED = "A trajectory began before the last one had ended"
 
 
 @dataclass
@@ -35,7 +39,7 @@ class Environments:
         self.episodes_begun = 0
         self.ids_given = 0
         self.open: dict[int, Step] = {}  # environment -> the last step of its running episode
-        self.unseen_ends: set[int] = set()  # trajectory ids whose end was overwritten before anybody could read it
+        self.has_restarted = False
 
     def step(self, env: int) -> Step:
         if env not in self.open:
@@ -49,33 +53,28 @@ class Environments:
             del self.open[env]
         return step
 
-    def can_restart(self, one_lane_per_env: bool) -> bool:
-        """True if a new collector can be recognised: its first ids differ from those of unfinished episodes."""
-        if one_lane_per_env:
-            return self.ids_given > 0 and all(step.traj_id != env for env, step in self.open.items())
-        maybe_open = self.unseen_ends | {step.traj_id for step in self.open.values()}
-        return self.ids_given > 0 and 0 not in maybe_open
-
     def restart(self) -> None:
-        """Start a new collector: unfinished episodes do not continue, and ids start at 0 again."""
+        """Start a new collector. Ids start at 0 again unless there are unfinished episodes, which do not go on."""
+        self.has_restarted |= len(self.open) > 0
+        if not self.has_restarted:
+            self.ids_given = 0
         self.open.clear()
-        self.unseen_ends.clear()
-        self.ids_given = 0
 
     def end_unseen(self, written: list[Step], visible: int) -> None:
-        """End unfinished episodes that are not in the last ``visible`` steps of a chunk larger than the buffer.
-
-        Nobody can see from the content of the buffer whether such episodes have ended.
-        """
+        """End unfinished episodes that are not in the last ``visible`` steps of a chunk larger than the buffer."""
         seen = {step.episode for step in written[-visible:]}
         for env, step in list(self.open.items()):
             if step.episode not in seen:
                 step.truncated = True
                 del self.open[env]
-                self.unseen_ends.add(step.traj_id)
-        self.unseen_ends |= {
-            s.traj_id for s in written[:-visible] if (s.terminated or s.truncated) and s.episode not in seen
-        }
+
+    @contextmanager
+    def writing(self):
+        """Ignores the warning of episodes that are interrupted, if there may be any."""
+        with warnings.catch_warnings():
+            if self.has_restarted:
+                warnings.filterwarnings("ignore", INTERRUPTED)
+            yield
 
 
 def transitions(steps: list[Step], with_ids: bool = True) -> TensorDict:
@@ -130,7 +129,8 @@ class ReplayWithReference:
         if self.layout == "two_dim":
             count = max(count, 2)  # TorchRL raises after writing an [E, 1] batch: it mistakes [E, 2] for E flat indices
             frames = [[step(env) for env in envs] for _ in range(count)]
-            self.buffer.extend(torch.stack([transitions(frame) for frame in frames], 1))
+            with self.environments.writing():
+                self.buffer.extend(torch.stack([transitions(frame) for frame in frames], 1))
             for frame in frames:
                 for env, taken in enumerate(frame):
                     self._tell(self.cursor * self.num_envs + env, taken)
@@ -148,7 +148,8 @@ class ReplayWithReference:
             steps = [taken for frame in frames for taken in frame]
         if len(steps) > self.rows:
             self.environments.end_unseen(steps, self.rows)
-        self.buffer.extend(transitions(steps, with_ids=self.layout != "single"))
+        with self.environments.writing():
+            self.buffer.extend(transitions(steps, with_ids=self.layout != "single"))
         for taken in steps:
             self._tell(self.cursor, taken)
             self.cursor = (self.cursor + 1) % self.rows
@@ -158,7 +159,8 @@ class ReplayWithReference:
         if self.layout in ("two_dim", "env_major", "interleaved"):
             return self.extend(1)
         taken = self.environments.step(self.rng.randrange(self.num_envs))
-        self.buffer.add(transitions([taken], with_ids=self.layout != "single")[0])
+        with self.environments.writing():
+            self.buffer.add(transitions([taken], with_ids=self.layout != "single")[0])
         self._tell(self.cursor, taken)
         self.cursor = (self.cursor + 1) % self.rows
 
@@ -167,12 +169,10 @@ class ReplayWithReference:
 
     def restart_collector(self) -> None:
         """Continue with a new collector, whose first steps all fit into the buffer."""
-        two_dim = self.layout == "two_dim"
-        if self.layout == "single" or (two_dim and self.rows < 2):
+        if self.layout == "single" or (self.layout == "two_dim" and self.rows < 2):
             return
-        if self.environments.can_restart(one_lane_per_env=two_dim):
-            self.environments.restart()
-            self.extend(1)
+        self.environments.restart()
+        self.extend(1)
 
     def empty(self) -> None:
         self.buffer.empty()

@@ -15,10 +15,14 @@ from torchrl_replay_ext.compilation import (
     scatter_in_bounds,
     where_int64,
 )
-from torchrl_replay_ext.core.lanes import shifted
 
 # The id of the frame of zeros.
 _BLANK = 0
+
+
+def _shifted(values: Tensor) -> Tensor:
+    """``values`` [n] shifted by one place to the right; the first value is 0."""
+    return torch.cat([values.new_zeros(1), values[:-1]])
 
 
 class _Links(NamedTuple):
@@ -137,10 +141,10 @@ class FramePool:
         # the previous row of the same trajectory, or -1
         order = trajectory.argsort(stable=True)
         sorted_ids = trajectory[order]
-        goes_on = shifted(sorted_ids, 0) == sorted_ids
+        goes_on = _shifted(sorted_ids) == sorted_ids
         goes_on = goes_on & (rows > 0)
         none = torch.full_like(rows, -1)
-        previous = torch.empty_like(rows).index_copy_(0, order, where_int64(goes_on, shifted(order, 0), none))
+        previous = torch.empty_like(rows).index_copy_(0, order, where_int64(goes_on, _shifted(order), none))
         is_last = ~torch.cat([goes_on[1:], torch.zeros_like(goes_on[:1])])
         newest = torch.empty_like(is_last).index_copy_(0, order, is_last)
         follows_row = previous >= 0

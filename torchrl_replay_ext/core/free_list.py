@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import increase, values_can_be_read, where_int64
+from torchrl_replay_ext.compilation import increase
 
 
 class FreeList:
@@ -19,40 +19,18 @@ class FreeList:
 
     def __init__(self, size: int, *, device: torch.device | str | None = None):
         self.size = size
-        # masked-out writes go to the additional last entry
-        self.queue = torch.arange(size + 1, device=device).to(torch.int32 if size < 2**31 else torch.int64)
+        self.queue = torch.arange(size, device=device).to(torch.int32 if size < 2**31 else torch.int64)
         self.head = torch.zeros((), dtype=torch.int64, device=device)
         self.tail = torch.full((), size, device=device)
 
-    def pop(self, mask: Tensor) -> Tensor:
-        """Take one free id for each True in ``mask`` [n].
-
-        Returns:
-            int64 [n]. Where ``mask`` is False, the result is the id of the last True before it, or an arbitrary id if
-            there is no True before it.
-        """
-        rank = mask.cumsum(0)
-        ids = self.queue.index_select(0, (self.head + rank - 1) % self.size).to(torch.int64)
-        self.head.add_(rank[-1])
-        return ids
-
-    def push(self, ids: Tensor, mask: Tensor) -> None:
-        """Return ``ids`` [n] to the queue where ``mask`` is True."""
-        if values_can_be_read(mask) and not bool(mask.any()):
-            return
-        rank = mask.cumsum(0)
-        place = where_int64(mask, (self.tail + rank - 1) % self.size, torch.full_like(ids, self.size))
-        self.queue.index_copy_(0, place, ids.to(self.queue.dtype))
-        self.tail.add_(rank[-1])
-
     def take(self, count: int) -> np.ndarray:
-        """Like :meth:`pop` for ``count`` ids, for a queue on the CPU; int64 [count]."""
+        """Take ``count`` free ids, for a queue on the CPU; int64 [count]."""
         ids = self.queue.numpy()[self._places(self.head, count)].astype(np.int64)
         increase(self.head, count)
         return ids
 
     def give_back(self, ids: np.ndarray) -> None:
-        """Like :meth:`push` for all ``ids`` [n], for a queue on the CPU."""
+        """Return ``ids`` [n] to a queue on the CPU."""
         self.queue.numpy()[self._places(self.tail, len(ids))] = ids
         increase(self.tail, len(ids))
 
@@ -64,7 +42,7 @@ class FreeList:
 
     def clear_(self) -> None:
         """Make all ids free."""
-        self.queue.copy_(torch.arange(self.size + 1, device=self.queue.device))
+        self.queue.copy_(torch.arange(self.size, device=self.queue.device))
         self.head.zero_()
         self.tail.fill_(self.size)
 

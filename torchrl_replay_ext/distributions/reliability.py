@@ -60,7 +60,7 @@ class Reliability(WriteObserver):
             finished = terminated.to(torch.bool)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change
-            self._episodes.update(slots, SumTree.to_mass(priority).expand(slots.shape[0]), None)
+            self._episodes.update(slots, SumTree.to_mass(priority), None)
             return
         self._episodes.write(slots, SumTree.to_mass(scalar(priority)), self._log.next_number(), marks, finished)
 
@@ -123,7 +123,6 @@ class Reliability(WriteObserver):
 
     def rebuild(self) -> None:
         self._episodes.rebuild_()
-        self._episodes.lanes.mark_loaded()
 
     def check_valid(self) -> None:
         self._episodes.check_valid()

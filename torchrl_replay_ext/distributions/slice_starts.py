@@ -71,7 +71,7 @@ class SliceStarts(Distribution):
             rows.require(key, BEHAVIOUR)
         marks = self._reader.read(rows, needs_ids=self.slices.lanes.assigned)
         if not rows.is_rewrite:
-            self.slices.write(slots, self._log.next_number(), marks)
+            self.slices.write(slots, marks)
 
     def remove(self, slots: Tensor) -> None:
         self.slices.remove(slots)
@@ -102,10 +102,6 @@ class SliceStarts(Distribution):
             return Draw(torch.zeros(0, dtype=torch.int64))
         return Draw(self._tree.draw(wanted.u)[0])
 
-    def may_start(self, slots: Tensor) -> Tensor:
-        """True where a slice may begin at a slot of ``slots`` [n], bool [n]."""
-        return self._tree.get(slots) > 0
-
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()
 
@@ -118,7 +114,6 @@ class SliceStarts(Distribution):
 
     def rebuild(self) -> None:
         self.slices.rebuild_(self._stored())
-        self.slices.lanes.mark_loaded()
 
     def check_valid(self) -> None:
         self.slices.check_valid(self._stored())

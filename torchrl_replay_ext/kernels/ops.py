@@ -175,6 +175,30 @@ reaper_draw = Kernel(
     + _EPISODES,
 )
 
+lanes_assign = Kernel(
+    "lanes.assign",
+    "Tensor(a!) lanes, Tensor(b!) interrupted, Tensor slots, Tensor trajectory, Tensor ended, Tensor initial, "
+    "bool is_assigned, int strictness, Tensor(c!) lane_of, Tensor(d!) begins, Tensor(e!) result",
+)
+
+_MEMORY = "Tensor(a!) lane_episode, Tensor(b!) lane_next, Tensor(c!) count, Tensor(d!) free_records, "
+_MEMORY += "Tensor(e!) free_pages, "
+_SUMS = "Tensor(f!) d_leaves, Tensor(g!) d_nodes, Tensor(h!) d_pages, int d_capacity, Tensor(i!) position_of, "
+_SUMS += "int num_lanes, int span, Tensor(j!) lane_total, Tensor(k!) episode, Tensor(l!) start_of, "
+_SUMS += "Tensor(m!) is_finished, Tensor(n!) updated_at, Tensor(o!) totals, Tensor(p!) maxima"
+_WRITTEN = "Tensor slots, Tensor lane_of, Tensor begins, Tensor ended, "
+
+episodes_write = Kernel("episodes.write", _WRITTEN + "Tensor finished, Tensor mass, Tensor number, " + _MEMORY + _SUMS)
+episodes_remove = Kernel("episodes.remove", "Tensor slots, bool stops, " + _MEMORY + _SUMS)
+episodes_update = Kernel("episodes.update", "Tensor slots, Tensor mass, Tensor number, " + _SUMS)
+
+slices_write = Kernel(
+    "slices.write",
+    _WRITTEN + "bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, Tensor(d!) rows, "
+    "Tensor(e!) run, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, int capacity",
+)
+slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leaves, Tensor(a!) slots, Tensor(b!) mask")
+
 _RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
 _RANK += "Tensor(f!) counts, Tensor(g!) top"
 

@@ -32,7 +32,7 @@ def write(leaves, nodes, minima, pages, capacity, index, mass):
         leaf = index[row]
         if leaf < 0 or leaf >= capacity:
             continue
-        _set(leaves, nodes, pages, capacity, leaf, mass[min(row, mass.shape[0] - 1)])
+        put(leaves, nodes, pages, capacity, leaf, mass[min(row, mass.shape[0] - 1)])
     _refresh_minima(leaves, minima, pages, capacity, index)
 
 
@@ -45,16 +45,17 @@ def write_power(leaves, nodes, minima, pages, capacity, index, d, alpha):
         if row < d.shape[0]:
             mass = np.int64(math.ceil(np.float64(d[row]) ** alpha[0] * UNIT))
         if 0 <= leaf < capacity:
-            _set(leaves, nodes, pages, capacity, leaf, mass)
+            put(leaves, nodes, pages, capacity, leaf, mass)
     _refresh_minima(leaves, minima, pages, capacity, index)
 
 
 @part
-def _set(leaves, nodes, pages, capacity, leaf, mass):
+def put(leaves, nodes, pages, capacity, leaf, mass):
+    """``leaves[leaf] = mass``, for a leaf in range; returns the change."""
     place = place_of(leaf, leaves, pages)
     change = mass - leaves[place]
     if change == 0:
-        return
+        return change
     leaves[place] = mass
     node, last, begin = leaf, capacity - 1, nodes.shape[0]
     while begin > 0:
@@ -62,6 +63,7 @@ def _set(leaves, nodes, pages, capacity, leaf, mass):
         last >>= BITS
         begin -= CHILDREN * ((last >> BITS) + 1)
         nodes[begin + node] += change
+    return change
 
 
 @part
@@ -237,17 +239,23 @@ def rebuild(leaves, nodes, minima, pages, capacity):
 def refresh_maxima(leaves, maxima, capacity, index):
     """Recompute the maxima above the leaves ``index`` [n]."""
     for row in range(index.shape[0]):
-        node = index[row]
-        if node < 0 or node >= capacity:
-            continue
-        largest = _largest(leaves, node & -CHILDREN)
-        last, begin = capacity - 1, maxima.shape[0]
-        while begin > 0:
-            node >>= BITS
-            last >>= BITS
-            begin -= CHILDREN * ((last >> BITS) + 1)
-            maxima[begin + node] = largest
-            largest = _largest(maxima, begin + (node & -CHILDREN))
+        if 0 <= index[row] < capacity:
+            refresh_maximum(leaves, maxima, capacity, index[row])
+
+
+@part
+def refresh_maximum(leaves, maxima, capacity, leaf):
+    """Recompute the maxima above a leaf in range."""
+    node, last, begin = leaf, capacity - 1, maxima.shape[0]
+    largest = _largest(leaves, node & -CHILDREN)
+    while begin > 0:
+        node >>= BITS
+        last >>= BITS
+        begin -= CHILDREN * ((last >> BITS) + 1)
+        if maxima[begin + node] == largest:
+            break
+        maxima[begin + node] = largest
+        largest = _largest(maxima, begin + (node & -CHILDREN))
 
 
 @loop

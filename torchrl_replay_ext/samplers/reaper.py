@@ -77,14 +77,12 @@ class ReaPERSampler(DistributionSampler):
       subtracted.
     * Episodes are finished if they are terminated or truncated, as in the authors' code. Pass ``truncated="ongoing"``
       if the target of a truncated episode should not be treated as exact.
-    * Interrupted episodes: an episode without an end stays ongoing when the next episode begins. In flat storage with
-      one stream, a new trajectory id indicates this. A warning is issued once, since the cause may also be several
-      environments without ``num_streams``. It is an error if the id of an interrupted episode appears again. There is
-      no warning in a column of a storage with ``ndim`` >= 2, if trajectory ids restart, or if ``init_key`` marks the
-      first transition of the next episode. With several streams in flat storage, an episode can only be interrupted by
-      restarted ids or by such marks; the new episode takes the lane that was written to least recently, excluding lanes
-      that this write continues. Several collectors one after the other are recognised by restarted ids, unless the same
-      id was in use at the end; then mark the first transitions (TorchRL's ``InitTracker``).
+    * Interrupted episodes: a trajectory with a new id takes the lane of a stream that has no unfinished episode, or
+      else the lane that was written to least recently, whose episode then stays ongoing. This is counted in
+      :meth:`stats` and a warning is issued once, unless ``init_key`` marks the first transition of the new episode. It
+      is an error if interrupted trajectories go on interrupting each other, because there are more than
+      ``num_streams``. An unfinished episode goes on if its id appears again, also if a new collector has restarted the
+      ids; mark first transitions (TorchRL's ``InitTracker``) to begin a new one.
 
     Environments: a single environment, or one per column of a storage with ``ndim`` >= 2, needs no arguments. If
     several environments write to one flat storage, pass their number as ``num_streams``; ``traj_key``, which TorchRL's
@@ -118,12 +116,12 @@ class ReaPERSampler(DistributionSampler):
             of episodes use this d for rows that have not been updated. Default: False.
         validate: raise errors for invalid input on accelerators too, see
             :class:`~torchrl_replay_ext.ProportionalSampler`. If False (default), trajectories in excess of
-            ``num_streams`` are counted there as ``interrupted`` in :meth:`stats`.
+            ``num_streams`` are only counted there as ``interrupted`` in :meth:`stats`.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.
         ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, if more
-            trajectories are unfinished at once than ``num_streams``, or if an interrupted trajectory continues.
+            trajectories than ``num_streams`` go on in turn.
         KeyError: at a write, if a required entry is missing.
 
     Warns:

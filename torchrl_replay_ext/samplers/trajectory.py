@@ -94,14 +94,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
         validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
-            it. If False (default), trajectories in excess of ``num_streams`` are counted there as ``interrupted`` in
-            :meth:`stats`. With ``anchors``, pass ``validate`` to their sampler.
+            it. If False (default), trajectories in excess of ``num_streams`` are only counted there, as ``interrupted``
+            in :meth:`stats`. With ``anchors``, pass ``validate`` to their sampler.
 
     Raises:
         TypeError: if a flag has another type.
-        ValueError: if an argument is out of range. At a write, if ``capacity`` is smaller than the storage, there are
-            more simultaneous trajectories than ``num_streams``, or an interrupted trajectory continues. At a draw, if
-            ``batch_size`` is not a multiple of ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
+        ValueError: if an argument is out of range. At a write, if ``capacity`` is smaller than the storage, or more
+            trajectories than ``num_streams`` go on in turn. At a draw, if ``batch_size`` is not a multiple of
+            ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
         KeyError: at a write, if a required entry is missing.
         RuntimeError: at a draw, if the buffer is empty, or with ``pad=False`` if no slice is long enough. In a graph
             the mask is False instead.
@@ -253,11 +253,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
-        starts = self._starts
-        slots = starts.slices.walk(start)
-        # all False if the buffer is empty, in a graph
-        known = starts.may_start(start)
-        mask = torch.cat([known.unsqueeze(1), (slots[:, 1:] != slots[:, :-1]) & known.unsqueeze(1)], 1)
+        # the mask is all False if the buffer is empty, in a graph
+        slots, mask = self._starts.slices.walk(start)
         mark = torch.cat([~mask[:, 1:], torch.ones_like(mask[:, :1])], 1)
         return self._rows(storage, slots, mask, mark, drawn)
 
@@ -373,8 +370,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         """Statistics for logging, as a TensorDict of float32 scalars. O(N).
 
         ``num_items``: stored transitions. ``num_starts``: transitions where a slice may begin. ``interrupted``:
-        trajectories interrupted without an end; a compiled step, which cannot raise errors, also counts trajectories in
-        excess of ``num_streams``. And the statistics of the anchors' sampler.
+        trajectories that another one interrupted before their end, unless its first row is marked. And the statistics
+        of the anchors' sampler.
         """
         with self._sampler.exclusive():
             ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}

@@ -1,0 +1,94 @@
+"""The kernels of slices for CUDA; see :mod:`torchrl_replay_ext.kernels.slices`. A write is a single program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from torchrl_replay_ext.kernels.cuda.episodes import put
+from torchrl_replay_ext.kernels.cuda.tree import _levels
+
+# slices of one thread block
+_ROWS = 64
+
+
+def _jit(function: Any) -> Any:
+    return triton.jit(function)
+
+
+@_jit
+def _write(
+    slots, lane_of, begins, ended, count, time, following, size, recent, num_lanes, length, rows, run,
+    leaves, nodes, num_nodes, pages, capacity, is_padded: tl.constexpr, levels: tl.constexpr,
+):  # fmt: skip
+    now = tl.load(time)
+    for row in range(count):
+        tl.debug_barrier()
+        slot, lane = tl.load(slots + row), tl.load(lane_of + row)
+        mask = (slot >= 0) & (slot < size) & (lane >= 0) & (lane < num_lanes)
+        slot, lane = tl.where(mask, slot, 0), tl.where(mask, lane, 0)
+        # the divisor is added because the remainder of a negative number may be negative
+        now = tl.where(mask, now + ((slot - now - 1) % size + size) % size + 1, now)
+        is_new = tl.load(begins + row) != 0
+        written = tl.load(rows + lane)
+        last = tl.load(recent + lane * length + (written + length - 1) % length)
+        steps = tl.where(is_new, 1, tl.load(run + lane) + 1)
+        goes_on = mask & (is_new == 0) & (now - last < size)
+        tl.debug_barrier()
+        tl.store(following + slot, slot, mask=mask)
+        tl.debug_barrier()
+        tl.store(following + (last % size + size) % size, slot, mask=goes_on)
+        tl.store(recent + lane * length + written % length, now, mask=mask)
+        tl.store(rows + lane, written + 1, mask=mask)
+        tl.store(run + lane, tl.where(tl.load(ended + row) != 0, 0, steps), mask=mask)
+        put(
+            leaves, nodes, num_nodes, pages, 1, capacity, slot, tl.full((), 1 if is_padded else 0, tl.int64), mask,
+            False, levels,
+        )  # fmt: skip
+        if not is_padded:
+            first = tl.load(recent + lane * length + (written + 1) % length)
+            begin = mask & (steps >= length) & (now - first < size)
+            put(
+                leaves, nodes, num_nodes, pages, 1, capacity, (first % size + size) % size,
+                tl.full((), 1, tl.int64), begin, False, levels,
+            )  # fmt: skip
+    tl.store(time, now)
+
+
+@_jit
+def _walk(start, following, leaves, slots, mask, count, size, length, num_rows: tl.constexpr):
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    in_batch = rows < count
+    slot = tl.minimum(tl.maximum(tl.load(start + rows, mask=in_batch, other=0), 0), size - 1)
+    is_part = tl.load(leaves + slot) > 0
+    for step in range(length):
+        tl.store(slots + rows * length + step, slot, mask=in_batch)
+        tl.store(mask + rows * length + step, is_part, mask=in_batch)
+        following_slot = tl.minimum(tl.maximum(tl.load(following + slot).to(tl.int64), 0), size - 1)
+        is_part = is_part & (following_slot != slot)
+        slot = following_slot
+
+
+def write(
+    slots: Tensor, lane_of: Tensor, begins: Tensor, ended: Tensor, is_padded: bool, time: Tensor, following: Tensor,
+    recent: Tensor, rows: Tensor, run: Tensor, leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int,
+) -> None:  # fmt: skip
+    """See the loop of the same name."""
+    num_lanes, length = recent.shape
+    _write[(1,)](
+        slots, lane_of, begins, ended, len(slots), time, following, min(len(following), capacity), recent, num_lanes,
+        length, rows, run, leaves, nodes, len(nodes), pages, capacity,
+        is_padded=is_padded, levels=_levels(capacity), num_warps=1,
+    )  # fmt: skip
+
+
+def walk(start: Tensor, following: Tensor, leaves: Tensor, slots: Tensor, mask: Tensor) -> None:
+    """See the loop of the same name."""
+    if len(start):
+        _walk[(triton.cdiv(len(start), _ROWS),)](
+            start, following, leaves, slots, mask, len(start), min(len(following), len(leaves)), slots.shape[1],
+            num_rows=_ROWS,
+        )  # fmt: skip

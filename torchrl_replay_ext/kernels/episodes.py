@@ -1,0 +1,165 @@
+"""Loops that write transitions to the episodes of an :class:`~torchrl_replay_ext.core.episodes.EpisodeIndex`.
+
+``arrays`` are the first arguments of :func:`torchrl_replay_ext.kernels.reaper.reliability` after ``result``, up to
+``maxima``. ``memory`` is ``lane_episode`` [lanes], the record of the unfinished episode of each lane, or the extra
+record; ``lane_next`` [lanes], the offset of the next transition in its lane; ``count``, the number of transitions of
+each record; and ``free_records`` and ``free_pages``, whose last element is the number of the free ids before it.
+Slots out of range are skipped. Loops stay in range whatever the arrays hold.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.tree import put, refresh_maximum
+from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
+
+_LAST_OF_PAGE = (1 << PAGE_BITS) - 1
+
+
+@part
+def _take(free):
+    """Take one of the free ids."""
+    last = free.shape[0] - 1
+    free[last] = min(max(free[last] - 1, 0), max(last - 1, 0))
+    return free[free[last]]
+
+
+@part
+def _give_back(free, number):
+    last = free.shape[0] - 1
+    place = min(max(free[last], 0), max(last - 1, 0))
+    free[place], free[last] = min(max(number, 0), last), place + 1
+
+
+@part
+def _lane_of(position, arrays):
+    lane_total, span = arrays[7], arrays[6]
+    return min(max(position // span, 0), lane_total.shape[0] - 1)
+
+
+@part
+def _position_of(slot, arrays):
+    capacity, position_of, num_lanes, span = arrays[3:7]
+    position = slot % num_lanes * span + slot // num_lanes
+    if position_of.shape[0] > 0:
+        position = np.int64(position_of[slot])
+    return min(max(position, 0), capacity - 1)
+
+
+@part
+def _remove(slot, memory, arrays):
+    """Remove the transition in ``slot``, if there is one, from all sums."""
+    lane_episode, _, count, free_records, free_pages = memory
+    leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total = arrays[:8]
+    episode, start_of, _, _, totals, maxima = arrays[8:]
+    none = start_of.shape[0] - 1
+    record = np.int64(episode[slot])
+    if record < 0 or record >= none:
+        return
+    position = _position_of(slot, arrays)
+    lane = _lane_of(position, arrays)
+    change = put(leaves, nodes, pages, capacity, position, 0)
+    totals[record] += change
+    lane_total[lane] += change
+    count[record] -= 1
+    start_of[record] = lane * span + (position - lane * span + 1) % span
+    episode[slot] = none
+    if position_of.shape[0] > 0:
+        position_of[slot] = num_lanes * span
+        if position & _LAST_OF_PAGE == _LAST_OF_PAGE:
+            block = position >> PAGE_BITS
+            _give_back(free_pages, pages[block])
+            pages[block] = free_pages.shape[0] - 1
+    if count[record] == 0 and lane_episode[lane] != record:
+        _give_back(free_records, record)
+    refresh_maximum(totals, maxima, none + 1, record)
+
+
+@part
+def _stop(lane, memory, arrays):
+    """Close the unfinished episode of a lane, if there is one; for reliability it stays unfinished."""
+    lane_episode, _, count, free_records, _ = memory
+    none = arrays[9].shape[0] - 1
+    record = min(max(lane_episode[lane], 0), none)
+    lane_episode[lane] = none
+    if record < none and count[record] == 0:
+        _give_back(free_records, record)
+
+
+@loop
+def write(
+    slots, lane_of, begins, ended, finished, mass, number,
+    lane_episode, lane_next, count, free_records, free_pages, *arrays,
+):  # fmt: skip
+    """Write new transitions with the same ``mass`` [1] to ``slots`` [n], in order; they replace what was there.
+
+    ``lane_of`` and ``begins`` [n] are the results of :func:`torchrl_replay_ext.kernels.lanes.assign`; ``ended`` [n]:
+    the episode ends, and is then ``finished`` [n] for reliability; ``number`` [1] is the number of the write.
+    """
+    memory = lane_episode, lane_next, count, free_records, free_pages
+    leaves, nodes, pages, capacity, position_of, _, span, lane_total = arrays[:8]
+    episode, start_of, is_finished, updated_at, totals, maxima = arrays[8:]
+    none = start_of.shape[0] - 1
+    for row in range(slots.shape[0]):
+        slot, lane = slots[row], lane_of[row]
+        if slot < 0 or slot >= episode.shape[0] or lane < 0 or lane >= lane_episode.shape[0]:
+            continue
+        _remove(slot, memory, arrays)
+        if position_of.shape[0] > 0:
+            offset = lane_next[lane] % span
+            lane_next[lane] = offset + 1
+            position_of[slot] = lane * span + offset
+            if offset & _LAST_OF_PAGE == 0:
+                pages[(lane * span + offset) >> PAGE_BITS] = _take(free_pages)
+        position = _position_of(slot, arrays)
+        if begins[row]:
+            _stop(lane, memory, arrays)
+            record = min(max(np.int64(_take(free_records)), 0), none - 1)
+            lane_episode[lane], start_of[record] = record, position
+            count[record], totals[record], updated_at[record], is_finished[record] = 0, 0, 0, False
+        record = min(max(lane_episode[lane], 0), none - 1)
+        put(leaves, nodes, pages, capacity, position, mass[0])
+        totals[record] += mass[0]
+        lane_total[lane] += mass[0]
+        count[record] += 1
+        episode[slot] = record
+        refresh_maximum(totals, maxima, none + 1, record)
+        if ended[row]:
+            is_finished[record], updated_at[record] = finished[row], number[0]
+            lane_episode[lane] = none
+
+
+@loop
+def remove(slots, stops, lane_episode, lane_next, count, free_records, free_pages, *arrays):
+    """Remove the transitions in ``slots`` [n]; if ``stops``, unfinished episodes do not continue."""
+    memory = lane_episode, lane_next, count, free_records, free_pages
+    for row in range(slots.shape[0]):
+        if 0 <= slots[row] < arrays[8].shape[0]:
+            _remove(slots[row], memory, arrays)
+    for lane in range(lane_episode.shape[0] if stops else 0):
+        _stop(lane, memory, arrays)
+
+
+@loop
+def update(slots, mass, number, *arrays):
+    """Set the masses of ``slots`` [n], in order; slots without a transition are skipped.
+
+    ``mass``: [n], or [1] for all rows. ``number`` is the number of the last write, [1], after which transitions of
+    these episodes are new; empty: no change.
+    """
+    leaves, nodes, pages, capacity, _, _, _, lane_total = arrays[:8]
+    episode, start_of, _, updated_at, totals, maxima = arrays[8:]
+    none = start_of.shape[0] - 1
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        if slot < 0 or slot >= episode.shape[0] or episode[slot] < 0 or episode[slot] >= none:
+            continue
+        record, position = np.int64(episode[slot]), _position_of(slot, arrays)
+        change = put(leaves, nodes, pages, capacity, position, mass[min(row, mass.shape[0] - 1)])
+        totals[record] += change
+        lane_total[_lane_of(position, arrays)] += change
+        refresh_maximum(totals, maxima, none + 1, record)
+        if number.shape[0] > 0:
+            updated_at[record] = number[0]

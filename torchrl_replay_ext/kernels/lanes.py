@@ -1,0 +1,126 @@
+"""A loop that assigns the rows of a write to lanes, and finds where episodes begin; ``lanes_layout`` has the array."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrl_replay_ext.kernels.lanes_layout import (
+    CAREFUL,
+    CHAIN,
+    DONE,
+    INTERRUPTS,
+    NONE,
+    OPEN,
+    TOO_MANY,
+    TRAJECTORY,
+    UNCHECKED,
+    WRITTEN,
+)
+from torchrl_replay_ext.kernels.loop import loop, part
+
+
+@part
+def _lane_of(lanes, trajectory, first):
+    """The lane with the unfinished ``trajectory``, searched from ``first`` on; -1 if there is none."""
+    for k in range(lanes.shape[1]):
+        lane = (first + k) % lanes.shape[1]
+        if lanes[OPEN, lane] > 0 and lanes[TRAJECTORY, lane] == trajectory:
+            return lane
+    return -1
+
+
+@part
+def _lane_for(lanes):
+    """The lane for a new trajectory: a free one if there is one, of these the one written least recently."""
+    best = 0
+    for lane in range(1, lanes.shape[1]):
+        is_older = lanes[WRITTEN, lane] < lanes[WRITTEN, best]
+        if lanes[OPEN, lane] < lanes[OPEN, best] or (lanes[OPEN, lane] == lanes[OPEN, best] and is_older):
+            best = lane
+    return best
+
+
+@part
+def _is_in_a_chain(lanes, trajectory):
+    found = False
+    for lane in range(lanes.shape[1]):
+        found |= lanes[CHAIN, lane] == trajectory
+    return found
+
+
+@part
+def _copy(lanes, to):
+    for kind in range(lanes.shape[0]):
+        for lane in range(lanes.shape[1]):
+            to[kind, lane] = lanes[kind, lane]
+
+
+@part
+def _has_runs(trajectory):
+    """True if two rows that follow each other have the same id."""
+    found = False
+    for row in range(1, trajectory.shape[0]):
+        found |= trajectory[row] == trajectory[row - 1]
+    return found
+
+
+@loop
+def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins, result):
+    """Assign each row of a write to a lane.
+
+    A row goes on with the unfinished episode of its trajectory. Any other trajectory takes a free lane, or the lane
+    written to least recently, whose unfinished episode it then interrupts. ``ended`` rows end an episode, ``initial``
+    rows begin one. In data of several environments one after the other, the next trajectory of an environment takes
+    the lane that the row before has left.
+
+    * ``lanes`` is the state; ``interrupted`` [1] counts the episodes interrupted by rows that are not initial.
+    * ``slots``, ``trajectory``, ``ended``, ``initial`` are the rows [n]; ids and marks are empty if there are none.
+    * If ``is_assigned`` is False, lanes are fixed: slot s is in lane s modulo the number of lanes.
+    * The results are the lane of each row, ``lane_of`` [n], and whether an episode ``begins`` with it [n].
+    * ``result`` is the outcome and the id that caused it. It is ``TOO_MANY`` if a trajectory goes on that was
+      interrupted, and interrupts another one that did the same. ``INTERRUPTS`` is the outcome if there was any
+      interruption. If ``strictness`` says so, nothing else is changed then.
+    """
+    num_lanes, count = lanes.shape[1], slots.shape[0]
+    has_ids, has_runs = trajectory.shape[0] > 0, _has_runs(trajectory)
+    # rows of each environment, if the write has the rows of several environments one after the other
+    per_lane = count // num_lanes if count % num_lanes == 0 else count
+    state = np.empty(lanes.shape, np.int64)
+    _copy(lanes, state)
+    now, num_interrupted, lane = 0, 0, 0
+    for k in range(num_lanes):
+        now = max(now, state[WRITTEN, k])
+    result[0] = DONE
+    for row in range(count):
+        number = trajectory[row] if has_ids else NONE
+        is_initial = initial.shape[0] > 0 and initial[row]
+        if is_assigned:
+            last = lane
+            lane = _lane_of(state, number, last)
+            if lane < 0:
+                goes_on = has_runs and row % per_lane > 0 and state[OPEN, last] == 0
+                lane = last if goes_on else _lane_for(state)
+        else:
+            lane = slots[row] % num_lanes
+        is_open = state[OPEN, lane] > 0
+        interrupts = is_open and state[TRAJECTORY, lane] != number
+        if interrupts and not is_initial:
+            num_interrupted += 1
+            returns = state[CHAIN, lane] == number
+            if is_assigned and state[CHAIN, lane] != NONE:
+                returns = _is_in_a_chain(state, number)
+            if returns and strictness > UNCHECKED:
+                result[0], result[1] = TOO_MANY, number
+                return
+            if result[0] == DONE:
+                result[0], result[1] = INTERRUPTS, number
+        lane_of[row], begins[row] = lane, not is_open or interrupts or is_initial
+        if not interrupts and begins[row]:
+            state[CHAIN, lane] = NONE
+        elif interrupts and state[CHAIN, lane] == NONE:
+            state[CHAIN, lane] = state[TRAJECTORY, lane]
+        state[TRAJECTORY, lane], state[WRITTEN, lane], state[OPEN, lane] = number, now + 1 + row, not ended[row]
+    if result[0] == INTERRUPTS and strictness == CAREFUL:
+        return
+    interrupted[0] += num_interrupted
+    _copy(state, lanes)

@@ -1,0 +1,56 @@
+"""Loops over the slices of episodes; :class:`~torchrl_replay_ext.core.slices.SliceIndex` has the arrays.
+
+Slots out of range are skipped. Loops stay in range whatever the arrays hold.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrl_replay_ext.kernels.loop import loop
+from torchrl_replay_ext.kernels.tree import put
+
+
+@loop
+def write(slots, lane_of, begins, ended, is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity):
+    """Write new transitions to ``slots`` [n], in order.
+
+    ``lane_of`` and ``begins`` [n] are the results of :func:`torchrl_replay_ext.kernels.lanes.assign`; ``ended`` [n]:
+    the episode ends. If ``is_padded``, slices may begin at each transition.
+    """
+    size, length = following.shape[0], recent.shape[1]
+    for row in range(slots.shape[0]):
+        slot, lane = slots[row], lane_of[row]
+        if slot < 0 or slot >= min(size, capacity) or lane < 0 or lane >= recent.shape[0]:
+            continue
+        time[0] += (slot - time[0] - 1) % size + 1
+        last = recent[lane, (rows[lane] - 1) % length]
+        following[slot] = slot
+        if not begins[row] and time[0] - last < size:
+            following[last % size] = slot
+        recent[lane, rows[lane] % length] = time[0]
+        rows[lane] += 1
+        run[lane] = 1 if begins[row] else run[lane] + 1
+        put(leaves, nodes, pages, capacity, slot, 1 if is_padded else 0)
+        first = recent[lane, rows[lane] % length]
+        if not is_padded and run[lane] >= length and time[0] - first < size:
+            put(leaves, nodes, pages, capacity, min(first % size, capacity - 1), 1)
+        if ended[row]:
+            run[lane] = 0
+
+
+@loop
+def walk(start, following, leaves, slots, mask):
+    """The slots of slices from ``start`` [n] and whether they belong to them, [n, length] each.
+
+    The last slot of an episode is repeated. The mask is False where no slice may begin.
+    """
+    size = min(following.shape[0], leaves.shape[0])
+    for row in range(start.shape[0]):
+        slot = min(max(start[row], 0), size - 1)
+        is_part = leaves[slot] > 0
+        for step in range(slots.shape[1]):
+            slots[row, step], mask[row, step] = slot, is_part
+            next_slot = min(max(np.int64(following[slot]), 0), size - 1)
+            is_part = is_part and next_slot != slot
+            slot = next_slot
