@@ -126,3 +126,25 @@ rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
 rank_rank_of = Kernel("rank.rank_of", "Tensor bucket, Tensor place, Tensor counts, Tensor slots, Tensor(a!) rank")
 rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")
+
+# the arrays of EventTables
+_EVENTS = (
+    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, Tensor capacity, "
+    "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
+)
+_READ_EVENTS = "Tensor slot_at, Tensor links, Tensor places, Tensor heads, Tensor counts, Tensor capacity, "
+_READ_EVENTS += "Tensor begins, Tensor number, Tensor before, Tensor free, Tensor counters, Tensor journal"
+events_write = Kernel(
+    "events.write",
+    "Tensor(a!) episodes, Tensor(b!) used, Tensor(c!) slots, Tensor stream, Tensor trajectory, Tensor ends, "
+    "Tensor begins_, Tensor occurred, Tensor table_of, Tensor history, Tensor(d!) result, " + _EVENTS,
+    for_cuda=False,
+)
+events_remove = Kernel("events.remove", "Tensor slots, Tensor stream, Tensor(a!) episodes, " + _EVENTS, for_cuda=False)
+events_order = Kernel("events.order", "Tensor(a!) result, int table, " + _READ_EVENTS, for_cuda=False)
+events_earlier = Kernel(
+    "events.earlier",
+    "Tensor episodes, int stream, int trajectory, Tensor(a!) slots, " + _READ_EVENTS,
+    for_cuda=False,
+)
+events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, Tensor found", for_cuda=False)

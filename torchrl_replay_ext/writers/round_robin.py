@@ -199,7 +199,13 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return index
 
     def _extend(self, data: TensorDictBase) -> Tensor:
-        """:meth:`extend` after the checks. On accelerators it does not read the cursor."""
+        """:meth:`extend` after the checks."""
+        index = self._store(data)
+        self._mark_update_entities(index)
+        return index
+
+    def _store(self, data: TensorDictBase) -> Tensor:
+        """Write ``data`` to the storage; returns the index. On accelerators it does not read the cursor."""
         storage: Any = self._storage
         steps, count = rows_of_ring(storage, data), len(data)
         first: Any = scalar(self.cursor_value)
@@ -229,7 +235,6 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         if known is not None:
             # not _replicate_index of TorchRL, which reads the length of the storage
             index = _with_columns(index, known[0][1:])
-        self._mark_update_entities(index)
         return index
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
