@@ -289,17 +289,14 @@ class EventTables(Mapping[str, EventTable]):
         """True where a table holds one of ``slots`` [n], bool [tables, n]; in a ring, the default table has no row."""
         return (self.places[:, slots.cpu()] >= 0).to(slots.device)
 
-    def changes(self, seen: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The positions that have changed since the counter of changes was ``seen``, and the slots that moved.
+    def has_changes_since(self, seen: int) -> bool:
+        """True if :meth:`changes` knows all changes since the counter of changes was ``seen``."""
+        end = self.counter(CHANGES)
+        return max(self.counter(JOURNAL_BEGIN), end - len(self._journal)) <= seen <= end
 
-        Returns:
-            int64 [n] each, with duplicates. None if the journal does not reach back.
-        """
-        end, size = self.counter(CHANGES), len(self._journal)
-        if not max(self.counter(JOURNAL_BEGIN), end - size) <= seen <= end:
-            return None
-        first = seen % size
-        rows = slice(first, first + end - seen) if first + end - seen <= size else np.arange(seen, end) % size
+    def changes(self, seen: int) -> tuple[np.ndarray, np.ndarray]:
+        """The positions that changed since the counter of changes was ``seen``, and the slots that moved; int64 [n]."""
+        rows = np.arange(seen, self.counter(CHANGES)) % len(self._journal)
         position, slot = self._journal.numpy()[rows].astype(np.int64).T
         return position, slot
 

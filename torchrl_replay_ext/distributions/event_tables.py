@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, to_device, uniform, where_int64
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    raise_if,
+    random_seed,
+    to_device,
+    uniform,
+    where_int64,
+)
 from torchrl_replay_ext.core.event_tables import CHANGES, EventTables, TableView
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
@@ -23,8 +31,11 @@ from torchrl_replay_ext.distributions.table_rows import TableRows
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import Uniform
-from torchrl_replay_ext.functional.allocation import Allocation, table_ends
+from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
 from torchrl_replay_ext.indices import UpdateMask
+from torchrl_replay_ext.kernels.ops import events_draw, events_set_masses
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class EventTableMixture(Distribution):
@@ -66,8 +77,6 @@ class EventTableMixture(Distribution):
         self._allocation, self._beta = allocation, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
-        # values are read on the CPU only, and not in graphs
-        self._on_cpu = device.type == "cpu"
         self._shares = shares
         shares.to(device)
         self._least_counts, self._min_sizes = min_sizes.tolist(), min_sizes.to(device)
@@ -112,38 +121,63 @@ class EventTableMixture(Distribution):
         positions = self._view.positions(slots)
         return positions.reshape(-1), slots.expand(positions.shape).reshape(-1)
 
+    def _set_masses(self, slots: Tensor) -> None:
+        """Update the masses of ``slots`` [n], and of what has changed in the tables; negative slots are skipped."""
+        power = self._power()
+        if power is not None:
+            if not is_traced():
+                self._read_if_unknown()
+            events_set_masses(*self._tree.tensors(), self._seen, *power, slots.contiguous(), *self._tables.arrays())
+            return
+        if not is_traced():
+            self.sync()
+        positions, repeated = self._everywhere(slots.clamp_min(0))
+        is_row = (slots >= 0).repeat(len(positions) // len(slots))
+        self._set(where_int64(is_row, positions, -1), repeated)
+
+    def _power(self) -> tuple[Tensor, Tensor] | None:
+        """:meth:`Uniform.power` where a kernel sets masses."""
+        if self._view.is_empty or self._weights.counts_moves or not events_set_masses.runs_on(self._tree.leaves):
+            return None
+        return self._within.power()
+
+    def _read_if_unknown(self) -> None:
+        """Read all entries of the tables, unless the changes since the last time are known."""
+        resets, seen = self._tables.num_resets, int(self._seen)
+        if seen < 0 or not self._tables.has_changes_since(seen):
+            self._view.send()
+            self._seen.fill_(self._tables.counter(CHANGES))
+            self._tree.clear_()
+            self.reweight(torch.arange(self._size, device=self._device))
+            self._within.sort()
+            self._weights.recount()
+        elif resets != self._resets:
+            self._view.send()
+        self._resets = resets
+
     def sync(self) -> None:
         if self._view.is_empty:
             return
+        self._read_if_unknown()
         tables, seen = self._tables, int(self._seen)
-        end, resets = tables.counter(CHANGES), tables.num_resets
-        changes = (None if seen < 0 else tables.changes(seen)) if seen != end else ()
-        if resets != self._resets or changes is None:
-            self._resets = resets
-            self._view.send()
-        self._seen.fill_(end)
-        if changes is None:
-            self._read_tables()
-        elif changes:
-            position, slot = changes
-            if self._weights.counts_moves:
-                slot = np.unique(slot)
-            positions, slots, now = self._view.send_changes(position, slot)
-            self._within.count_changes(len(position))
-            self._apply(positions, slots, now)
-            if self._weights.counts_moves:
-                self._weights.move(slots, to_device(tables.number[torch.from_numpy(slot)], self._device))
+        if seen == tables.counter(CHANGES):
+            return
+        if self._power() is not None:
+            self._set_masses(_NO_SLOTS)
+            return
+        position, slot = tables.changes(seen)
+        if self._weights.counts_moves:
+            slot = np.unique(slot)
+        positions, slots, now = self._view.send_changes(position, slot)
+        self._seen.fill_(tables.counter(CHANGES))
+        self._within.count_changes(len(position))
+        self._apply(positions, slots, now)
+        if self._weights.counts_moves:
+            self._weights.move(slots, to_device(tables.number[torch.from_numpy(slot)], self._device))
 
     def _apply(self, positions: Tensor, slots: Tensor, now: Tensor) -> None:
         """Update the masses at ``positions`` [n], where the slots ``now`` are; -1 if there is none."""
         self._set(positions, now.clamp_min(0), now >= 0)
-
-    def _read_tables(self) -> None:
-        """Set the masses of all entries."""
-        self._tree.clear_()
-        self.reweight(torch.arange(self._size, device=self._device))
-        self._within.sort()
-        self._weights.recount()
 
     def before_ingest(self, count: int, next_slot: int) -> None:
         self._tables.adopt(count, next_slot)
@@ -157,8 +191,7 @@ class EventTableMixture(Distribution):
         self._weights.insert(slots, rows)
         # masses depend on them
         self._priorities.insert(rows.slots_as_index)
-        self.sync()
-        self._set(*self._everywhere(slots))
+        self._set_masses(slots)
         self._within.count_changes(len(slots))
 
     def remove(self, slots: Tensor) -> None:
@@ -175,10 +208,7 @@ class EventTableMixture(Distribution):
 
     def update(self, slots: Tensor, priority: Tensor, mask: UpdateMask | None) -> None:
         self._within.update(slots, priority, mask)
-        positions, repeated = self._everywhere(slots)
-        if mask is not None:
-            positions = where_int64(mask.valid.repeat(len(positions) // len(slots)), positions, -1)
-        self._set(positions, repeated)
+        self._set_masses(slots if mask is None else mask.select(slots))
         self._within.count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
@@ -186,10 +216,7 @@ class EventTableMixture(Distribution):
             self.sort()
             return
         slots = torch.arange(self._size, device=self._device) if slots is None else slots
-        in_use = gather_in_bounds(self._log.generation, slots) > 0
-        positions, repeated = self._everywhere(slots)
-        in_use = in_use.repeat(len(positions) // len(slots))
-        self._set(where_int64(in_use, positions, -1), repeated)
+        self._set_masses(where_int64(gather_in_bounds(self._log.generation, slots) > 0, slots, -1))
 
     def sort(self) -> None:
         """Sort the ranks, with priorities by rank; otherwise do nothing."""
@@ -202,7 +229,7 @@ class EventTableMixture(Distribution):
         ends = self._tree.prefix(self._view.begins)
         low, total = ends[:-1], ends[1:] - ends[:-1]
         needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-        return self._shares.among((self._view.counts >= needed) & (total > 0)), low, total
+        return self._shares.among((self._view.counts >= needed) & (total > 0), self._drawn_shares()), low, total
 
     def _needed(self, batch_size: int) -> list[int]:
         """The number of transitions from which on each table is used."""
@@ -243,19 +270,19 @@ class EventTableMixture(Distribution):
                 self._known_sizes.add(batch_size)
                 self._warn_of_small_tables()
         self._within.sort_if_due()
-        eta, low, total = self._proportions(batch_size)
+        if self._within.draws_by_mass and events_draw.runs_on(self._tree.leaves):
+            slots, table, mass, probability, eta, total = self._draw_by_mass(batch_size, generator)
+        else:
+            eta, low, total = self._proportions(batch_size)
+            first, u, order = self._random_numbers(batch_size, generator)
+            ends = self._ends_of_rows(eta, batch_size, first, generator)
+            table = torch.searchsorted(ends, order, right=True)
+            position, mass, total = self._within.draw(u, TableRows(ends, order, table, low, total), generator)
+            slots = gather_in_bounds(self._view.slot_at, position).to(torch.int64)
+            probability = self._mixture(slots, eta, total)
         message = "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
         raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
-        first, u, order = self._random_numbers(batch_size, generator)
-        ends = self._ends_of_rows(eta, batch_size, first, generator)
-        table = torch.searchsorted(ends, order, right=True)
-        position, mass, total = self._within.draw(u, TableRows(ends, order, table, low, total), generator)
-        slots = gather_in_bounds(self._view.slot_at, position).to(torch.int64)
-        probability = self._mixture(slots, eta, total)
-        count = gather_in_bounds(self._view.counts, table)
-        weight = self._weights.of_draw(slots, probability, eta, mass, gather_in_bounds(total, table), count)
-        # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
-        weight = torch.where(mass > 0, weight, 0.0)
+        weight = self._weights.of_draw(slots, probability, eta, mass, table, total)
         self.count_batch()
         extras = {
             "priority_weight": weight.to(torch.float32),
@@ -263,6 +290,28 @@ class EventTableMixture(Distribution):
             "sample_probability": probability.to(torch.float32),
         }
         return Draw(slots, extras=extras)
+
+    def _draw_by_mass(self, batch_size: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
+        """Draw in proportion to the masses: slots, tables, masses and p(i); η and the sum of masses of each table."""
+        view, leaves, is_uniform = self._view, self._tree.leaves, self._has_equal_masses()
+        slots, table, mass = leaves.new_empty(3, batch_size)
+        probability, eta = self._shares.state.new_empty(batch_size), torch.empty_like(self._shares.current)
+        total = torch.empty_like(self._min_sizes)
+        events_draw(
+            random_seed(self._device, generator),
+            *(self._drawn_shares(), self._min_sizes, METHODS.index(self._allocation), is_uniform),
+            *(leaves, self._tree.nodes, leaves[:0], view.slot_at, view.places, view.counts, view.begins),
+            *(slots, table, mass, probability, eta, total),
+        )
+        return slots, table, mass, probability, eta, total
+
+    def _has_equal_masses(self) -> bool:
+        """True if all entries have the same mass."""
+        return not self._within.takes_priorities
+
+    def _drawn_shares(self) -> Tensor:
+        """η of each table, float64 [tables]."""
+        return self._shares.current
 
     def sums(self) -> Sums:
         return self._joint.sums()
@@ -327,7 +376,7 @@ class EventTableMixture(Distribution):
         stored = self._log.stored_slots()
         positions, _ = self._everywhere(stored)
         held, drawn = positions[positions >= 0], (self._tree.leaves > 0).nonzero().squeeze(1)
-        is_complete = not self._within.takes_priorities and not self._view.is_empty
+        is_complete = self._has_equal_masses() and not self._view.is_empty
         if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
             raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
 
@@ -351,12 +400,17 @@ class EventPriorities(EventTableMixture):
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         return slots, slots
 
+    def _power(self) -> None:
+        return None
+
     def _apply(self, positions: Tensor, slots: Tensor, now: Tensor) -> None:
         self._set(slots, slots, gather_in_bounds(self._log.generation, slots) > 0)
 
-    def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        _, low, total = super()._proportions(batch_size)
-        return self._shares.among(torch.zeros_like(total, dtype=torch.bool)), low, total
+    def _has_equal_masses(self) -> bool:
+        return False
+
+    def _drawn_shares(self) -> Tensor:
+        return self._shares.among(torch.zeros_like(self._view.counts, dtype=torch.bool))
 
     def _warn_of_small_tables(self) -> None:
         """Event tables of any size have an effect."""

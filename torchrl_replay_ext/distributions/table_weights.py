@@ -9,6 +9,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.class_counts import ClassCounts
 from torchrl_replay_ext.core.event_tables import EventTables, TableView
 from torchrl_replay_ext.core.layout import Layout
@@ -109,33 +110,24 @@ class TableWeights:
 
     # --- weights
 
-    def of_uniform_draw(self, slots: Tensor, probability: Tensor, per_entry: list[float]) -> Tensor:
-        """Weights without priorities, float32 [n]; ``probability``: p(i), [n]; ``per_entry``: η_k / |B_k|."""
-        if self._correction is None:
-            return torch.ones_like(probability)
-        weight = 1 / probability
-        if self._classes is not None:
-            of_table = torch.tensor(per_entry, dtype=torch.float64, device=probability.device)
-            weight = self._classes.weight(slots, of_table, self._view.counts[0])
-        return self._normalized(weight).to(torch.float32)
-
     def of_draw(
-        self, slots: Tensor, probability: Tensor, eta: Tensor, mass: Tensor, total: Tensor, count: Tensor
+        self, slots: Tensor, probability: Tensor, eta: Tensor, mass: Tensor, table: Tensor, total: Tensor
     ) -> Tensor:
-        """Weights, at most 1, float64 [n].
+        """Weights, at most 1, [n]; 0 where nothing can be drawn, which has mass 0.
 
         Args:
             slots: int64 [n].
             probability: p(i), [n].
             eta: η of each table, 0 for tables that are not used, [tables].
             mass: mass of each row in the table that it was drawn from, [n].
-            total: sum of the masses of this table, [n].
-            count: number of entries of this table, [n].
+            table: this table, int64 [n].
+            total: sum of the masses of each table, [tables].
         """
         if self._correction is None:
             if not self._prioritized:
-                return torch.ones_like(probability)
-            weight = total / (count * mass)
+                return (mass > 0).to(torch.float32)
+            mean = total / self._view.counts.clamp_min(1)
+            weight = gather_in_bounds(mean, table) / mass
         elif self._correction == "mixture":
             weight = 1 / probability if self._classes is None else self._by_class(slots, probability, eta)
         elif self._correction == "priority":
@@ -152,7 +144,7 @@ class TableWeights:
                 outside = 1 - of_pair[-1] / of_pair[0]
                 inside = 1 - event_share * outside
                 weight = torch.where(self._in_event_table(slots), inside, 1 / (1 - event_share))
-        return self._normalized(weight)
+        return self._normalized(torch.where(mass > 0, weight, 0.0))
 
     def _in_event_table(self, slots: Tensor) -> Tensor:
         return self._view.holds(slots).any(0)

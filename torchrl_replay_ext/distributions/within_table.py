@@ -38,6 +38,8 @@ class Uniform(WriteObserver):
     needs_order = False
     # True if masses are computed by sorting
     sorts = False
+    # True if an entry is drawn in proportion to its mass
+    draws_by_mass = True
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = None
 
@@ -48,6 +50,13 @@ class Uniform(WriteObserver):
     def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
         return MAX_PRIORITY
+
+    def power(self) -> tuple[Tensor, Tensor] | None:
+        """Numbers and the exponent [1] whose power is the mass of each slot; no numbers if all masses are 1 unit.
+
+        None: masses depend on more than the slot.
+        """
+        return self._tree.leaves[:0], self._tree.leaves[:0]
 
     def masses(self, positions: Tensor, slots: Tensor) -> Tensor | int:
         """Masses of ``slots`` [n] at ``positions`` [n], or one number for all."""
@@ -127,6 +136,9 @@ class ByPriority(Uniform):
     def max_supported_priority(self) -> float:
         return largest_priority(self._tree, self._alpha)
 
+    def power(self) -> tuple[Tensor, Tensor] | None:
+        return self._priorities.of_slot, self._alpha.tensors()[0]
+
     def masses(self, positions: Tensor, slots: Tensor) -> Tensor:
         priority = gather_in_bounds(self._priorities.of_slot, slots)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
@@ -150,6 +162,9 @@ class ByRank(Uniform):
         self._order = RankOrder(
             len(view.slot_at), tables=len(view.counts), stale_fraction=stale_fraction, device=leaves.device
         )
+
+    def power(self) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def _table_of(self, positions: Tensor) -> Tensor:
         return (positions.unsqueeze(1) >= self._view.begins[1:-1]).sum(1)
@@ -210,6 +225,7 @@ class ByReliability(ByPriority):
     """
 
     needs_order = True
+    draws_by_mass = False
     why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, make_reliability: Callable[[WriteLog], Reliability]):

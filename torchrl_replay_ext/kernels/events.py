@@ -21,10 +21,16 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.random_numbers import uniform
+from torchrl_replay_ext.kernels.tree import descend, prefix
+from torchrl_replay_ext.kernels.tree import write as write_masses
 
 UNSENT, LEFT = -1, -2
 # entries of ``counters``
 WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
+# the mass of priority 1
+UNIT = 2**23
+SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)
 # values of a cell of ``episodes`` instead of a slot
 NO_EPISODE, UNUSED = -1, -2
 
@@ -288,3 +294,144 @@ def reopen(episodes, used, found):
     for row in range(found.shape[0]):
         cell = _cell(found[row, 0], episodes)
         episodes[cell] = found[row]
+
+
+@part
+def _mass(slot, of_slot, alpha):
+    """The mass d^α of a slot; without priorities, 1 unit."""
+    if of_slot.shape[0] == 0:
+        return UNIT
+    return np.int64(np.ceil(abs(np.float64(of_slot[_inside(slot, of_slot.shape[0])])) ** alpha[0] * UNIT))
+
+
+@loop
+def set_masses(leaves, nodes, minima, pages, seen, of_slot, alpha, slots, *tables):
+    """Set the masses of the entries that have changed since the counter of changes was ``seen`` [1], and of ``slots``.
+
+    The leaves of the tree are the positions of the tables. ``of_slot`` are priorities, empty if all masses are 1 unit;
+    ``alpha[0]`` is their exponent.
+    """
+    slot_at, _, places, _, counts, _, _, _, _, _, counters, journal = tables
+    end = counters[CHANGES]
+    begin = min(max(seen[0], end - journal.shape[0]), end)
+    size = end - begin + slots.shape[0] * counts.shape[0]
+    position, mass = np.empty(size, np.int64), np.empty(size, np.int64)
+    for row in range(end - begin):
+        at = _inside(journal[(begin + row) % journal.shape[0], 0], slot_at.shape[0])
+        position[row], mass[row] = at, 0
+        if slot_at[at] >= 0:
+            mass[row] = _mass(slot_at[at], of_slot, alpha)
+    row = end - begin
+    for each in range(slots.shape[0]):
+        slot = slots[each]
+        if slot < 0 or slot >= places.shape[1]:
+            continue
+        new = _mass(slot, of_slot, alpha)
+        if places.shape[0] < counts.shape[0]:
+            position[row], mass[row] = slot, new
+            row += 1
+        for k in range(places.shape[0]):
+            if places[k, slot] >= 0:
+                position[row], mass[row] = places[k, slot], new
+                row += 1
+    seen[0] = end
+    write_masses(leaves, nodes, minima, pages, slot_at.shape[0], position[:row], mass[:row])
+
+
+@part
+def _allocate(eta, allocation, seed, table):
+    """Divide the rows of a batch among tables in proportions ``eta``, in random order; see ``allocate``."""
+    rows, row, cumulated = table.shape[0], 0, 0.0
+    count = np.zeros(eta.shape[0], np.int64)
+    if allocation == MULTINOMIAL:
+        for each in range(rows):
+            u, k = uniform(seed, 3 * rows + each), 0
+            cumulated = eta[0]
+            while k < eta.shape[0] - 1 and u >= cumulated:
+                k += 1
+                cumulated += eta[k]
+            count[k] += 1
+    elif allocation == SYSTEMATIC:
+        ahead, u = 0, uniform(seed, 3 * rows)
+        for k in range(eta.shape[0]):
+            cumulated += eta[k]
+            end = min(max(np.int64(np.ceil(rows * min(cumulated, 1.0) - u)), ahead), rows)
+            count[k] = end - ahead
+            ahead = end
+    else:
+        fraction, left = np.empty(eta.shape[0]), rows
+        for k in range(eta.shape[0]):
+            count[k] = np.int64(rows * eta[k])
+            fraction[k] = rows * eta[k] - count[k]
+            left -= count[k]
+        for _ in range(left):
+            best = 0
+            for k in range(eta.shape[0]):
+                if fraction[k] > fraction[best]:
+                    best = k
+            count[best] += 1
+            fraction[best] = -1.0
+    for k in range(eta.shape[0]):
+        for _ in range(min(count[k], rows - row)):
+            table[row] = k
+            row += 1
+    # of rounding: rows that no table has taken
+    for each in range(row, rows):
+        table[each] = table[max(row - 1, 0)]
+    for each in range(rows - 1, 0, -1):
+        other = min(np.int64(uniform(seed, rows + each) * (each + 1)), each)
+        table[each], table[other] = table[other], table[each]
+
+
+@loop
+def draw(
+    seed, shares, min_sizes, allocation, is_uniform, leaves, nodes, pages, slot_at, places, counts, begins,
+    slots, table, mass, probability, eta, total,
+):  # fmt: skip
+    """Draw slots from the tables.
+
+    * ``seed``, int64 [1], determines the draws.
+    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
+      of rows.
+    * ``allocation``: how rows are divided among tables. ``is_uniform``: True if all masses are 0 or 1 unit.
+    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions.
+    * ``slot_at``, ``places``, ``counts``, ``begins``: see above.
+    * The results are ``slots``, their ``table``, ``mass`` and ``probability``, [n] each. If nothing can be drawn, the
+      mass is 0.
+    * Further results are ``eta``, η of each table, 0 for tables that are not used, with sum 1; and ``total``, the sum
+      of the masses of each table.
+    """
+    rows, tables = slots.shape[0], counts.shape[0]
+    first, capacity = tables - places.shape[0], slot_at.shape[0]
+    low = np.empty(tables + 1, np.int64)
+    prefix(leaves, nodes, pages, capacity, begins, low)
+    share, is_even = 0.0, is_uniform
+    for k in range(tables):
+        total[k] = low[k + 1] - low[k]
+        is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
+        eta[k] = shares[k] if is_used else 0.0
+        share += eta[k]
+    for k in range(tables):
+        eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
+        is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
+    _allocate(eta, allocation, seed[0], table)
+    if is_even:
+        # each entry has 1 unit, so the tree need not be walked
+        for row in range(rows):
+            k = table[row]
+            slots[row] = begins[k] + min(np.int64(uniform(seed[0], row) * counts[k]), counts[k] - 1)
+            mass[row] = UNIT
+    else:
+        for row in range(rows):
+            k = table[row]
+            mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
+        descend(leaves, nodes, pages, capacity, slots, mass)
+    for row in range(rows):
+        slot = _inside(slot_at[_inside(slots[row], capacity)], places.shape[1])
+        running = 0.0
+        for k in range(tables):
+            if eta[k] > 0 and total[k] > 0:
+                position = slot if k < first else places[k - first, slot]
+                if position >= 0:
+                    running += eta[k] * leaves[_inside(position, capacity)] / total[k]
+        slots[row], probability[row] = slot, running

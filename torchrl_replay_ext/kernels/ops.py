@@ -148,3 +148,16 @@ events_earlier = Kernel(
     for_cuda=False,
 )
 events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, Tensor found", for_cuda=False)
+events_set_masses = Kernel(
+    "events.set_masses",
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, Tensor(d!) seen, Tensor of_slot, "
+    "Tensor alpha, Tensor slots, " + _READ_EVENTS,
+    for_cuda=False,
+)
+events_draw = Kernel(
+    "events.draw",
+    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, bool is_uniform, Tensor leaves, Tensor nodes, "
+    "Tensor pages, Tensor slot_at, Tensor places, Tensor counts, Tensor begins, Tensor(a!) slots, Tensor(b!) table, "
+    "Tensor(c!) mass, Tensor(d!) probability, Tensor(e!) eta, Tensor(f!) total",
+    for_cuda=False,
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, place_of
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
 
@@ -120,15 +121,6 @@ def smallest(
     result[0] = best
 
 
-@part
-def _uniform(seed, number):
-    """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
-    x = np.uint64(seed) + np.uint64(number) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.float64((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
-
-
 @loop
 def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
     """Draw leaves from Ψ, row i from the range [``low``, ``low`` + ``total``) of the running sum of masses.
@@ -158,7 +150,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
         for k in range(size):
             at = ranges[rows[k]]
             # the product may be rounded up to the total
-            mass[k] = low[at] + max(min(np.int64(_uniform(seed[0], number + k) * total[at]), total[at] - 1), 0)
+            mass[k] = low[at] + max(min(np.int64(uniform(seed[0], number + k) * total[at]), total[at] - 1), 0)
         descend(leaves, nodes, pages, capacity, proposed[:size], mass[:size])
         factor = _factor(proposed[:size], omega[0], slot_at, episodes)
         kept = 0
@@ -172,7 +164,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
                 continue
             if total[at] <= 0:
                 leaf[row], density[row] = 0, 0.0
-            elif _uniform(seed[0], number + size + k) < factor[k]:
+            elif uniform(seed[0], number + size + k) < factor[k]:
                 leaf[row], density[row] = proposed[k], factor[k] * mass[k]
             else:
                 rows[kept] = row
@@ -198,7 +190,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
             at = ranges[rows[k]]
             mass[0], mass[1] = low[at], low[at] + total[at] - 1
             descend(leaves, nodes, pages, capacity, proposed[:2], mass[:2])
-            found = _choose(sums, proposed[0], proposed[1], _uniform(seed[0], number + k))
+            found = _choose(sums, proposed[0], proposed[1], uniform(seed[0], number + k))
             leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
 
 
