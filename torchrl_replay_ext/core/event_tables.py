@@ -19,7 +19,7 @@ STORAGE_ATTRIBUTE = "_event_tables"
 # Values of EventTables.places instead of a position, and entries of the counters; see kernels/events.py.
 UNSENT, LEFT = -1, -2
 WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
-_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+_NO_SLOTS, _NO_EPISODES = np.empty(0, np.int64), torch.empty(0, 4, dtype=torch.int64, device="cpu")
 
 
 class EventTable:
@@ -94,6 +94,8 @@ class EventTables(Mapping[str, EventTable]):
         # with retention="ring" the default table is the whole storage and needs no list
         self._first = 0 if self._pinned else 1
         self.num_slots = 0
+        # address of the memory, and the arrays
+        self._memory: tuple[int, list[np.ndarray]] | None = None
 
     # --- tables by name
 
@@ -141,7 +143,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def size(self, number: int) -> int:
         """The number of transitions in a table."""
-        return int(self.counts[number]) if self.is_allocated else 0
+        return int(self.arrays()[4][number]) if self.is_allocated else 0
 
     def capacity_of(self, number: int) -> int:
         """κ of a table."""
@@ -163,7 +165,7 @@ class EventTables(Mapping[str, EventTable]):
                 f"allocated for {most} entries; for more, pass a larger capacity to EventTables."
             )
         self._capacity[number] = int(value)
-        self.remove(_NOTHING)
+        self.remove(_NO_SLOTS)
 
     def index(self, number: int) -> Tensor:
         """The slots of a table, oldest entry first, int64, on the device of the storage."""
@@ -210,7 +212,7 @@ class EventTables(Mapping[str, EventTable]):
                 f"EventTables: these tables are used with a storage of {self.num_slots} slots and cannot be used with "
                 f"one of {num_slots} slots; give each buffer its own."
             )
-        self.num_slots, begins = num_slots, self.begins_for(num_slots)
+        self.num_slots, begins, self._memory = num_slots, self.begins_for(num_slots), None
         count, first = len(self.names), self._first
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -231,17 +233,29 @@ class EventTables(Mapping[str, EventTable]):
         self._journal = zeros(4096 + begins[-1] // 16, 2, dtype=wide)
         self.clear()
 
-    def arrays(self) -> list[Tensor]:
-        """The arrays of the kernels, see :mod:`torchrl_replay_ext.kernels.events`."""
+    def _tensors(self) -> list[Tensor]:
         return [
             *(self.slot_at, self._links, self.places, self._heads, self.counts, self._capacity, self.begins),
             *(self.number, self._before, self._free, self._counters, self._journal),
         ]
 
+    def arrays(self) -> list[Any]:
+        """The arrays of the kernels, see :mod:`torchrl_replay_ext.kernels.events`: NumPy arrays, tensors in a graph."""
+        if is_traced():
+            return self._tensors()
+        # other memory if a process shares it since
+        if self._memory is None or self._memory[0] != self.slot_at.data_ptr():
+            self._memory = self.slot_at.data_ptr(), [tensor.numpy() for tensor in self._tensors()]
+        return self._memory[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._memory = None
+        return vars(self)
+
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
         names = "slot_at", "links", "places", "heads", "counts", "capacity", "begins", "number", "before", "free"
-        return dict(zip((*names, "counters"), self.arrays(), strict=False))
+        return dict(zip((*names, "counters"), self._tensors(), strict=False))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
@@ -271,7 +285,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def counter(self, which: int) -> int:
         """One of the counters, see :mod:`torchrl_replay_ext.kernels.events`."""
-        return self._counters.numpy()[which].item()
+        return int(self.arrays()[10][which])
 
     @property
     def num_resets(self) -> int:
@@ -332,13 +346,18 @@ class EventTables(Mapping[str, EventTable]):
         first = self.counter(NEXT_SLOT)
         if first == slot or not self.num_written:
             return False
-        self.remove((first + torch.arange((slot - first) % self.num_slots, device="cpu")) % self.num_slots)
+        self.overwrite((first + np.arange((slot - first) % self.num_slots)) % self.num_slots)
         return True
 
-    def remove(self, slots: Tensor) -> None:
-        """Remove the entries of ``slots``, int64 [n] on the CPU, and those beyond the capacities."""
+    def overwrite(self, slots: np.ndarray) -> None:
+        """Ring: remove the entries of ``slots`` [n], whose transitions may be overwritten and are no history."""
+        self.remove(slots)
+        self.number.numpy()[slots] = self.num_written
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Remove the entries of ``slots``, int64 [n], and those beyond the capacities."""
         if self.is_allocated:
-            events_remove(slots, _NOTHING, _NOTHING.view(0, 4), *self.arrays())
+            events_remove(_NO_EPISODES, slots, _NO_SLOTS, *self.arrays())
 
     def check_valid(self) -> None:
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""

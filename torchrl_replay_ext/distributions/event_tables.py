@@ -189,13 +189,13 @@ class EventTableMixture(Distribution):
         self._within.sort_if_due()
         self._within.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
-        # masses depend on them
-        self._priorities.insert(rows.slots_as_index)
+        if self.takes_priorities:
+            self._priorities.insert(rows.slots_as_index)
         self._set_masses(slots)
         self._within.count_changes(len(slots))
 
     def remove(self, slots: Tensor) -> None:
-        self._tables.remove(slots.cpu())
+        self._tables.remove(slots.cpu().numpy())
         self.sync()
         self._within.remove(slots)
         if self.slots_in_ring_order:

@@ -232,7 +232,7 @@ def write(
 
 
 @loop
-def remove(slots, stream, episodes, *tables):
+def remove(episodes, slots, stream, *tables):
     """Remove entries beyond the capacities, and those of ``slots`` [n].
 
     ``stream`` [n] of a write that is undone: episodes and the ring go on before it. Otherwise it is empty.

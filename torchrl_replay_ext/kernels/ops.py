@@ -140,7 +140,7 @@ events_write = Kernel(
     "Tensor begins_, Tensor occurred, Tensor table_of, Tensor history, Tensor(d!) result, " + _EVENTS,
     for_cuda=False,
 )
-events_remove = Kernel("events.remove", "Tensor slots, Tensor stream, Tensor(a!) episodes, " + _EVENTS, for_cuda=False)
+events_remove = Kernel("events.remove", "Tensor(a!) episodes, Tensor slots, Tensor stream, " + _EVENTS, for_cuda=False)
 events_order = Kernel("events.order", "Tensor(a!) result, int table, " + _READ_EVENTS, for_cuda=False)
 events_earlier = Kernel(
     "events.earlier",

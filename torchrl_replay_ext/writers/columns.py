@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
@@ -30,13 +31,13 @@ def holds_integers(column: Tensor) -> bool:
     return not (column.dtype.is_floating_point or column.dtype.is_complex or column.dtype == torch.bool)
 
 
-def on_cpu(columns: dict[str | int, Tensor]) -> dict[str | int, Tensor]:
+def on_cpu(columns: dict[str | int, Tensor]) -> dict[str | int, np.ndarray]:
     """Copy ``columns``, n bools or integers each, to the CPU, [n]. A copy from an accelerator waits: make only one."""
-    result = {key: column.reshape(-1) for key, column in columns.items()}
-    remote = {key: column for key, column in result.items() if not column.is_cpu}
+    remote = {key: column.reshape(-1) for key, column in columns.items() if not column.is_cpu}
+    result = {key: column.numpy().reshape(-1) for key, column in columns.items() if key not in remote}
     if remote:
         device = next(iter(remote.values())).device
-        packed = torch.stack([column.to(device, torch.int64) for column in remote.values()]).cpu()
+        packed = torch.stack([column.to(device, torch.int64) for column in remote.values()]).cpu().numpy()
         for (key, column), values in zip(remote.items(), packed, strict=True):
-            result[key] = values.to(torch.bool) if column.dtype == torch.bool else values
+            result[key] = values.astype(bool) if column.dtype == torch.bool else values
     return result

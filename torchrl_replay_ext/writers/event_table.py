@@ -34,7 +34,7 @@ from torchrl_replay_ext.writers.open_episodes import OpenEpisodes, Rows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")
-_NO_IDS, _NO_MARKS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+_NO_IDS, _NO_MARKS = np.empty(0, np.int64), np.empty(0, bool)
 _TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
 # the writer of this process that last wrote to each EventTables
 _LAST_WRITER: WeakKeyDictionary[EventTables, weakref.ref[EventTableWriter]] = WeakKeyDictionary()
@@ -228,7 +228,7 @@ class EventTableWriter(CompilableWriter):
             slots = torch.as_tensor(result)
             known = shape_and_device(self._storage) if slots.ndim > 1 else None
             slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
-            self._tables.remove(slots.cpu())
+            self._tables.remove(slots.cpu().numpy())
         return result
 
     # --- reading the data
@@ -254,25 +254,24 @@ class EventTableWriter(CompilableWriter):
             columns["trajectory"] = trajectory
         columns |= {number: spec.occurs(data).detach() for number, spec in enumerate(specs) if not spec.context}
         values = on_cpu(columns)
-        trajectory = values["trajectory"].to(torch.int64) if "trajectory" in values else _NO_IDS
-        occurred = torch.zeros(count, len(specs), dtype=torch.bool, device="cpu")
+        ids = values["trajectory"].astype(np.int64, copy=False) if "trajectory" in values else _NO_IDS
+        occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
                 occurred[:, number] = values[number]
         if self._storage.ndim > 1:
-            stream = torch.arange(count, device="cpu") % width
+            stream = np.arange(count) % width
         else:
-            stream = trajectory if len(trajectory) else torch.full((count,), -1, device="cpu")
-            trajectory = _NO_IDS
-        rows = Rows(stream, trajectory, values["ends"], values.get("begins", _NO_MARKS), occurred)
+            stream, ids = ids if len(ids) else np.full(count, -1), _NO_IDS
+        rows = Rows(stream, ids, values["ends"], values.get("begins", _NO_MARKS), occurred)
         if any(spec.context for spec in specs):
             self._detect_with_context(data, rows)
         return rows
 
     def _detect_with_context(self, data: TensorDictBase, rows: Rows) -> None:
         """Set the columns of ``rows.occurred`` for events whose conditions need earlier transitions."""
-        order = rows.stream.numpy().argsort(kind="stable")
-        stream, trajectory, ends, begins, occurred = (column.numpy() for column in rows)
+        order = rows.stream.argsort(kind="stable")
+        stream, trajectory, ends, begins, occurred = rows
         is_next = (stream[order][1:] == stream[order][:-1]) & ~ends[order[:-1]]
         if len(trajectory):
             is_next &= trajectory[order][1:] == trajectory[order][:-1]
@@ -310,7 +309,7 @@ class EventTableWriter(CompilableWriter):
     def _write(self, data: Any, rows: Rows) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
         tables, storage = self._tables, self._storage
-        slots = torch.full((len(rows.stream),), -1, device="cpu")
+        slots = np.full(len(rows.stream), -1)
         written, size, length_before = tables.num_written, tables.size(0), length_now(storage)
         try:
             if self._pinned:
@@ -324,33 +323,34 @@ class EventTableWriter(CompilableWriter):
                 self._episodes.undo(rows, slots)
             elif not self._pinned:
                 # the storage may hold some of the new rows
-                tables.remove(slots)
-                tables.number[slots[slots >= 0]] = written
+                tables.overwrite(slots[slots >= 0])
             if self._pinned:
                 set_length(storage, int(length_before))
             elif written:
                 tables.counts[0] = size
             raise
 
-    def _write_ring(self, data: Any, rows: Rows, slots: Tensor) -> Tensor:
-        tables, stored = self._tables, length(self._storage)
-        first = self._cursor * (len(slots) // len(data))
-        if not tables.num_written and stored:
-            tables.adopt(stored, first)
+    def _write_ring(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
+        tables, count = self._tables, len(slots)
+        first = self._cursor * (count // len(data))
+        if not tables.num_written:
+            tables.adopt(length(self._storage), first)
         if tables.skip_to(first):
             self._episodes.clear()
-        slots.copy_((first + torch.arange(len(slots), device="cpu")) % tables.num_slots)
+        slots[:] = np.arange(first, first + count)
+        if first + count > tables.num_slots:
+            slots %= tables.num_slots
         # not extend(), which moves the cursor to the device of the storage, for graphs
         index = self._store(data)
         self._episodes.write(rows, slots)
         self._mark_update_entities(index)
         return index
 
-    def _write_pinned(self, data: Any, rows: Rows, slots: Tensor) -> Tensor:
+    def _write_pinned(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
         self._episodes.write(rows, slots)
-        device = self._tables.device
-        to_write = slots.to(device, non_blocking=True)
-        index = to_write if data.device in (None, device) else slots.to(data.device, non_blocking=True)
+        device, on_cpu = self._tables.device, torch.from_numpy(slots)
+        to_write = on_cpu.to(device, non_blocking=True)
+        index = to_write if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
         data.set("index", expand_as_right(index, data))
         consecutive = isinstance(as_index(slots), slice)
         set_rows(self._storage, to_write, data, first=int(slots[0]) if consecutive else None)

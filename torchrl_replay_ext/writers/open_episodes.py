@@ -25,11 +25,11 @@ class Rows(NamedTuple):
         occurred: True if an event occurs in a row, bool [n, events].
     """
 
-    stream: Tensor
-    trajectory: Tensor
-    ends: Tensor
-    begins: Tensor
-    occurred: Tensor
+    stream: np.ndarray
+    trajectory: np.ndarray
+    ends: np.ndarray
+    begins: np.ndarray
+    occurred: np.ndarray
 
     def part(self, first: int, end: int) -> Rows:
         """The rows ``first`` to ``end`` - 1."""
@@ -45,9 +45,8 @@ class OpenEpisodes:
 
     def __init__(self, tables: EventTables):
         self._tables = tables
-        self._table_of = torch.tensor([tables.table_of(spec) for spec in tables.specs], device="cpu")
-        self._history = torch.tensor([spec.history for spec in tables.specs], device="cpu")
-        self._done = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
+        self._history = np.array([spec.history for spec in tables.specs])
         self._used = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.clear()
 
@@ -68,19 +67,18 @@ class OpenEpisodes:
         found = self._cells[self._cells[:, 1] >= 0]
         return found[self._tables.number[found[:, 1]] == found[:, 2]] if len(found) else found
 
-    def write(self, rows: Rows, slots: Tensor) -> None:
+    def write(self, rows: Rows, slots: np.ndarray) -> None:
         """Write ``rows`` to the tables. ``slots``, int64 [n], are a result if the tables are pinned."""
-        self._done[0] = 0
-        arrays = self._tables.arrays()
+        arrays, done = self._tables.arrays(), np.zeros(1, np.int64)
         while True:
-            events_write(self._cells, self._used, slots, *rows, self._table_of, self._history, self._done, *arrays)
-            if self._done.item() == len(slots):
+            events_write(self._cells, self._used, slots, *rows, self._table_of, self._history, done, *arrays)
+            if done[0] == len(slots):
                 return
             self.load(self.stored())
 
-    def undo(self, rows: Rows, slots: Tensor) -> None:
+    def undo(self, rows: Rows, slots: np.ndarray) -> None:
         """Remove the rows of a failed write from the tables. Entries that they have displaced are lost."""
-        events_remove(slots, rows.stream, self._cells, *self._tables.arrays())
+        events_remove(self._cells, slots, rows.stream, *self._tables.arrays())
 
     def earlier(self, stream: int, trajectory: int, count: int) -> np.ndarray:
         """The slots of the last ``count`` steps of the unfinished episode of a stream, oldest first; int64."""

@@ -16,6 +16,7 @@ from torchrl_replay_ext._torchrl import (
     attached_buffers,
     is_stacked,
     length,
+    matching_columns,
     rows_of_ring,
     set_length,
     set_rows,
@@ -131,6 +132,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                 f"{name}: data of shape {tuple(data.shape)} does not fit a storage of shape {tuple(stored.shape)}; "
                 f"each step needs {tuple(stored.shape[1:ndim])} rows."
             )
+        if matching_columns(stored, data, ndim, except_for="index") is not None:
+            return
         surplus = [key for key in new_entries(name, stored, data, ndim) if not is_stacked(storage, key)]
         if surplus and len(storage):
             raise KeyError(
