@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -96,6 +97,8 @@ class EventTables(Mapping[str, EventTable]):
         self.num_slots = 0
         # address of the memory, and the arrays
         self._memory: tuple[int, list[np.ndarray]] | None = None
+        # the writer of this process that last wrote to the tables
+        self.writer: ReferenceType[Any] | None = None
 
     # --- tables by name
 
@@ -239,18 +242,20 @@ class EventTables(Mapping[str, EventTable]):
             *(self.number, self._before, self._free, self._counters, self._journal),
         ]
 
-    def arrays(self) -> list[Any]:
-        """The arrays of the kernels, see :mod:`torchrl_replay_ext.kernels.events`: NumPy arrays, tensors in a graph."""
-        if is_traced():
-            return self._tensors()
-        # other memory if a process shares it since
-        if self._memory is None or self._memory[0] != self.slot_at.data_ptr():
-            self._memory = self.slot_at.data_ptr(), [tensor.numpy() for tensor in self._tensors()]
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays of the kernels, see :mod:`torchrl_replay_ext.kernels.events`."""
+        # other memory if another process shares it by now
+        address = self.slot_at.data_ptr()
+        if self._memory is None or self._memory[0] != address:
+            self._memory = address, [tensor.numpy() for tensor in self._tensors()]
         return self._memory[1]
 
+    def changed_arrays(self) -> list[Tensor]:
+        """Those of :meth:`arrays` that say what has changed."""
+        return [self.slot_at, self.places, self.counts, self._counters, self._journal]
+
     def __getstate__(self) -> dict[str, Any]:
-        self._memory = None
-        return vars(self)
+        return {**vars(self), "_memory": None, "writer": None}
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
@@ -285,7 +290,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def counter(self, which: int) -> int:
         """One of the counters, see :mod:`torchrl_replay_ext.kernels.events`."""
-        return int(self.arrays()[10][which])
+        return int(self._counters.numpy()[which])
 
     @property
     def num_resets(self) -> int:
@@ -305,8 +310,9 @@ class EventTables(Mapping[str, EventTable]):
 
     def has_changes_since(self, seen: int) -> bool:
         """True if :meth:`changes` knows all changes since the counter of changes was ``seen``."""
-        end = self.counter(CHANGES)
-        return max(self.counter(JOURNAL_BEGIN), end - len(self._journal)) <= seen <= end
+        counters = self._counters.numpy()
+        end = counters[CHANGES]
+        return max(0, counters[JOURNAL_BEGIN], end - len(self._journal)) <= seen <= end
 
     def changes(self, seen: int) -> tuple[np.ndarray, np.ndarray]:
         """The positions that changed since the counter of changes was ``seen``, and the slots that moved; int64 [n]."""

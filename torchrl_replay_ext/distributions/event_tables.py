@@ -58,6 +58,8 @@ class EventTableMixture(Distribution):
 
     writes_in_graphs = False
     settings = ("eta",)
+    # True if masses depend on which tables hold a slot
+    _by_membership = False
 
     def __init__(
         self,
@@ -92,6 +94,9 @@ class EventTableMixture(Distribution):
         self._resets = -1
         self._weights = make_weights(layout, tables, view)
         self._within = within = make_within(log, priorities, self._tree, view)
+        # see Uniform.power; None: no kernel sets masses
+        has_kernel = events_set_masses.runs_on(self._tree.leaves) and not self._weights.counts_moves
+        self._power = within.power() if has_kernel and not view.is_empty and not self._by_membership else None
         self.takes_priorities, self.needs_order = within.takes_priorities, within.needs_order
         self.why_not_joint = within.why_not_joint or why_not_joint(correction, tables.retention)
         settings = self._min_sizes, allocation, correction or ("priority" if within.takes_priorities else None)
@@ -123,11 +128,11 @@ class EventTableMixture(Distribution):
 
     def _set_masses(self, slots: Tensor) -> None:
         """Update the masses of ``slots`` [n], and of what has changed in the tables; negative slots are skipped."""
-        power = self._power()
-        if power is not None:
+        if self._power is not None:
             if not is_traced():
                 self._read_if_unknown()
-            events_set_masses(*self._tree.tensors(), self._seen, *power, slots.contiguous(), *self._tables.arrays())
+            arrays = *self._tree.tensors(), self._seen, *self._power, slots.contiguous(), *self._tables.changed_arrays()
+            events_set_masses(*arrays)
             return
         if not is_traced():
             self.sync()
@@ -135,16 +140,10 @@ class EventTableMixture(Distribution):
         is_row = (slots >= 0).repeat(len(positions) // len(slots))
         self._set(where_int64(is_row, positions, -1), repeated)
 
-    def _power(self) -> tuple[Tensor, Tensor] | None:
-        """:meth:`Uniform.power` where a kernel sets masses."""
-        if self._view.is_empty or self._weights.counts_moves or not events_set_masses.runs_on(self._tree.leaves):
-            return None
-        return self._within.power()
-
     def _read_if_unknown(self) -> None:
         """Read all entries of the tables, unless the changes since the last time are known."""
-        resets, seen = self._tables.num_resets, int(self._seen)
-        if seen < 0 or not self._tables.has_changes_since(seen):
+        resets, seen = self._tables.num_resets, self._seen.numpy()[0]
+        if not self._tables.has_changes_since(seen):
             self._view.send()
             self._seen.fill_(self._tables.counter(CHANGES))
             self._tree.clear_()
@@ -162,7 +161,7 @@ class EventTableMixture(Distribution):
         tables, seen = self._tables, int(self._seen)
         if seen == tables.counter(CHANGES):
             return
-        if self._power() is not None:
+        if self._power is not None:
             self._set_masses(_NO_SLOTS)
             return
         position, slot = tables.changes(seen)
@@ -307,7 +306,7 @@ class EventTableMixture(Distribution):
 
     def _has_equal_masses(self) -> bool:
         """True if all entries have the same mass."""
-        return not self._within.takes_priorities
+        return not self._within.takes_priorities and not self._by_membership
 
     def _drawn_shares(self) -> Tensor:
         """η of each table, float64 [tables]."""
@@ -393,6 +392,8 @@ class EventPriorities(EventTableMixture):
     η = Σ_{k>0} η_k.
     """
 
+    _by_membership = True
+
     def _masses(self, positions: Tensor, slots: Tensor) -> Tensor:
         eta = 1 - self._shares.current[0]
         return SumTree.to_mass(1 + eta * (2.0 * self._view.holds(slots).any(0) - 1))
@@ -400,14 +401,8 @@ class EventPriorities(EventTableMixture):
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         return slots, slots
 
-    def _power(self) -> None:
-        return None
-
     def _apply(self, positions: Tensor, slots: Tensor, now: Tensor) -> None:
         self._set(slots, slots, gather_in_bounds(self._log.generation, slots) > 0)
-
-    def _has_equal_masses(self) -> bool:
-        return False
 
     def _drawn_shares(self) -> Tensor:
         return self._shares.among(torch.zeros_like(self._view.counts, dtype=torch.bool))

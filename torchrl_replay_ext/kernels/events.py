@@ -305,13 +305,14 @@ def _mass(slot, of_slot, alpha):
 
 
 @loop
-def set_masses(leaves, nodes, minima, pages, seen, of_slot, alpha, slots, *tables):
+def set_masses(
+    leaves, nodes, minima, pages, seen, of_slot, alpha, slots, slot_at, places, counts, counters, journal
+):  # fmt: skip
     """Set the masses of the entries that have changed since the counter of changes was ``seen`` [1], and of ``slots``.
 
     The leaves of the tree are the positions of the tables. ``of_slot`` are priorities, empty if all masses are 1 unit;
     ``alpha[0]`` is their exponent.
     """
-    slot_at, _, places, _, counts, _, _, _, _, _, counters, journal = tables
     end = counters[CHANGES]
     begin = min(max(seen[0], end - journal.shape[0]), end)
     size = end - begin + slots.shape[0] * counts.shape[0]

@@ -151,7 +151,7 @@ events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, T
 events_set_masses = Kernel(
     "events.set_masses",
     "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, Tensor(d!) seen, Tensor of_slot, "
-    "Tensor alpha, Tensor slots, " + _READ_EVENTS,
+    "Tensor alpha, Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor counters, Tensor journal",
     for_cuda=False,
 )
 events_draw = Kernel(

@@ -6,7 +6,6 @@ import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,8 +35,6 @@ from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_sample
 _TRAJECTORY = ("collector", "traj_ids")
 _NO_IDS, _NO_MARKS = np.empty(0, np.int64), np.empty(0, bool)
 _TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
-# the writer of this process that last wrote to each EventTables
-_LAST_WRITER: WeakKeyDictionary[EventTables, weakref.ref[EventTableWriter]] = WeakKeyDictionary()
 
 
 class EventTableWriter(CompilableWriter):
@@ -212,10 +209,13 @@ class EventTableWriter(CompilableWriter):
 
     def _claim_tables(self) -> None:
         """Raise ValueError if another writer of this process has filled the tables, else note that this one does."""
-        last = _LAST_WRITER.get(self._tables)
-        if last is not None and last() not in (None, self) and self._tables.num_written:
+        tables = self._tables
+        last = None if tables.writer is None else tables.writer()
+        if last is self:
+            return
+        if last is not None and tables.num_written:
             raise ValueError(_TWO_STORAGES)
-        _LAST_WRITER[self._tables] = weakref.ref(self)
+        tables.writer = weakref.ref(self)
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
@@ -308,14 +308,18 @@ class EventTableWriter(CompilableWriter):
 
     def _write(self, data: Any, rows: Rows) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
-        tables, storage = self._tables, self._storage
+        tables, storage, write = self._tables, self._storage, self._write_pinned if self._pinned else self._write_ring
         slots = np.full(len(rows.stream), -1)
         written, size, length_before = tables.num_written, tables.size(0), length_now(storage)
+        cursor, write_count = self._cursor, self._write_count
         try:
-            if self._pinned:
-                return self._write_pinned(data, rows, slots)
-            return self._undone_if_refused(lambda data: self._write_ring(data, rows, slots), data)
+            return write(data, rows, slots)
         except BaseException:
+            self._cursor, self._write_count = cursor, write_count
+            if self._pinned:
+                set_length(storage, int(length_before))
+            else:
+                self._discard(int(cursor), data, int(length_before))
             if not written:
                 tables.clear()
                 self._forget()
@@ -324,9 +328,7 @@ class EventTableWriter(CompilableWriter):
             elif not self._pinned:
                 # the storage may hold some of the new rows
                 tables.overwrite(slots[slots >= 0])
-            if self._pinned:
-                set_length(storage, int(length_before))
-            elif written:
+            if written and not self._pinned:
                 tables.counts[0] = size
             raise
 

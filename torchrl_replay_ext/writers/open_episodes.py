@@ -59,7 +59,7 @@ class OpenEpisodes:
         size = _FEWEST_CELLS
         while size < 4 * len(found):
             size *= 2
-        self._cells = torch.empty(size, 4, dtype=torch.int64, device="cpu")
+        self._cells = torch.zeros(size, 4, dtype=torch.int64, device="cpu")
         events_reopen(self._cells, self._used, found.cpu())
 
     def stored(self) -> Tensor:
