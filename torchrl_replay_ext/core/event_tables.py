@@ -57,9 +57,9 @@ class EventTables(Mapping[str, EventTable]):
     sampler are built separately (from a configuration, in a Ray actor), build the tables of both with equal arguments;
     the sampler then uses the tables of the writer. The table ``"default"`` holds all transitions.
 
-    An entry is the index of a transition. It takes 12 bytes, 24 with ``retention="ring"``. Each table takes 4 bytes per
-    slot of the storage. The tables are on the CPU; if the storage is on another device, draws read a copy of them
-    there.
+    An entry is the index of a transition. It takes 12 bytes. Each table takes 4 bytes per slot of the storage, and
+    further 12 bytes per slot say which steps an episode consists of. The tables are on the CPU; if the storage is on
+    another device, draws read a copy of them there.
 
     Each table is first-in-first-out. ``retention`` decides what happens to an entry when its transition becomes old:
 
@@ -285,8 +285,8 @@ class EventTables(Mapping[str, EventTable]):
         self._counters.zero_()
         self._counters[FREE_TAIL] = len(self._free)
         self._counters[RESETS] = resets + 1
-        # samplers then read all entries again
-        self._counters[CHANGES] = self._counters[JOURNAL_BEGIN] = changes + 1
+        self._counters[CHANGES] = changes
+        self._forget_journal()
 
     def counter(self, which: int) -> int:
         """One of the counters, see :mod:`torchrl_replay_ext.kernels.events`."""
@@ -336,9 +336,19 @@ class EventTables(Mapping[str, EventTable]):
                 f"EventTables(retention='pinned'): the storage must be empty at first, but holds {count} transitions; "
                 "create the buffer with an empty storage and write them to it."
             )
-        self.counts[0] = count
         self._counters[WRITTEN] = count
         self._counters[NEXT_SLOT] = next_slot
+        self.set_default_size(count)
+
+    def set_default_size(self, count: int) -> None:
+        """Ring: let the default table hold the first ``count`` slots."""
+        self.counts[0] = count
+        self._forget_journal()
+
+    def _forget_journal(self) -> None:
+        """Let samplers read all entries again."""
+        self._counters[CHANGES] += 1
+        self._counters[JOURNAL_BEGIN] = self._counters[CHANGES]
 
     def skip_to(self, slot: int) -> bool:
         """Ring: remove the entries of the slots between the last write and ``slot``, where the next write begins.

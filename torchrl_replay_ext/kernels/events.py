@@ -200,8 +200,10 @@ def write(
             counters[FREE_HEAD] += 1
         else:
             slot = _inside(slots[row], num_slots)
-            counts[0] = max(counts[0], slot + 1)
             place = -1
+            if slot >= counts[0]:
+                counts[0] = slot + 1
+                _note(slot, slot, tables)
         for k in range(places.shape[0]):
             if places[k, slot] >= 0:
                 _remove(first + k, places[k, slot] - tables[6][first], tables)

@@ -329,7 +329,7 @@ class EventTableWriter(CompilableWriter):
                 # the storage may hold some of the new rows
                 tables.overwrite(slots[slots >= 0])
             if written and not self._pinned:
-                tables.counts[0] = size
+                tables.set_default_size(size)
             raise
 
     def _write_ring(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
