@@ -290,7 +290,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def counter(self, which: int) -> int:
         """One of the counters, see :mod:`torchrl_replay_ext.kernels.events`."""
-        return int(self._counters.numpy()[which])
+        return int(self._counters[which].item())
 
     @property
     def num_resets(self) -> int:

@@ -94,9 +94,12 @@ class EventTableMixture(Distribution):
         self._resets = -1
         self._weights = make_weights(layout, tables, view)
         self._within = within = make_within(log, priorities, self._tree, view)
-        # see Uniform.power; None: no kernel sets masses
-        has_kernel = events_set_masses.runs_on(self._tree.leaves) and not self._weights.counts_moves
-        self._power = within.power() if has_kernel and not view.is_empty and not self._by_membership else None
+        # True if a kernel sets masses
+        self._has_kernel = (
+            events_set_masses.runs_on(self._tree.leaves)
+            and not (view.is_empty or self._weights.counts_moves or self._by_membership)
+            and within.power() is not None
+        )
         self.takes_priorities, self.needs_order = within.takes_priorities, within.needs_order
         self.why_not_joint = within.why_not_joint or why_not_joint(correction, tables.retention)
         settings = self._min_sizes, allocation, correction or ("priority" if within.takes_priorities else None)
@@ -128,10 +131,11 @@ class EventTableMixture(Distribution):
 
     def _set_masses(self, slots: Tensor) -> None:
         """Update the masses of ``slots`` [n], and of what has changed in the tables; negative slots are skipped."""
-        if self._power is not None:
+        power = self._within.power() if self._has_kernel else None
+        if power is not None:
             if not is_traced():
                 self._read_if_unknown()
-            arrays = *self._tree.tensors(), self._seen, *self._power, slots.contiguous(), *self._tables.changed_arrays()
+            arrays = *self._tree.tensors(), self._seen, *power, slots.contiguous(), *self._tables.changed_arrays()
             events_set_masses(*arrays)
             return
         if not is_traced():
@@ -161,7 +165,7 @@ class EventTableMixture(Distribution):
         tables, seen = self._tables, int(self._seen)
         if seen == tables.counter(CHANGES):
             return
-        if self._power is not None:
+        if self._has_kernel:
             self._set_masses(_NO_SLOTS)
             return
         position, slot = tables.changes(seen)
