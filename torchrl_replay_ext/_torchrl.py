@@ -78,11 +78,12 @@ def _entries(data: Any, ndim: int, path: tuple[Any, ...] = ()) -> Iterator[tuple
 
 def entry_of(data: Any, key: NestedKey) -> Any:
     """``data.get(key, None)``, in a fifth of the time for a TensorDict."""
-    if type(data) is not TensorDict:
-        return data.get(key, None) if is_tensor_collection(data) else None
-    name, *rest = key_path(key)
-    value = data._tensordict.get(name)
-    return entry_of(value, tuple(rest)) if rest else value
+    path: Any = (key,) if isinstance(key, str) else tuple(key)
+    for depth, name in enumerate(path):
+        if type(data) is not TensorDict:
+            return data.get(path[depth:], None) if is_tensor_collection(data) else None
+        data = data._tensordict.get(name)
+    return data
 
 
 def matching_columns(stored: Any, data: Any, ndim: int, *, except_for: str = "") -> list[tuple[Tensor, Tensor]] | None:

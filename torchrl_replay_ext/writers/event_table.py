@@ -311,7 +311,7 @@ class EventTableWriter(CompilableWriter):
         tables, storage, write = self._tables, self._storage, self._write_pinned if self._pinned else self._write_ring
         slots = np.full(len(rows.stream), -1)
         written, size, length_before = tables.num_written, tables.size(0), length_now(storage)
-        cursor, write_count = self._cursor, self._write_count
+        cursor, write_count = self.cursor_value.item(), self._write_count_value.item()
         try:
             return write(data, rows, slots)
         except BaseException:
@@ -334,7 +334,7 @@ class EventTableWriter(CompilableWriter):
 
     def _write_ring(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
         tables, count = self._tables, len(slots)
-        first = self._cursor * (count // len(data))
+        first = int(self.cursor_value.item()) * (count // len(data))
         if not tables.num_written:
             tables.adopt(length(self._storage), first)
         if tables.skip_to(first):
