@@ -17,7 +17,7 @@ import torch
 from tests.chi_square import p_value
 from tests.emulated_device import EmulatedDevice
 from tests.test_flat_cost import code_of, large_steps
-from torchrl_replay_ext import SumTree, compile_step
+from torchrl_replay_ext import EventSpec, EventTables, SumTree, compile_step
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.layout import Layout
@@ -26,7 +26,10 @@ from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.functional import allocate
+from torchrl_replay_ext.functional.allocation import METHODS
 from torchrl_replay_ext.kernels import ops, reaper, reasons, tree_layout
+from torchrl_replay_ext.writers.open_episodes import OpenEpisodes, Rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]
@@ -71,6 +74,11 @@ def run(request, monkeypatch):
                 return function(*arguments)
 
     return run
+
+
+def call_operation(kernel, *arguments):
+    """Eager code may pass NumPy arrays, operations take tensors."""
+    kernel._operation(*[torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arguments])
 
 
 def a_tree(capacity, paged=False):
@@ -179,7 +187,7 @@ def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
 SLOTS, LIMIT = 20, 50.0
 
 
-class Rows:
+class RowState:
     """The state of the kernels of rows, and the same as plain lists, changed by loops written from the definitions."""
 
     def __init__(self, run):
@@ -279,7 +287,7 @@ class Rows:
 @pytest.mark.parametrize("kind", [torch.int64, torch.float64])
 def test_all_implementations_of_rows_do_the_same(run, kind):
     torch.manual_seed(0)
-    rows, outcomes, batches = Rows(run), set(), []
+    rows, outcomes, batches = RowState(run), set(), []
     rows.record(torch.arange(SLOTS - 3), True)
     for number in range(30 if INTERPRETED else 300):
         slots = torch.randint(SLOTS, (8,))
@@ -302,7 +310,7 @@ def test_all_implementations_of_rows_do_the_same(run, kind):
 
 
 def test_draws_wait_for_a_limited_time(run):
-    rows = Rows(run)
+    rows = RowState(run)
     rows.record(torch.arange(SLOTS), True)
     rows.draw(torch.tensor([0, 1, 1]), torch.ones(3).double())
     rows.record(torch.tensor([0, 1]), True)
@@ -320,7 +328,7 @@ def test_draws_wait_for_a_limited_time(run):
 
 def test_more_rows_than_are_processed_together(run):
     """Of the rows of a slot the last one wins, wherever it is in the batch."""
-    rows = Rows(run)
+    rows = RowState(run)
     rows.record(torch.arange(SLOTS), True)
     nothing = torch.empty(0, dtype=torch.int64)
     slots = torch.randint(SLOTS, (3000,))
@@ -786,3 +794,124 @@ def test_the_import_of_the_package_imports_neither_numba_nor_triton_kernels():
 def test_an_error_names_the_way_to_install_numba():
     code = "import sys; sys.modules['numba'] = None\nimport torchrl_replay_ext as t; t.SumTree(4).clear_()"
     assert "pip install 'numba" in python(code).stderr.splitlines()[-1]
+
+
+# --- event tables
+
+
+def some_tables(retention):
+    """Tables of three events, two of them in one table, for 60 slots, and the open episodes of their writer."""
+    specs = [EventSpec("a", "a", 5), EventSpec("b", "b", 9, table="t"), EventSpec("c", "c", 1, table="t")]
+    capacity = {"a": 7, "t": 15} | ({"default": 30} if retention == "pinned" else {})
+    tables = EventTables(specs, capacity, retention=retention)
+    tables.allocate(60, torch.device("cpu"))
+    return tables, OpenEpisodes(tables)
+
+
+def random_rows(count, num_streams):
+    """Rows of streams with any numbers, some with a trajectory id or a mark of the first row."""
+    stream = 2**40 * torch.randint(-1, num_streams, (count,)) + 7
+    trajectory, begins = torch.randint(2, (count,)), torch.rand(count) < 0.05
+    columns = stream, trajectory, torch.rand(count) < 0.1, begins, torch.rand(count, 3) < 0.15
+    return Rows(*(column.numpy() for column in columns))
+
+
+def states_of(tables, episodes):
+    return [*(array.copy() for array in tables.arrays()), episodes._cells.numpy().copy()]
+
+
+@not_interpreted
+@pytest.mark.parametrize("num_streams", [2, 60])
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_all_implementations_fill_the_same_tables(run, retention, num_streams):
+    ours, theirs = some_tables(retention), some_tables(retention)
+    first = 0
+    for step, count in enumerate([1, 8, 30, 3, 30, 30, 17, 30, 30]):
+        rows = random_rows(count, num_streams)
+        slots = [(first + np.arange(count)) % 60 for _ in range(2)]
+        ours[1].write(rows, slots[0])
+        run(theirs[1].write, rows, slots[1])
+        first += count
+        if step == 5:
+            # this write fails
+            ours[1].undo(rows, slots[0])
+            run(theirs[1].undo, rows, slots[1])
+            first -= count
+        if step == 6:
+            for tables, call in ((ours[0], lambda function, *arguments: function(*arguments)), (theirs[0], run)):
+                call(tables.set_capacity, 2, 6)
+                call(tables.remove, np.array([-1, 3, 60, *slots[0][:5]]))
+        stream, trajectory = int(rows.stream[0]), int(rows.trajectory[0])
+        assert ours[1].earlier(stream, trajectory, 9).tolist() == run(theirs[1].earlier, stream, trajectory, 9).tolist()
+        for mine, other in zip(states_of(*ours), states_of(*theirs), strict=True):
+            assert np.array_equal(mine, other)
+        assert np.array_equal(*slots)
+        ours[0].check_valid()
+        run(theirs[0].check_valid)
+
+
+@not_interpreted
+def test_tables_whose_arrays_hold_anything_are_changed_within_their_bounds():
+    """Whatever the arrays hold, for example after loading a damaged file, no memory outside of them is changed."""
+    for retention in ("ring", "pinned"):
+        tables, episodes = some_tables(retention)
+        for seed in range(20):
+            torch.manual_seed(seed)
+            for array in tables.arrays()[:10]:
+                if array.dtype != np.int64 or array is tables.arrays()[7]:
+                    array[...] = torch.randint(-(2**31), 2**31 - 1, array.shape).numpy()
+            episodes.write(random_rows(30, 4), np.arange(30))
+            tables.remove(np.arange(60))
+            assert tables.begins.tolist() == tables.begins_for(60)
+
+
+@not_interpreted
+@pytest.mark.parametrize("allocation", METHODS)
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_all_implementations_draw_the_same_from_tables(run, retention, allocation):
+    tables, episodes = some_tables(retention)
+    tree, seen = SumTree(len(tables.slot_at)), torch.zeros(1, dtype=torch.int64)
+    seen[0] = tables.counter(2)
+    other = copy.deepcopy(tree)
+    for step in range(4):
+        slots = (30 * step + np.arange(30)) % 60
+        episodes.write(random_rows(30, 3), slots)
+        d, alpha = 0.1 + torch.rand(60), torch.tensor([0.5, 0.0], dtype=torch.float64)
+        for power in ((d, alpha), (d[:0], alpha)):
+            arguments = *power, torch.tensor([*slots, -1, 60]), *tables.changed_arrays()
+            ops.events_set_masses(*tree.tensors(), seen.clone(), *arguments)
+            run(ops.events_set_masses, *other.tensors(), seen.clone(), *arguments)
+            assert (tree.leaves - other.leaves).abs().max() <= 1
+            other.leaves.copy_(tree.leaves)
+            other.rebuild_()
+            check_draws(run, tables, tree, allocation, is_uniform=not len(power[0]))
+        ops.events_set_masses(*tree.tensors(), seen, *arguments)
+        assert int(seen) == tables.counter(2)
+
+
+def check_draws(run, tables, tree, allocation, *, is_uniform):
+    shares, sizes = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64), torch.tensor([1, 1, -1])
+    results = []
+    for call in (lambda function, *arguments: function(*arguments), run):
+        slots, table, mass, total = *torch.empty(3, 40, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+        probability, eta = torch.empty(40, dtype=torch.float64), torch.empty(3, dtype=torch.float64)
+        settings = torch.tensor([5]), shares, sizes, METHODS.index(allocation), is_uniform
+        arrays = tree.leaves, tree.nodes, tree.leaves[:0], tables.slot_at, tables.places, tables.counts, tables.begins
+        results.append([slots, table, mass, probability, eta, total])
+        call(ops.events_draw, *settings, *arrays, *results[-1])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+    slots, table, mass, probability, eta, total = results[0]
+    # the last table is smaller than the batch
+    torch.testing.assert_close(eta, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
+    counts = table.bincount(minlength=3)
+    if allocation != "multinomial":
+        assert torch.equal(counts, allocate(eta, 40, allocation))
+    first = 3 - len(tables.places)
+    expected = torch.zeros(40, dtype=torch.float64)
+    for k in range(2):
+        place = slots if k < first else tables.places[k - first][slots].to(torch.int64)
+        held = place >= 0
+        expected += held * tree.get(place) * eta[k] / total[k]
+        assert held[table == k].all() and torch.equal(tree.get(place)[table == k], mass[table == k])
+    torch.testing.assert_close(probability, expected, rtol=1e-12, atol=0)

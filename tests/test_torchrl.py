@@ -54,7 +54,7 @@ READ = {
         "_writer",
     },
     "Sampler": {"_empty", "_rng"},
-    "TensorDict": {"_fast_apply", "_new_unsafe"},
+    "TensorDict": {"_fast_apply", "_new_unsafe", "_tensordict"},
 }
 INHERITED = {
     "LazyTensorStorage": {

@@ -960,8 +960,8 @@ def test_what_does_not_fit_together():
 
 # the files of event tables
 TABLE_FILES = (
-    *("core/event_", "core/table_state", "core/free_list", "core/pair_counts", "core/class_counts"),
-    *("writers/event_", "writers/columns", "distributions/event_tables", "distributions/table_"),
+    *("core/event_", "core/pair_counts", "core/class_counts", "writers/event_", "writers/open_", "writers/columns"),
+    *("distributions/event_tables", "distributions/table_", "distributions/within_table"),
 )
 WEIGHTS = {
     "ring": [None, "mixture", "conditional", "lemma2", "priority"],
@@ -1006,7 +1006,7 @@ def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_rea
 ):
     with EmulatedDevice("torchrl_replay_ext") as device:
         rb = on_device(retention, kind, correction, compilable=compilable)
-        # evictions, gaps, full lists and sorts occur in the second half, and lists are compacted
+        # evictions, full lists and sorts occur in the second half
         data = with_pairs(scripted(240, streams=2, seed=3, p_event=0.15)).to("emulated")
         for part in data[:120].split(20):
             rb.extend(part)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.core.event_tables import LEFT, UNSENT
 
 # There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
@@ -26,7 +27,7 @@ class ClassCounts:
     def __init__(self, size: int, tables: int, *, device: torch.device):
         # bit k - 1 is set if the transition has entered table k
         self._class = torch.zeros(size, dtype=torch.int64, device=device)
-        # the number of transitions written before this one; -1: unknown
+        # the number of transitions written before this one; -1: there is none
         self._number = torch.full((size,), -1, dtype=torch.int64, device=device)
         self._held = torch.zeros((tables, size), dtype=torch.bool, device=device)
         # row k: transitions of each class in table k; last row: those in any table whose number is known
@@ -45,65 +46,39 @@ class ClassCounts:
             "class_complete_from": self._complete_from,
         }
 
-    def clear_(self) -> None:
-        """Reset to the state before the first write."""
-        self.clear_counts_()
-        self._class.zero_()
+    def clear_(self, *, keep_history: bool) -> None:
+        """Clear the counts.
+
+        ``keep_history``: False if the tables are empty too; True if :meth:`moved` will be called for all slots.
+        """
+        for tensor in (self._held, self._counts, self._class):
+            tensor.zero_()
         self._number.fill_(-1)
-        self._complete_from.zero_()
+        if not keep_history:
+            self._complete_from.zero_()
 
-    def clear_counts_(self) -> None:
-        """Clear the counts and the contents of all tables; keep classes and numbers for :meth:`recount`."""
-        self._held.zero_()
-        self._counts.zero_()
-
-    def moved(self, slots: Tensor, held: Tensor, written: int) -> None:
+    def moved(self, slots: Tensor, places: Tensor, number: Tensor) -> None:
         """Update the counts for slots that have entered or left a table.
 
         Args:
-            slots: int64 [n], without duplicates, in the order of writing.
-            held: True where a table now holds a slot, bool [tables, n].
-            written: number of transitions that were written before the current write.
+            slots: int64 [n], without duplicates.
+            places: position of each slot in each table; UNSENT or LEFT if it is not there, [tables, n].
+            number: number of the transition in each slot, int64 [n].
         """
-        before = self._held[:, slots]
-        left = before & ~held
-        newest = torch.where(left, self._number[slots] + 1, 0).amax(1)
+        held, entered, before = places >= 0, places[1:] != UNSENT, self._held[:, slots]
+        last = self._number[slots]
+        # transitions that were overwritten, and those that are still in other tables
+        overwritten, left = before & (number != last), (places == LEFT) & (number >= 0)
+        newest = torch.maximum(overwritten * (last + 1), left * (number + 1)).amax(1)
         self._complete_from.copy_(torch.maximum(self._complete_from, newest))
         self._count(slots, -1)
-        is_new = held[0] & ~before.any(0)
-        number = written + torch.arange(len(slots), device=slots.device)
-        self._number[slots] = torch.where(is_new, number, self._number[slots])
-        self._class[slots] = torch.where(is_new, 0, self._class[slots])
-        self._enter(slots, held)
-
-    def recount(self, slots: Tensor, held: Tensor) -> None:
-        """Count slots again.
-
-        Args:
-            slots: int64 [n], without duplicates.
-            held: True where a table holds a slot, bool [tables, n].
-        """
-        self._count(slots, -1)
-        self._enter(slots, held)
-
-    def adopt(self, default: Tensor, written: int) -> None:
-        """Start to count tables that already hold transitions; only the ages in the default table are known.
-
-        Args:
-            default: slots of the default table, int64 [n], oldest first.
-            written: number of transitions written so far.
-        """
-        stored = self._held.any(0).nonzero().squeeze(1)
-        self._count(stored, -1)
-        first = written - len(default)
-        self._number[default] = first + torch.arange(len(default), device=default.device)
-        self._complete_from.fill_(first)
-        self._count(stored, 1)
-
-    def _enter(self, slots: Tensor, held: Tensor) -> None:
-        self._held[:, slots] = held
-        self._class[slots] |= (held[1:] * self._bits.unsqueeze(1)).sum(0)
+        self._number[slots], self._held[:, slots] = number, held
+        self._class[slots] = (entered * self._bits.unsqueeze(1)).sum(0)
         self._count(slots, 1)
+
+    def adopt(self, first: int) -> None:
+        """Start to count tables that already hold transitions; the default table holds those from ``first`` on."""
+        self._complete_from.fill_(first)
 
     def _count(self, slots: Tensor, sign: int) -> None:
         held = self._held[:, slots]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import increase
-from torchrl_replay_ext.core.event_list import EventList
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
-from torchrl_replay_ext.core.free_list import FreeList
-from torchrl_replay_ext.core.recoverable import Recoverable
-from torchrl_replay_ext.core.table_state import Listener, Listeners, TableState
-from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.kernels.ops import events_order, events_remove
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
+
+# Values of EventTables.places instead of a position, and entries of the counters; see kernels/events.py.
+UNSENT, LEFT = -1, -2
+WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
+_NO_SLOTS, _NO_EPISODES = np.empty(0, np.int64), torch.empty(0, 4, dtype=torch.int64, device="cpu")
 
 
 class EventTable:
@@ -48,7 +49,7 @@ class EventTable:
         self._tables.set_capacity(self._number, value)
 
 
-class EventTables(Recoverable, Mapping[str, EventTable]):
+class EventTables(Mapping[str, EventTable]):
     """The tables of SSET (Kompella et al. 2022, Algorithm 1): lists of indices into one storage.
 
     An :class:`~torchrl_replay_ext.EventTableWriter` fills the tables and an
@@ -56,9 +57,9 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     sampler are built separately (from a configuration, in a Ray actor), build the tables of both with equal arguments;
     the sampler then uses the tables of the writer. The table ``"default"`` holds all transitions.
 
-    An entry is the index of a transition. It takes 12 bytes, 24 with ``retention="ring"``. Each table takes 4 bytes per
-    slot of the storage. The tables are on the CPU; if the storage is on another device, draws read a copy of them
-    there.
+    An entry is the index of a transition. It takes 12 bytes. Each table takes 4 bytes per slot of the storage, and
+    further 12 bytes per slot say which steps an episode consists of. The tables are on the CPU; if the storage is on
+    another device, draws read a copy of them there.
 
     Each table is first-in-first-out. ``retention`` decides what happens to an entry when its transition becomes old:
 
@@ -87,7 +88,6 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
     """
 
     def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: Retention = "ring"):
-        super().__init__()
         capacities = table_capacities(specs, capacity, retention)
         self.specs, self.retention = tuple(specs), retention
         self.names, self._max_capacity = [*capacities], [*capacities.values()]
@@ -95,20 +95,10 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         # with retention="ring" the default table is the whole storage and needs no list
         self._first = 0 if self._pinned else 1
         self.num_slots = 0
-        self._listeners = Listeners()
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Mark the tables as dirty while the block modifies them; then notify the listeners that they are settled."""
-        with super().transaction():
-            yield
-            if self._depth == 1:
-                self._listeners.notify("on_settled")
-
-    def abandon_write(self) -> None:
-        """Mark the tables as valid in a transaction that ends with an error and whose effects were undone."""
-        self._listeners.notify("on_settled")
-        self.mark_clean()
+        # address of the memory, and the arrays
+        self._memory: tuple[int, list[np.ndarray]] | None = None
+        # the writer of this process that last wrote to the tables
+        self.writer: ReferenceType[Any] | None = None
 
     # --- tables by name
 
@@ -156,13 +146,13 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
 
     def size(self, number: int) -> int:
         """The number of transitions in a table."""
-        return int(self._state.ends.numpy()[2, number]) if self.is_allocated else 0
+        return int(self.arrays()[4][number]) if self.is_allocated else 0
 
     def capacity_of(self, number: int) -> int:
         """κ of a table."""
         if number < self._first:
             return self.num_slots
-        return int(self._state.capacity.numpy()[number]) if self.is_allocated else self._max_capacity[number]
+        return int(self._capacity[number]) if self.is_allocated else self._max_capacity[number]
 
     def set_capacity(self, number: int, value: float) -> None:
         """Change κ of a table. If it is lowered, the oldest entries are removed."""
@@ -177,31 +167,22 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"EventTables[{name!r}].capacity={value}: the capacity must be in [1, {most}], since memory was "
                 f"allocated for {most} entries; for more, pass a larger capacity to EventTables."
             )
-        with self.transaction():
-            self._state.capacity[number] = int(value)
-            self._release(self.list_of(number).make_room(0))
+        self._capacity[number] = int(value)
+        self.remove(_NO_SLOTS)
 
     def index(self, number: int) -> Tensor:
         """The slots of a table, oldest entry first, int64, on the device of the storage."""
         if not self.is_allocated:
             return torch.zeros(0, dtype=torch.int64)
+        size, count = self.num_slots, self.size(number)
         if number < self._first:
-            size, count = self.num_slots, self.size(0)
-            return (torch.arange(count, device=self.device) + (self.num_written if count == size else 0)) % size
-        return self._state.on_device(self.list_of(number).slots())
+            slots = (torch.arange(count, device="cpu") + (self.counter(NEXT_SLOT) if count == size else 0)) % size
+        else:
+            slots = torch.empty(count, dtype=torch.int64, device="cpu")
+            events_order(slots, number, *self.arrays())
+        return slots.to(self.device, non_blocking=True)
 
     # --- memory
-
-    def regions(self, num_slots: int) -> list[int]:
-        """The first position of each table for a storage of ``num_slots``, then the total number of positions."""
-        # with retention="ring" entries are removed out of order, so a list needs more positions than entries
-        lengths = [capacity * (1 if self._pinned else 2) for capacity in self._max_capacity]
-        if not self._pinned:
-            lengths[0] = num_slots
-        begins = [0]
-        for length in lengths:
-            begins.append(begins[-1] + length)
-        return begins
 
     def check(self, num_slots: int) -> None:
         """Raise ValueError if a storage of ``num_slots`` is too small."""
@@ -212,14 +193,21 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"{needed} and must all fit; use LazyTensorStorage({needed})."
             )
 
+    def begins_for(self, num_slots: int) -> list[int]:
+        """The first position of each table for a storage of ``num_slots``, then the number of positions."""
+        begins = [0]
+        for number, capacity in enumerate(self._max_capacity):
+            begins.append(begins[-1] + (num_slots if number < self._first else capacity))
+        return begins
+
     def allocate(self, num_slots: int, device: torch.device) -> None:
         """Allocate the lists for a storage of ``num_slots`` on ``device``. Later calls only change the device.
 
         Raises:
             ValueError: if the storage is too small, or the tables hold transitions of a storage of another size.
         """
+        self.device = device
         if self.num_slots == num_slots:
-            self._state.move(device)
             return
         self.check(num_slots)
         if self.num_written:
@@ -227,150 +215,112 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"EventTables: these tables are used with a storage of {self.num_slots} slots and cannot be used with "
                 f"one of {num_slots} slots; give each buffer its own."
             )
-        self._begins = begins = self.regions(num_slots)
-        self.num_slots, self.nowhere = num_slots, begins[-1]
-        capacities, first = self._max_capacity, self._first
-        # one more position, which belongs to no list
-        self._state = TableState(
-            begins[-1] + 1, num_slots, capacities, first=first, device=device, listeners=self._listeners
-        )
-        self._lists = [EventList(self._state, n, begins[n], begins[n + 1]) for n in range(first, len(capacities))]
-        # number of transitions written; in a ring, transition n is in slot n % num_slots
-        self._written = torch.zeros((), dtype=torch.int64, device="cpu")
-        # number of times that all content was replaced; writers in other processes compare it to detect a reset
-        self._resets = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._free = FreeList(num_slots, device="cpu") if self._pinned else None
+        self.num_slots, begins, self._memory = num_slots, self.begins_for(num_slots), None
+        count, first = len(self.names), self._first
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the storage, where draws read the tables."""
-        return self._state.device
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device="cpu")
 
-    @property
-    def slot_at(self) -> Tensor:
-        """The slot at each position of all tables, on the device of the storage, int [positions + 1]."""
-        return self._state.slots_on_device
+        wide = torch.int32 if begins[-1] < 2**31 else torch.int64
+        self.begins = torch.tensor(begins, device="cpu")
+        self.counts = zeros(count, dtype=torch.int64)
+        self.slot_at = zeros(begins[-1], dtype=wide)
+        self.places = zeros(count - first, num_slots, dtype=wide)
+        self.number = zeros(num_slots, dtype=torch.int64)
+        self._before = zeros(num_slots, dtype=wide)
+        self._links = zeros(2, begins[-1] - begins[first], dtype=wide)
+        self._heads = zeros(2, count, dtype=torch.int64)
+        self._capacity = torch.tensor(self._max_capacity, device="cpu")
+        self._free = zeros(num_slots if self._pinned else 0, dtype=wide)
+        self._counters = zeros(7, dtype=torch.int64)
+        self._journal = zeros(4096 + begins[-1] // 16, 2, dtype=wide)
+        self.clear()
 
-    @property
-    def counts(self) -> Tensor:
-        """The number of transitions in each table, on the device of the storage, int64 [tables]."""
-        return self._state.counts
+    def _tensors(self) -> list[Tensor]:
+        return [
+            *(self.slot_at, self._links, self.places, self._heads, self.counts, self._capacity, self.begins),
+            *(self.number, self._before, self._free, self._counters, self._journal),
+        ]
 
-    def list_of(self, number: int) -> EventList:
-        """The list of a table. With ``retention="ring"`` the default table has no list."""
-        return self._lists[number - self._first]
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays of the kernels, see :mod:`torchrl_replay_ext.kernels.events`."""
+        # other memory if another process shares it by now
+        address = self.slot_at.data_ptr()
+        if self._memory is None or self._memory[0] != address:
+            self._memory = address, [tensor.numpy() for tensor in self._tensors()]
+        return self._memory[1]
+
+    def changed_arrays(self) -> list[Tensor]:
+        """Those of :meth:`arrays` that say what has changed."""
+        return [self.slot_at, self.places, self.counts, self._counters, self._journal]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_memory": None, "writer": None}
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
-        own = self._state
-        state = {"place": own.places, "slot_at": own.listed_slots, "lists": own.ends, "written": self._written}
-        state |= {"capacity": own.capacity, "newest": own.newest, "ordered": own.ordered}
-        return state if self._free is None else state | self._free.tensors("free")
+        names = "slot_at", "links", "places", "heads", "counts", "capacity", "begins", "number", "before", "free"
+        return dict(zip((*names, "counters"), self._tensors(), strict=False))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
+        resets = self.num_resets
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
-        self._state.send()
-        self.mark_clean()
-        self._resets.add_(1)
+        self._counters[RESETS] = resets + 1
+        self._counters[JOURNAL_BEGIN] = self._counters[CHANGES]
 
     def clear(self) -> None:
         """Empty all tables."""
         if not self.is_allocated:
             return
-        self._state.clear()
-        self._written.zero_()
-        if self._free is not None:
-            self._free.clear_()
-        self.mark_clean()
-        self._resets.add_(1)
+        resets, changes = self.num_resets, self.counter(CHANGES)
+        self.slot_at.fill_(-1)
+        if self._first:
+            self.slot_at[: self.num_slots] = torch.arange(self.num_slots, device="cpu")
+        for tensor in (self.places, self.number, self._before, self._links, self._heads):
+            tensor.fill_(-1)
+        self.counts.zero_()
+        self._free.copy_(torch.arange(len(self._free), device="cpu"))
+        self._counters.zero_()
+        self._counters[FREE_TAIL] = len(self._free)
+        self._counters[RESETS] = resets + 1
+        self._counters[CHANGES] = changes
+        self._forget_journal()
+
+    def counter(self, which: int) -> int:
+        """One of the counters, see :mod:`torchrl_replay_ext.kernels.events`."""
+        return int(self._counters[which].item())
 
     @property
     def num_resets(self) -> int:
-        """Number of times that :meth:`clear`, :meth:`load` or :meth:`recover` replaced all content."""
-        return int(self._resets) if self.is_allocated else 0
-
-    def recover(self, next_slot: int | None = None) -> None:
-        """Rebuild the lists if a transaction was interrupted. Must not be called within a transaction.
-
-        Entries stay in their tables. Writers discard their unfinished episodes.
-
-        Args:
-            next_slot: the slot after the last one that holds a complete or partial row; None (default) if unknown.
-        """
-        if not self.needs_recovery:
-            return
-        if self.is_allocated:
-            ordered = self._state.ordered.numpy()
-            for entries in self._lists:
-                slots = entries.rebuild()
-                if not self._pinned:
-                    age = (slots - self.num_written) % self.num_slots
-                    ordered[entries.number] = (age[1:] > age[:-1]).all()
-            if self._free is not None:
-                self._free.refill_((~self._is_listed(np.arange(self.num_slots))).nonzero()[0])
-            elif next_slot is not None:
-                self.skip_to(next_slot)
-            self._state.send()
-            self._resets.add_(1)
-        self._listeners.notify("on_relayout")
-        self.mark_clean()
-
-    # --- which tables hold a slot
-
-    def attach(self, listener: Listener) -> None:
-        """Notify ``listener`` of all later changes of the lists."""
-        self._listeners.attach(listener)
-
-    def positions(self, slots: Tensor) -> Tensor:
-        """Position of each of ``slots`` [n] in each table, ``nowhere`` if it is not there; int64 [tables, n]."""
-        listed = self._state.find(slots).to(torch.int64)
-        return listed if self._pinned else torch.cat([slots.unsqueeze(0), listed])
-
-    def holds(self, slots: Tensor) -> Tensor:
-        """True where a table holds one of ``slots`` [n], bool [tables, n]; in a ring, the default table has no row."""
-        return self._state.find(slots) != self.nowhere
-
-    def holding(self, slots: np.ndarray) -> np.ndarray:
-        """:meth:`holds` for NumPy arrays, without a read from the device."""
-        return self._state.places.numpy()[:, as_index(slots)] != self.nowhere
-
-    def _is_listed(self, slots: np.ndarray) -> np.ndarray:
-        return np.logical_or.reduce(self.holding(slots))
-
-    def sum_over_tables(self, slots: Tensor, per_table: list[float]) -> Tensor:
-        """Sum of ``per_table`` over the tables that hold each of ``slots`` [n], float32 [n]. For the CPU only."""
-        held = self._state.places_on_device.index_select(1, slots) != self.nowhere
-        result = torch.tensor(per_table[self._first :]) @ held.to(torch.float32)
-        return result if self._pinned else result.add_(per_table[0])
-
-    def runs(self) -> list[tuple[int, int, int, int]] | None:
-        """First position, number of positions, number of the oldest entry and size of each table.
-
-        Returns:
-            None if a table has gaps. Otherwise the entries of each table are at cyclically consecutive positions.
-        """
-        heads, tails, counts = self._state.ends.tolist()
-        if not self._pinned:
-            tails[0], heads[0] = 0, counts[0]
-        if any(head - tail != count for head, tail, count in zip(heads, tails, counts, strict=True)):
-            return None
-        begins, ends = self._begins[:-1], self._begins[1:]
-        lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        return [*zip(begins, lengths, tails, counts, strict=True)]
-
-    # --- writing
+        """Number of times that :meth:`clear` or :meth:`load` replaced all content, in any process."""
+        return self.counter(RESETS) if self.is_allocated else 0
 
     @property
     def num_written(self) -> int:
         """Number of transitions written so far."""
-        return int(self._written.item()) if self.is_allocated else 0
+        return self.counter(WRITTEN) if self.is_allocated else 0
 
-    @property
-    def oldest(self) -> int:
-        """Lower bound on the numbers of the transitions in the default table."""
-        return self.num_written - (self.size(0) if self._pinned else self.num_slots)
+    # --- which tables hold a slot
+
+    def holds(self, slots: Tensor) -> Tensor:
+        """True where a table holds one of ``slots`` [n], bool [tables, n]; in a ring, the default table has no row."""
+        return (self.places[:, slots.cpu()] >= 0).to(slots.device)
+
+    def has_changes_since(self, seen: int) -> bool:
+        """True if :meth:`changes` knows all changes since the counter of changes was ``seen``."""
+        counters = self._counters.numpy()
+        end = counters[CHANGES]
+        return max(0, counters[JOURNAL_BEGIN], end - len(self._journal)) <= seen <= end
+
+    def changes(self, seen: int) -> tuple[np.ndarray, np.ndarray]:
+        """The positions that changed since the counter of changes was ``seen``, and the slots that moved; int64 [n]."""
+        rows = np.arange(seen, self.counter(CHANGES)) % len(self._journal)
+        position, slot = self._journal.numpy()[rows].astype(np.int64).T
+        return position, slot
+
+    # --- writing
 
     def adopt(self, count: int, next_slot: int) -> None:
         """Add the transitions that a storage held before the first write to the default table, without events.
@@ -386,26 +336,22 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
                 f"EventTables(retention='pinned'): the storage must be empty at first, but holds {count} transitions; "
                 "create the buffer with an empty storage and write them to it."
             )
-        self._written.fill_(self.num_slots + next_slot)
-        self._set_default_size(count)
+        self._counters[WRITTEN] = count
+        self._counters[NEXT_SLOT] = next_slot
+        self.set_default_size(count)
 
-    def _set_default_size(self, count: int) -> None:
-        self._state.ends[2, 0] = count
-        self._state.send_counts()
+    def set_default_size(self, count: int) -> None:
+        """Ring: let the default table hold the first ``count`` slots."""
+        self.counts[0] = count
+        self._forget_journal()
 
-    def written(self, slots: np.ndarray) -> None:
-        """Count a write of ``slots`` [n], given in the order of writing."""
-        increase(self._written, len(slots))
-        if not self._pinned and self.size(0) < self.num_slots:
-            self._set_default_size(max(self.size(0), int(slots.max()) + 1))
-
-    def ring(self, first: int, count: int) -> np.ndarray:
-        """``count`` slots of the ring, from ``first`` on; int64 [count]."""
-        slots = np.arange(first, first + count)
-        return slots if first + count <= self.num_slots else slots % self.num_slots
+    def _forget_journal(self) -> None:
+        """Let samplers read all entries again."""
+        self._counters[CHANGES] += 1
+        self._counters[JOURNAL_BEGIN] = self._counters[CHANGES]
 
     def skip_to(self, slot: int) -> bool:
-        """Ring: let the next write begin at ``slot``, and remove the entries of skipped slots.
+        """Ring: remove the entries of the slots between the last write and ``slot``, where the next write begins.
 
         Slots are skipped if a process was killed while it wrote them, or if the storage was filled before and its ring
         begins elsewhere.
@@ -413,75 +359,105 @@ class EventTables(Recoverable, Mapping[str, EventTable]):
         Returns:
             True if slots were skipped.
         """
-        first = self.num_written
-        count = (slot - first) % self.num_slots if first else 0
-        if count:
-            self.overwrite(self.ring(first % self.num_slots, count))
-            self._written.add_(count)
-        return count > 0
+        first = self.counter(NEXT_SLOT)
+        if first == slot or not self.num_written:
+            return False
+        self.overwrite((first + np.arange((slot - first) % self.num_slots)) % self.num_slots)
+        return True
 
-    def overwrite(self, slots: np.ndarray, *, in_turn: bool = True) -> None:
-        """Remove the entries of ``slots``, whose transitions were overwritten.
+    def overwrite(self, slots: np.ndarray) -> None:
+        """Ring: remove the entries of ``slots`` [n], whose transitions may be overwritten and are no history."""
+        self.remove(slots)
+        self.number.numpy()[slots] = self.num_written
 
-        Args:
-            slots: int64 [n], distinct.
-            in_turn: True (default) if these transitions were the oldest ones of the storage.
-        """
-        places, index = self._state.places.numpy(), as_index(slots)
-        positions = places[:, index]
-        held = positions != self.nowhere
-        if not held.any():
-            return
-        with self.transaction():
-            positions = positions.astype(np.int64)
-            removed = held.sum(1)
-            places[:, index] = self.nowhere
-            ends = self._state.ends.numpy()[:, self._first :]
-            ends[2] -= removed
-            if in_turn:
-                # in an ordered list the oldest transitions are the first entries
-                ends[1] += removed * self._state.ordered.numpy()[self._first :]
-            every = np.broadcast_to(slots, held.shape)
-            self._state.removed_from_all(positions[held], every[held], slots[held.any(0)])
-
-    def take(self, count: int, entering: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Pinned: make room for a write and return the slots for the new transitions, int64 [count].
-
-        Args:
-            count: number of new transitions, at most the capacity of the default table.
-            entering: for each table the slots of the transitions that will enter it, int64; -1 for new transitions.
-        """
-        assert self._free is not None
-        evicted = self.list_of(0).make_room(count)
-        if entering:
-            others = [self.list_of(number).make_room(len(slots)) for number, slots in entering.items()]
-            evicted = np.unique(np.concatenate([evicted, *others]))
-        self._release(evicted, entering.values())
-        return self._free.take(count)
-
-    def give_back(self, slots: np.ndarray) -> None:
-        """Pinned: free those of ``slots`` [n] that no table holds, after the write that took them failed."""
-        self._release(np.unique(slots))
-
-    def _release(self, slots: np.ndarray, needed: Iterable[np.ndarray] = ()) -> None:
-        """Pinned: free each of ``slots`` [n], distinct, that no table holds and that is not in ``needed``."""
-        if self._free is None or not len(slots):
-            return
-        # sorted, so that new rows often get consecutive slots, which take less time to write
-        slots = np.sort(slots)
-        slots = slots[~self._is_listed(slots)]
-        for others in needed:
-            slots = slots[~np.isin(slots, others)]
-        self._free.give_back(slots)
+    def remove(self, slots: np.ndarray) -> None:
+        """Remove the entries of ``slots``, int64 [n], and those beyond the capacities."""
+        if self.is_allocated:
+            events_remove(_NO_EPISODES, slots, _NO_SLOTS, *self.arrays())
 
     def check_valid(self) -> None:
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         if not self.is_allocated:
             return
-        self._state.check_valid()
-        for name, entries in zip(self.names[self._first :], self._lists, strict=True):
-            entries.check_valid(name)
-        if self._free is not None:
-            listed = torch.from_numpy(self._is_listed(np.arange(self.num_slots)))
-            if not torch.equal(self._free.free(), ~listed):
+        slot_at, places = self.slot_at.numpy(), self.places.numpy()
+        for number in range(self._first, len(self.names)):
+            name, count, place = self.names[number], self.size(number), places[number - self._first]
+            begin, end = self.begins[number : number + 2].tolist()
+            held = np.flatnonzero(place >= 0)
+            if len(held) != count or count > self.capacity_of(number):
+                raise AssertionError(f"EventTables[{name!r}]: the number of entries is wrong or exceeds the capacity")
+            if not np.array_equal(np.sort(place[held]), np.arange(begin, begin + count)):
+                raise AssertionError(f"EventTables[{name!r}]: a slot points to a position outside of the list")
+            if not np.array_equal(slot_at[place[held]], held) or (slot_at[begin + count : end] >= 0).any():
+                raise AssertionError(f"EventTables[{name!r}]: a slot points to a position that holds another slot")
+            if not np.array_equal(np.sort(self.index(number).cpu().numpy()), held):
+                raise AssertionError(f"EventTables[{name!r}]: the order of the entries is broken")
+        if self._pinned:
+            head, tail = self.counter(FREE_HEAD), self.counter(FREE_TAIL)
+            free = self._free.numpy()[np.arange(head, tail) % self.num_slots]
+            if not np.array_equal(np.sort(free), np.flatnonzero((places < 0).all(0))):
                 raise AssertionError("EventTables: the free slots are not the slots that no table holds")
+
+
+class TableView:
+    """What draws and updates read of event tables, on the device of the storage.
+
+    On the CPU these are the arrays of the tables. On an accelerator they are copies, to which changes are sent without
+    waiting for the device.
+
+    Args:
+        tables: the tables.
+        num_slots: number of slots. The view is empty if the tables are not those of a storage of this size.
+        device: the device.
+    """
+
+    def __init__(self, tables: EventTables, num_slots: int, device: torch.device):
+        self._tables, self._device, self._is_copy = tables, device, device.type != "cpu"
+        self.is_empty = tables.num_slots != num_slots
+        self.begins = torch.tensor(tables.begins_for(num_slots), device=device)
+        if self.is_empty:
+            empty = torch.full((len(tables), int(tables.begins_for(num_slots)[-1])), -1, device=device)
+            arrays = [empty[0], empty[0 if tables.retention == "pinned" else 1 :, :num_slots], 0 * empty[:, 0]]
+        else:
+            arrays = [array.to(device, non_blocking=True) for array in self._arrays()]
+        self.slot_at, self.places, self.counts = arrays
+
+    def _arrays(self) -> list[Tensor]:
+        return [self._tables.slot_at, self._tables.places, self._tables.counts]
+
+    def send(self) -> None:
+        """Send all arrays to the device."""
+        if self._is_copy and not self.is_empty:
+            for own, array in zip((self.slot_at, self.places, self.counts), self._arrays(), strict=True):
+                own.copy_(array, non_blocking=True)
+
+    def send_changes(self, positions: np.ndarray, slots: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Send what changed at ``positions`` [n] and for ``slots`` [m].
+
+        Returns:
+            Both on the device, and the slots that are at the positions now, int64 [n]; -1 where there is none.
+        """
+        now = self._tables.slot_at.numpy()[positions].astype(np.int64)
+        on_device = [torch.from_numpy(each) for each in (positions, slots, now)]
+        if self._is_copy:
+            places = torch.from_numpy(self._tables.places.numpy()[:, slots]).to(self._device, non_blocking=True)
+            on_device = [each.to(self._device, non_blocking=True) for each in on_device]
+            self.slot_at.index_copy_(0, on_device[0], on_device[2].to(self.slot_at.dtype))
+            self.places.index_copy_(1, on_device[1], places)
+            self.counts.copy_(self._tables.counts, non_blocking=True)
+        return on_device[0], on_device[1], on_device[2]
+
+    def _find(self, slots: Tensor) -> Tensor:
+        if not is_traced():
+            return self.places.index_select(1, slots)
+        rows = torch.arange(len(self.places), device=self._device).unsqueeze(1) * self.places.shape[1]
+        return gather_in_bounds(self.places.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
+
+    def positions(self, slots: Tensor) -> Tensor:
+        """Position of each of ``slots`` [n] in each table, negative if it is not there; int64 [tables, n]."""
+        listed = self._find(slots).to(torch.int64)
+        return listed if len(listed) == len(self.counts) else torch.cat([slots.unsqueeze(0), listed])
+
+    def holds(self, slots: Tensor) -> Tensor:
+        """True where a list holds one of ``slots`` [n], bool [lists, n]; in a ring, the default table is no list."""
+        return self._find(slots) >= 0

@@ -46,12 +46,6 @@ class FreeList:
         self.head.zero_()
         self.tail.fill_(self.size)
 
-    def refill_(self, ids: np.ndarray) -> None:
-        """Set the free ids to ``ids`` [n], distinct, for a queue on the CPU."""
-        self.queue.numpy()[: len(ids)] = ids
-        self.head.zero_()
-        self.tail.fill_(len(ids))
-
     def free(self) -> Tensor:
         """True for each free id, bool [size]; AssertionError if an id is in the queue twice."""
         waiting = (self.head + torch.arange(int(self.tail - self.head), device=self.queue.device)) % self.size

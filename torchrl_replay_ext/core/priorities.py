@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
@@ -83,6 +83,10 @@ class Priorities:
     def is_default(self, error: float) -> bool:
         """True if ``error`` equals :meth:`default_td_error`, rounded to float32."""
         return error == as_float32(self.default_td_error())
+
+    def insert(self, slots: Array) -> None:
+        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
+        scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
 
     def exclude(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""

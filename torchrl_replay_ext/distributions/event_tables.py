@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, uniform, where_int64
-from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.compilation import (
+    gather_in_bounds,
+    is_traced,
+    raise_if,
+    random_seed,
+    to_device,
+    uniform,
+    where_int64,
+)
+from torchrl_replay_ext.core.event_tables import CHANGES, EventTables, TableView
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.distributions.table_joint import JointTables, why_not_joint
-from torchrl_replay_ext.distributions.table_masses import TableMasses
 from torchrl_replay_ext.distributions.table_rows import TableRows
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
 from torchrl_replay_ext.distributions.within_table import Uniform
-from torchrl_replay_ext.functional.allocation import Allocation, table_ends
+from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
+from torchrl_replay_ext.kernels.ops import events_draw, events_set_masses
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class EventTableMixture(Distribution):
@@ -48,6 +57,8 @@ class EventTableMixture(Distribution):
 
     writes_in_graphs = False
     settings = ("eta",)
+    # True if masses depend on which tables hold a slot
+    _by_membership = False
 
     def __init__(
         self,
@@ -63,40 +74,39 @@ class EventTableMixture(Distribution):
         make_within: Callable[..., Uniform],
         beta: Hyperparameter | None,
     ):
-        self._log, self._tables, self._allocation, self._beta = log, tables, allocation, beta
+        self._log, self._priorities, self._tables = log, priorities, tables
+        self._allocation, self._beta = allocation, beta
         layout = log.layout
         self._size, self._device = size, device = layout.size, layout.device
-        # values are read on the CPU only, and not in graphs
-        self._on_cpu = device.type == "cpu"
         self._shares = shares
         shares.to(device)
         self._least_counts, self._min_sizes = min_sizes.tolist(), min_sizes.to(device)
-        self._weights = make_weights(layout, tables)
         # pinned tables choose the slots of new transitions
         self.slots_in_ring_order = tables.retention == "ring"
-        begins = tables.regions(size)
-        self._begins = torch.tensor(begins, device=device)
-        self._nowhere = begins[-1]
-        self._tree = SumTree(self._nowhere + 1, device=device)
-        self._within = within = make_within(log, priorities, self._tree, tables, begins)
+        if layout.known and layout.num_slots == size:
+            tables.allocate(size, device)
+        self._view = view = TableView(tables, size, device)
+        self._tree = SumTree(len(view.slot_at), device=device)
+        # the counter of changes of the tables that this distribution has applied; -1: none
+        self._seen = torch.full((1,), -1, dtype=torch.int64, device="cpu")
+        # the counter of resets of the tables when the view was sent
+        self._resets = -1
+        self._weights = make_weights(layout, tables, view)
+        self._within = within = make_within(log, priorities, self._tree, view)
+        # True if a kernel sets masses
+        self._has_kernel = (
+            events_set_masses.runs_on(self._tree.leaves)
+            and not (view.is_empty or self._weights.counts_moves or self._by_membership)
+            and within.power() is not None
+        )
         self.takes_priorities, self.needs_order = within.takes_priorities, within.needs_order
-        # True if all entries of a table have the same probability, and p(i) depends on nothing else
-        self._is_uniform = not within.takes_priorities and correction in (None, "mixture")
         self.why_not_joint = within.why_not_joint or why_not_joint(correction, tables.retention)
         settings = self._min_sizes, allocation, correction or ("priority" if within.takes_priorities else None)
-        self._joint = JointTables(self._tree, tables, self._begins, shares, *settings)
-        # True if the default table may have slots that cannot be drawn
-        self._holes = torch.zeros((), dtype=torch.bool, device=device)
-        self._entries = TableMasses(self._tree, skips_unchanged=not within.takes_priorities)
-        # True if stored transitions may lack their masses: then insert() sets masses in all tables
-        self._is_incomplete = True
+        self._joint = JointTables(self._tree, view, shares, *settings)
         # size of the last batch outside graphs: the default minimum size of a table for density()
         self._batch_size = 1
         # batch sizes for which the sizes of the tables were checked
         self._known_sizes: set[int] = set()
-        if layout.known and layout.num_slots == size:
-            tables.allocate(size, device)
-            tables.attach(self)
 
     @property
     def max_supported_priority(self) -> float:
@@ -104,47 +114,72 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
+    def _masses(self, positions: Tensor, slots: Tensor) -> Tensor | int:
         """See :meth:`Uniform.masses`."""
-        return self._within.masses(positions, slots, priority)
+        return self._within.masses(positions, slots)
 
-    def _set(self, positions: Tensor, slots: Tensor, priority: Tensor | None = None) -> None:
-        """Update the masses of ``slots`` [n] at ``positions`` [n]; negative positions are skipped."""
-        self._tree.write(positions, (positions != self._nowhere) * self._masses(positions, slots, priority))
-
-    def _set_new(self, positions: Tensor, slots: Tensor, priority: Tensor) -> None:
-        """Set the masses of new transitions ``slots`` [n] at ``positions`` [n]; a negative priority marks them."""
-        self._set(positions, slots, priority=-priority.float().expand(len(slots)))
+    def _set(self, positions: Tensor, slots: Tensor, keep: Tensor | None = None) -> None:
+        """Update the masses of ``slots`` [n] at ``positions`` [n]: 0 where not ``keep``; negative ones are skipped."""
+        mass = self._masses(positions, slots)
+        self._tree.write(positions, mass if keep is None else keep * mass)
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """All positions of ``slots`` [n], and the slot of each position."""
-        positions = self._tables.positions(slots)
+        positions = self._view.positions(slots)
         return positions.reshape(-1), slots.expand(positions.shape).reshape(-1)
 
-    def on_insert(self, positions: Tensor, slots: Tensor) -> None:
-        """Called by the tables: ``slots`` [n] are now at ``positions`` [n]."""
-        self._within.count_changes(len(slots))
-        self._entries.add(positions, slots, constant=self._is_uniform and not self._is_incomplete)
-        self._weights.move(slots)
+    def _set_masses(self, slots: Tensor) -> None:
+        """Update the masses of ``slots`` [n], and of what has changed in the tables; negative slots are skipped."""
+        power = self._within.power() if self._has_kernel else None
+        if power is not None:
+            if not is_traced():
+                self._read_if_unknown()
+            arrays = *self._tree.tensors(), self._seen, *power, slots.contiguous(), *self._tables.changed_arrays()
+            events_set_masses(*arrays)
+            return
+        if not is_traced():
+            self.sync()
+        positions, repeated = self._everywhere(slots.clamp_min(0))
+        is_row = (slots >= 0).repeat(len(positions) // len(slots))
+        self._set(where_int64(is_row, positions, -1), repeated)
 
-    def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
-        """Called by the tables: ``slots`` [n] are no longer at ``positions`` [n]; ``distinct``: without duplicates."""
-        self._within.count_changes(len(slots))
-        self._entries.add(positions, None)
-        self._weights.move(distinct)
+    def _read_if_unknown(self) -> None:
+        """Read all entries of the tables, unless the changes since the last time are known."""
+        resets, seen = self._tables.num_resets, self._seen.numpy()[0]
+        if not self._tables.has_changes_since(seen):
+            self._view.send()
+            self._seen.fill_(self._tables.counter(CHANGES))
+            self._tree.clear_()
+            self.reweight(torch.arange(self._size, device=self._device))
+            self._within.sort()
+            self._weights.recount()
+        elif resets != self._resets:
+            self._view.send()
+        self._resets = resets
 
-    def on_settled(self) -> None:
-        """Called by the tables: their change is complete."""
-        self._is_incomplete = False
-        self._entries.flush(partial(self._masses, priority=None))
+    def sync(self) -> None:
+        if self._view.is_empty:
+            return
+        self._read_if_unknown()
+        tables, seen = self._tables, int(self._seen)
+        if seen == tables.counter(CHANGES):
+            return
+        if self._has_kernel:
+            self._set_masses(_NO_SLOTS)
+            return
+        position, slot = tables.changes(seen)
+        if self._weights.counts_moves:
+            slot = np.unique(slot)
+        positions, slots, now = self._view.send_changes(position, slot)
+        self._seen.fill_(tables.counter(CHANGES))
+        self._within.count_changes(len(position))
+        self._apply(positions, slots, now)
+        if self._weights.counts_moves:
+            self._weights.move(slots, to_device(tables.number[torch.from_numpy(slot)], self._device))
 
-    def on_relayout(self) -> None:
-        """Called by the tables: all positions may have changed."""
-        self._log.mark_dirty()
-
-    def sync(self, next_slot: Callable[[], int | None]) -> None:
-        if self._tables.needs_recovery:
-            self._tables.recover(next_slot())
+    def _apply(self, positions: Tensor, slots: Tensor, now: Tensor) -> None:
+        """Update the masses at ``positions`` [n], where the slots ``now`` are; -1 if there is none."""
+        self._set(positions, now.clamp_min(0), now >= 0)
 
     def before_ingest(self, count: int, next_slot: int) -> None:
         self._tables.adopt(count, next_slot)
@@ -156,26 +191,17 @@ class EventTableMixture(Distribution):
         self._within.sort_if_due()
         self._within.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
+        if self.takes_priorities:
+            self._priorities.insert(rows.slots_as_index)
+        self._set_masses(slots)
         self._within.count_changes(len(slots))
-        if self._is_incomplete or not self._tables.is_changing:
-            # no write of the writer is under way: the lists of all tables are up to date
-            self._set_new(*self._everywhere(slots), priority)
-        elif self.slots_in_ring_order:
-            # the default table; the writer removes the slots from the event tables after this call
-            if self._is_uniform:
-                self._tree.write(rows.slots_as_index, SumTree.UNIT)
-            else:
-                self._set_new(slots, slots, priority)
-        # else pinned tables: the writer inserts the slots after this call, see on_insert
 
     def remove(self, slots: Tensor) -> None:
-        self._tables.overwrite(slots.cpu().numpy())
-        # before the masses of the slots themselves
-        self.on_settled()
-        self._holes.fill_(True)
+        self._tables.remove(slots.cpu().numpy())
+        self.sync()
         self._within.remove(slots)
         if self.slots_in_ring_order:
-            self._tree.write(slots, torch.zeros_like(slots))
+            self._tree.write(slots, 0)
         self._within.count_changes(len(slots))
         self._weights.remove(slots)
 
@@ -184,21 +210,15 @@ class EventTableMixture(Distribution):
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._within.update(slots, priority)
-        valid = slots >= 0
-        positions, repeated = self._everywhere(slots.clamp_min(0))
-        self._set(where_int64(valid.repeat(len(positions) // len(slots)), positions, -1), repeated)
+        self._set_masses(slots)
         self._within.count_changes(slots.shape[0])
 
     def reweight(self, slots: Tensor | None) -> None:
-        if self._within.sorts and slots is None:
+        if slots is None and self._within.sorts:
             self.sort()
-        elif slots is not None:
-            in_use = gather_in_bounds(self._log.generation, slots) > 0
-            positions, repeated = self._everywhere(slots)
-            in_use = in_use.repeat(len(positions) // len(slots))
-            self._set(where_int64(in_use, positions, -1), repeated)
-        elif self._tables.is_allocated:
-            self._set(*self._everywhere(self.stored_slots()))
+            return
+        slots = torch.arange(self._size, device=self._device) if slots is None else slots
+        self._set_masses(where_int64(gather_in_bounds(self._log.generation, slots) > 0, slots, -1))
 
     def sort(self) -> None:
         """Sort the ranks, with priorities by rank; otherwise do nothing."""
@@ -208,10 +228,10 @@ class EventTableMixture(Distribution):
 
     def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """η (0 for tables that are too small), sum of masses before each table, sum of its masses, [tables] each."""
-        ends = self._tree.prefix(self._begins)
+        ends = self._tree.prefix(self._view.begins)
         low, total = ends[:-1], ends[1:] - ends[:-1]
         needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-        return self._shares.among((self._tables.counts >= needed) & (total > 0)), low, total
+        return self._shares.among((self._view.counts >= needed) & (total > 0), self._drawn_shares()), low, total
 
     def _needed(self, batch_size: int) -> list[int]:
         """The number of transitions from which on each table is used."""
@@ -228,46 +248,6 @@ class EventTableMixture(Distribution):
                     "a smaller min_size= or a larger capacity=.",
                     stacklevel=2,
                 )
-
-    def _draw_uniform(
-        self, batch_size: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor, list[float]] | None:
-        """Draw if all entries of each table have the same probability: slots, tables, p(i), and η_k / |B_k|.
-
-        Returns None if some entries cannot be drawn. This draw needs no tree. Most steps use Python numbers, which
-        takes half the time; it reads values, so it is for eager code on the CPU only.
-        """
-        runs = self._tables.runs()
-        if runs is None or self._has_holes():
-            return None
-        begins, lengths, oldest, sizes = zip(*runs, strict=True)
-        needed = self._needed(batch_size)
-        eta = [share * (size >= d) for share, size, d in zip(self._shares.current.tolist(), sizes, needed, strict=True)]
-        total = sum(eta)
-        eta = [share / total for share in eta] if total else [1.0, *(0.0 for _ in eta[1:])]
-        first, u, order = self._random_numbers(batch_size, generator)
-        if self._allocation == "systematic":
-            # same result as table_ends, in a quarter of the time
-            shift, parts = first.item(), [*accumulate(eta)]
-            ends = torch.tensor(
-                [math.ceil(batch_size * (part / parts[-1]) - shift) for part in parts], device=self._device
-            )
-        else:
-            portions = torch.tensor(eta, dtype=torch.float64, device=self._device)
-            ends = self._ends_of_rows(portions, batch_size, first, generator)
-        table = torch.searchsorted(ends, order, right=True)
-        # in the order of positions, as in the tree: first the entries after the wrap of the ring, then a gap
-        starts = [old % length for old, length in zip(oldest, lengths, strict=True)]
-        wrapped = [max(at + n - length, 0) for at, n, length in zip(starts, sizes, lengths, strict=True)]
-        offsets = [begin + at - n for begin, at, n in zip(begins, starts, wrapped, strict=True)]
-        layout = torch.tensor([sizes, offsets, begins, wrapped], device=self._device)
-        size, offset, begin, before = layout.index_select(1, table).unbind()
-        position = (u * size).to(torch.int64)
-        if any(wrapped):
-            offset = torch.where(position >= before, offset, begin)
-        slots = self._tables.slot_at.index_select(0, position.add_(offset)).to(torch.int64)
-        per_entry = [portion / max(count, 1) for portion, count in zip(eta, sizes, strict=True)]
-        return slots, table, self._tables.sum_over_tables(slots, per_entry), per_entry
 
     def _random_numbers(self, batch_size: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         """Uniform numbers for the allocation, [1], and for the rows, [B]; 0, ..., B − 1 in random order, [B]."""
@@ -291,28 +271,20 @@ class EventTableMixture(Distribution):
             if batch_size not in self._known_sizes:
                 self._known_sizes.add(batch_size)
                 self._warn_of_small_tables()
-        if self._on_cpu and self._is_uniform and not in_graph:
-            drawn = self._draw_uniform(batch_size, generator)
-            if drawn is not None:
-                slots, table, probability, per_entry = drawn
-                weight = self._weights.of_uniform_draw(slots, probability, per_entry)
-                self.count_batch()
-                extras = {"priority_weight": weight, "table": table, "sample_probability": probability}
-                return Draw(slots, extras=extras)
         self._within.sort_if_due()
-        eta, low, total = self._proportions(batch_size)
+        if self._within.draws_by_mass and events_draw.runs_on(self._tree.leaves):
+            slots, table, mass, probability, eta, total = self._draw_by_mass(batch_size, generator)
+        else:
+            eta, low, total = self._proportions(batch_size)
+            first, u, order = self._random_numbers(batch_size, generator)
+            ends = self._ends_of_rows(eta, batch_size, first, generator)
+            table = torch.searchsorted(ends, order, right=True)
+            position, mass, total = self._within.draw(u, TableRows(table, low, total), generator)
+            slots = gather_in_bounds(self._view.slot_at, position).to(torch.int64)
+            probability = self._mixture(slots, eta, total)
         message = "EventTableSampler: all priorities are 0, so no transition can be drawn; use eps > 0."
         raise_if(lambda: total[0] == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
-        first, u, order = self._random_numbers(batch_size, generator)
-        ends = self._ends_of_rows(eta, batch_size, first, generator)
-        table = torch.searchsorted(ends, order, right=True)
-        position, mass, total = self._within.draw(u, TableRows(table, low, total), generator)
-        slots = gather_in_bounds(self._tables.slot_at, position).to(torch.int64)
-        probability = self._mixture(slots, eta, total)
-        count = gather_in_bounds(self._tables.counts, table)
-        weight = self._weights.of_draw(slots, probability, eta, mass, gather_in_bounds(total, table), count)
-        # in a graph and on an accelerator, rows have mass 0 if nothing can be drawn
-        weight = torch.where(mass > 0, weight, 0.0)
+        weight = self._weights.of_draw(slots, probability, eta, mass, table, total)
         self.count_batch()
         extras = {
             "priority_weight": weight.to(torch.float32),
@@ -320,6 +292,28 @@ class EventTableMixture(Distribution):
             "sample_probability": probability.to(torch.float32),
         }
         return Draw(slots, extras=extras)
+
+    def _draw_by_mass(self, batch_size: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
+        """Draw in proportion to the masses: slots, tables, masses and p(i); η and the sum of masses of each table."""
+        view, leaves, is_uniform = self._view, self._tree.leaves, self._has_equal_masses()
+        slots, table, mass = leaves.new_empty(3, batch_size)
+        probability, eta = self._shares.state.new_empty(batch_size), torch.empty_like(self._shares.current)
+        total = torch.empty_like(self._min_sizes)
+        events_draw(
+            random_seed(self._device, generator),
+            *(self._drawn_shares(), self._min_sizes, METHODS.index(self._allocation), is_uniform),
+            *(leaves, self._tree.nodes, leaves[:0], view.slot_at, view.places, view.counts, view.begins),
+            *(slots, table, mass, probability, eta, total),
+        )
+        return slots, table, mass, probability, eta, total
+
+    def _has_equal_masses(self) -> bool:
+        """True if all entries have the same mass."""
+        return not self._within.takes_priorities and not self._by_membership
+
+    def _drawn_shares(self) -> Tensor:
+        """η of each table, float64 [tables]."""
+        return self._shares.current
 
     def sums(self) -> Sums:
         return self._joint.sums()
@@ -342,13 +336,6 @@ class EventTableMixture(Distribution):
         per_mass = eta / torch.where(total > 0, total, 1.0)
         return (density * per_mass[: density.shape[0]].unsqueeze(1)).sum(0)
 
-    def _has_holes(self) -> bool:
-        """True if the default table may have slots whose content is unknown."""
-        if not self._holes.item():
-            return False
-        self._holes.copy_((self._log.generation[: self._tables.size(0)] == 0).any())
-        return bool(self._holes)
-
     def density(self, slots: Tensor) -> Tensor:
         if not slots.numel():
             return torch.zeros(0, dtype=torch.float64, device=self._device)
@@ -358,50 +345,46 @@ class EventTableMixture(Distribution):
 
     def stored_slots(self) -> Tensor:
         everything = torch.arange(self._size, device=self._device)
-        if not self._tables.is_allocated:
-            return everything[:0]
-        held = (self._tables.positions(everything) != self._nowhere).any(0)
+        held = (self._view.positions(everything) >= 0).any(0)
         return everything[held & (self._log.generation > 0)]
 
     # --- state
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._is_incomplete = True
-        self._holes.fill_(True)
+        self._seen.fill_(-1)
         self._tree.clear_()
         self._within.clear()
         self._weights.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        state = {"masses": self._tree.leaves, "eta": self._shares.state}
+        state = {"masses": self._tree.leaves, "eta": self._shares.state, "seen_changes": self._seen}
         return state | self._within.tensors() | self._weights.tensors()
 
     def raise_numbers(self, last: int) -> None:
         self._within.raise_numbers(last)
 
     def rebuild(self) -> None:
-        self._holes.fill_(True)
+        self._resets = -1
         self._tree.rebuild_()
         self._shares.rebuild()
         self._within.rebuild()
 
     def check_valid(self) -> None:
+        self.sync()
         self._tables.check_valid()
         self._tree.check_valid()
         self._weights.check_valid()
         self._within.check_valid()
-        if self._tables.is_allocated:
-            positions = self._tables.positions(self._log.stored_slots())
-            held, drawn = positions[positions != self._nowhere].unique(), (self._tree.leaves > 0).nonzero().squeeze(1)
-            is_complete = self._is_uniform and not self._is_incomplete
-            if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
-                raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
+        stored = self._log.stored_slots()
+        positions, _ = self._everywhere(stored)
+        held, drawn = positions[positions >= 0], (self._tree.leaves > 0).nonzero().squeeze(1)
+        is_complete = self._has_equal_masses() and not self._view.is_empty
+        if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
+            raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
 
     def stats(self) -> dict[str, Tensor]:
         names, eta = self._tables.names, self._shares.current
-        sizes = self._tables.counts if self._tables.is_allocated else torch.zeros(len(names), dtype=torch.int64)
-        stats = {f"size_{name}": size for name, size in zip(names, sizes, strict=True)}
+        stats = {f"size_{name}": size for name, size in zip(names, self._view.counts, strict=True)}
         return stats | self._within.stats(eta) | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}
 
 
@@ -412,22 +395,20 @@ class EventPriorities(EventTableMixture):
     η = Σ_{k>0} η_k.
     """
 
-    def _masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
+    _by_membership = True
+
+    def _masses(self, positions: Tensor, slots: Tensor) -> Tensor:
         eta = 1 - self._shares.current[0]
-        return SumTree.to_mass(1 + eta * (2.0 * self._tables.holds(slots).any(0) - 1))
+        return SumTree.to_mass(1 + eta * (2.0 * self._view.holds(slots).any(0) - 1))
 
     def _everywhere(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self._tables.positions(slots)[0], slots
+        return slots, slots
 
-    def on_insert(self, positions: Tensor, slots: Tensor) -> None:
-        self._entries.add(slots, slots)
+    def _apply(self, positions: Tensor, slots: Tensor, now: Tensor) -> None:
+        self._set(slots, slots, gather_in_bounds(self._log.generation, slots) > 0)
 
-    def on_remove(self, positions: Tensor, slots: Tensor, distinct: Tensor) -> None:
-        self._entries.add(distinct, distinct)
-
-    def _proportions(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        _, low, total = super()._proportions(batch_size)
-        return self._shares.among(torch.zeros_like(total, dtype=torch.bool)), low, total
+    def _drawn_shares(self) -> Tensor:
+        return self._shares.among(torch.zeros_like(self._view.counts, dtype=torch.bool))
 
     def _warn_of_small_tables(self) -> None:
         """Event tables of any size have an effect."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -264,9 +263,5 @@ class Distribution(WriteObserver):
         """Statistics for logging, scalars."""
         return {}
 
-    def sync(self, next_slot: Callable[[], int | None]) -> None:
-        """Update state that is shared with a writer. Called outside of graphs before each use, except for writes.
-
-        Args:
-            next_slot: returns the slot that will be written next; None if unknown.
-        """
+    def sync(self) -> None:
+        """Update state that is shared with a writer. Called outside of graphs before each use, except for writes."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import random_seed
-from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.distributions.table_rows import TableRows
@@ -24,11 +24,13 @@ class Rejection:
         tables: the event tables. None (default): all rows are drawn from the whole tree.
     """
 
-    def __init__(self, tree: SumTree, reliability: Reliability, tables: EventTables | None = None):
+    def __init__(self, tree: SumTree, reliability: Reliability, tables: TableView | None = None):
         self._tree, self._reliability, self._tables = tree, reliability, tables
         device = tree.leaves.device
         # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
-        self._acceptance = torch.zeros(2, 0 if tables is None else len(tables), dtype=torch.float64, device=device)
+        self._acceptance = torch.zeros(
+            2, 0 if tables is None else len(tables.counts), dtype=torch.float64, device=device
+        )
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._none = self._zero[:0]
 

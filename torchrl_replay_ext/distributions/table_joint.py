@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import uniform
-from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.protocol import Draw, ShardRows, Sums
 from torchrl_replay_ext.distributions.table_rows import propose
@@ -36,8 +36,7 @@ class JointTables:
 
     Args:
         tree: the masses of all entries of all tables.
-        tables: the event tables.
-        begins: the first leaf of each table, and the end of the last one, int64 [tables + 1].
+        view: the event tables.
         shares: η of each table.
         min_sizes: minimum number of entries of each table, int64 [tables]; -1 stands for the batch size.
         allocation: how rows are divided among tables.
@@ -48,22 +47,21 @@ class JointTables:
     def __init__(
         self,
         tree: SumTree,
-        tables: EventTables,
-        begins: Tensor,
+        view: TableView,
         shares: TableShares,
         min_sizes: Tensor,
         allocation: Allocation,
         corrects_for: str | None,
     ):
-        self._tree, self._tables, self._begins, self._shares = tree, tables, begins, shares
+        self._tree, self._view, self._shares = tree, view, shares
         self._min_sizes, self._allocation, self._corrects_for = min_sizes, allocation, corrects_for
 
     def _masses(self) -> Tensor:
-        return self._tree.prefix(self._begins).diff().double()
+        return self._tree.prefix(self._view.begins).diff().double()
 
     def sums(self) -> Sums:
         """The sums of this shard."""
-        return Sums(self._masses(), None, self._tables.counts.clone(), self._shares.current.clone())
+        return Sums(self._masses(), None, self._view.counts.clone(), self._shares.current.clone())
 
     def plan(
         self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
@@ -80,16 +78,16 @@ class JointTables:
     def draw_in_shard(self, wanted: ShardRows) -> Draw:
         """See :meth:`Distribution.draw_in_shard`."""
         assert wanted.table is not None and wanted.count is not None
-        ends = self._tree.prefix(self._begins)
+        ends = self._tree.prefix(self._view.begins)
         totals = ends.diff()
         kept = totals[wanted.table] > 0
         table, u = wanted.table[kept], wanted.u[kept]
         total = totals[table]
         position, mass = propose(self._tree, u, ends[table], total)
-        slots = self._tables.slot_at[position].to(torch.int64)
+        slots = self._view.slot_at[position].to(torch.int64)
         # q_k(i) = probability · mass / total in the whole buffer
         scale = wanted.probability / totals.clamp_min(1)
-        positions = self._tables.positions(slots)
+        positions = self._view.positions(slots)
         masses = self._tree.get(positions.reshape(-1)).view(positions.shape)
         probability = (masses * (wanted.eta * scale).unsqueeze(1)).sum(0)
         extras = {"table": table, "sample_probability": probability.float()}

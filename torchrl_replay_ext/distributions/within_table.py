@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import gather_in_bounds, rows_where
-from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_order import RankOrder, masses
 from torchrl_replay_ext.core.sum_tree import SumTree
@@ -28,8 +28,7 @@ class Uniform(WriteObserver):
     Args:
         log, priorities: the state of the slots.
         tree: the mass of each entry of each table; the entries of a table are consecutive leaves.
-        tables: the event tables.
-        begins: the first leaf of each table, and the end of the last one.
+        view: the event tables.
     """
 
     # True if draws depend on TD errors
@@ -38,22 +37,28 @@ class Uniform(WriteObserver):
     needs_order = False
     # True if masses are computed by sorting
     sorts = False
+    # True if an entry is drawn in proportion to its mass
+    draws_by_mass = True
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = None
 
-    def __init__(self, log: WriteLog, priorities: Priorities, tree: SumTree, tables: EventTables, begins: list[int]):
-        self._log, self._priorities, self._tree, self._tables = log, priorities, tree, tables
+    def __init__(self, log: WriteLog, priorities: Priorities, tree: SumTree, view: TableView):
+        self._log, self._priorities, self._tree, self._view = log, priorities, tree, view
 
     @property
     def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
         return MAX_PRIORITY
 
-    def masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor | int:
-        """Masses at ``positions`` [n], or one number for all.
+    def power(self) -> tuple[Tensor, Tensor] | None:
+        """Numbers and the exponent [1] whose power is the mass of each slot; no numbers if all masses are 1 unit.
 
-        ``priority`` [n]: d of ``slots`` [n], negative for new transitions; None: their last d.
+        None: masses depend on more than the slot.
         """
+        return self._tree.leaves[:0], self._tree.leaves[:0]
+
+    def masses(self, positions: Tensor, slots: Tensor) -> Tensor | int:
+        """Masses of ``slots`` [n] at ``positions`` [n], or one number for all."""
         return SumTree.UNIT
 
     def draw(self, u: Tensor, rows: TableRows, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,9 +135,11 @@ class ByPriority(Uniform):
     def max_supported_priority(self) -> float:
         return largest_priority(self._tree, self._alpha)
 
-    def masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
-        if priority is None:
-            priority = gather_in_bounds(self._priorities.of_slot, slots)
+    def power(self) -> tuple[Tensor, Tensor] | None:
+        return self._priorities.of_slot, self._alpha.tensors()[0]
+
+    def masses(self, positions: Tensor, slots: Tensor) -> Tensor:
+        priority = gather_in_bounds(self._priorities.of_slot, slots)
         return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
 
 
@@ -150,38 +157,40 @@ class ByRank(Uniform):
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, stale_fraction: float):
         super().__init__(*arguments)
-        *_, begins = arguments
-        self._alpha, device = alpha, self._tree.leaves.device
-        self._begins = torch.tensor(begins[1:-1], device=device)
-        self._order = RankOrder(begins[-1], tables=len(self._tables), stale_fraction=stale_fraction, device=device)
+        self._alpha, view, leaves = alpha, self._view, self._tree.leaves
+        self._order = RankOrder(
+            len(view.slot_at), tables=len(view.counts), stale_fraction=stale_fraction, device=leaves.device
+        )
+
+    def power(self) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def _table_of(self, positions: Tensor) -> Tensor:
-        return (positions.unsqueeze(1) >= self._begins).sum(1)
+        return (positions.unsqueeze(1) >= self._view.begins[1:-1]).sum(1)
 
-    def masses(self, positions: Tensor, slots: Tensor, priority: Tensor | None) -> Tensor:
-        if priority is None:
-            priority = gather_in_bounds(self._priorities.of_slot, slots)
+    def masses(self, positions: Tensor, slots: Tensor) -> Tensor:
+        priority = gather_in_bounds(self._priorities.of_slot, slots)
         return masses(self._order.rank(priority, self._table_of(positions)), self._alpha.value)
 
     def count_changes(self, count: int) -> None:
         self._order.changes.add_(count)
 
     def sort_if_due(self) -> None:
-        if self._order.is_due(self._tables.counts.sum()):
+        if self._order.is_due(self._view.counts.sum()):
             self.sort()
 
     @torch.no_grad()
     def sort(self) -> None:
-        if self._tables.is_allocated:
-            with self._log.transaction():
-                self._sort()
+        with self._log.transaction():
+            self._sort()
 
     def _sort(self) -> None:
-        count = len(self._tables)
-        slots = self._tables.slot_at[:-1].to(torch.int64)
+        count = len(self._view.counts)
+        slots = self._view.slot_at.to(torch.int64)
         positions = torch.arange(len(slots), device=slots.device)
         table = self._table_of(positions)
-        held = self._tables.positions(slots).gather(0, table.unsqueeze(0)).squeeze(0) == positions
+        held = slots >= 0
+        slots = slots.clamp_min(0)
         held &= self._log.generation[slots] > 0
         # on an accelerator, which cannot leave out positions, those without an entry come last
         table = torch.where(held, table, count)
@@ -215,12 +224,13 @@ class ByReliability(ByPriority):
     """
 
     needs_order = True
+    draws_by_mass = False
     why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, make_reliability: Callable[[WriteLog], Reliability]):
         super().__init__(*arguments, alpha=alpha)
         self._reliability = make_reliability(self._log)
-        self._rejection = Rejection(self._tree, self._reliability, self._tables)
+        self._rejection = Rejection(self._tree, self._reliability, self._view)
 
     @property
     def max_supported_priority(self) -> float:
@@ -235,7 +245,7 @@ class ByReliability(ByPriority):
 
     def exact_totals(self, total: Tensor) -> Tensor:
         stored = self._log.stored_slots()
-        positions = self._tables.positions(stored)
+        positions = self._view.positions(stored)
         mass = self._tree.get(positions.reshape(-1)).view(positions.shape)
         return self.density(mass, stored).sum(1)
 

@@ -31,11 +31,13 @@ class Kernel:
         arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
             The first one is a tensor of the state. Tensors must be contiguous. In eager code on the CPU they may also
             be NumPy arrays.
-        for_cuda: True (default) if there is a version for CUDA.
+        for_cuda: True (default) if there is a version for CUDA. If not, callers need code for other devices where
+            :meth:`runs_on` is False.
     """
 
     def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
         self._name, self._loop, self._launch, operation = name, None, None, name.replace(".", "_")
+        self._for_cuda = for_cuda
         _library.define(f"{operation}({arguments}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
         if for_cuda:
@@ -56,6 +58,10 @@ class Kernel:
             self._on_cuda(*arguments)
         else:
             self._operation(*arguments)
+
+    def runs_on(self, state: Tensor) -> bool:
+        """True if there is a version for the device of ``state``."""
+        return self._for_cuda or state.is_cpu
 
     @property
     def loop(self) -> Callable[..., None]:
@@ -207,3 +213,38 @@ rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
 rank_rank_of = Kernel("rank.rank_of", "Tensor bucket, Tensor place, Tensor counts, Tensor slots, Tensor(a!) rank")
 rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")
+
+# the arrays of EventTables
+_EVENTS = (
+    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, Tensor capacity, "
+    "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
+)
+_READ_EVENTS = "Tensor slot_at, Tensor links, Tensor places, Tensor heads, Tensor counts, Tensor capacity, "
+_READ_EVENTS += "Tensor begins, Tensor number, Tensor before, Tensor free, Tensor counters, Tensor journal"
+events_write = Kernel(
+    "events.write",
+    "Tensor(a!) episodes, Tensor(b!) used, Tensor(c!) slots, Tensor stream, Tensor trajectory, Tensor ends, "
+    "Tensor begins_, Tensor occurred, Tensor table_of, Tensor history, Tensor(d!) result, " + _EVENTS,
+    for_cuda=False,
+)
+events_remove = Kernel("events.remove", "Tensor(a!) episodes, Tensor slots, Tensor stream, " + _EVENTS, for_cuda=False)
+events_order = Kernel("events.order", "Tensor(a!) result, int table, " + _READ_EVENTS, for_cuda=False)
+events_earlier = Kernel(
+    "events.earlier",
+    "Tensor episodes, int stream, int trajectory, Tensor(a!) slots, " + _READ_EVENTS,
+    for_cuda=False,
+)
+events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, Tensor found", for_cuda=False)
+events_set_masses = Kernel(
+    "events.set_masses",
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, Tensor(d!) seen, Tensor of_slot, "
+    "Tensor alpha, Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor counters, Tensor journal",
+    for_cuda=False,
+)
+events_draw = Kernel(
+    "events.draw",
+    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, bool is_uniform, Tensor leaves, Tensor nodes, "
+    "Tensor pages, Tensor slot_at, Tensor places, Tensor counts, Tensor begins, Tensor(a!) slots, Tensor(b!) table, "
+    "Tensor(c!) mass, Tensor(d!) probability, Tensor(e!) eta, Tensor(f!) total",
+    for_cuda=False,
+)

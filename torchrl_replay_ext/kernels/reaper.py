@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, place_of
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
 
@@ -122,15 +123,6 @@ def smallest(
     result[0] = best
 
 
-@part
-def _uniform(seed, number):
-    """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
-    x = np.uint64(seed) + np.uint64(number) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.float64((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
-
-
 @loop
 def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
     """Draw leaves from Ψ, row i from the range [``low``, ``low`` + ``total``) of the running sum of masses.
@@ -161,7 +153,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
     for attempt in range(ROUNDS):
         for k in range(size):
             at = ranges[rows[k]]
-            u = _uniform(seed[0], (rows[k] << 32) + 2 * attempt)
+            u = uniform(seed[0], (rows[k] << 32) + 2 * attempt)
             # the product may be rounded up to the total
             mass[k] = low[at] + max(min(np.int64(u * total[at]), total[at] - 1), 0)
         descend(leaves, nodes, pages, capacity, proposed[:size], mass[:size])
@@ -177,7 +169,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
                 continue
             if total[at] <= 0:
                 leaf[row], density[row] = 0, 0.0
-            elif _uniform(seed[0], (row << 32) + 2 * attempt + 1) < factor[k]:
+            elif uniform(seed[0], (row << 32) + 2 * attempt + 1) < factor[k]:
                 leaf[row], density[row] = proposed[k], factor[k] * mass[k]
             else:
                 rows[kept] = row
@@ -202,7 +194,7 @@ def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity
             at = ranges[rows[k]]
             mass[0], mass[1] = low[at], low[at] + total[at] - 1
             descend(leaves, nodes, pages, capacity, proposed[:2], mass[:2])
-            found = _choose(sums, proposed[0], proposed[1], _uniform(seed[0], (rows[k] << 32) + LAST))
+            found = _choose(sums, proposed[0], proposed[1], uniform(seed[0], (rows[k] << 32) + LAST))
             leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
 
 

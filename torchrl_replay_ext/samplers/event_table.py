@@ -123,7 +123,7 @@ class EventTableSampler(DistributionSampler):
         of a transition is final when its episode has ended, so the newest τ transitions of each stream may be counted
         in a smaller class. With η = 0 for the default table, transitions without an event are never drawn, and weights
         cannot compensate for this. At most 16 event tables are supported. If a sampler is attached to tables in use, it
-        starts from the tables that hold each transition at that time and from the ages in the default table.
+        starts with the stored transitions, and takes the time since the oldest one in the default table.
 
     * ``"conditional"``: (m / p(i))^β, where m is the mean of p over the stored transitions with the same state and
       action. With β = 1, the outcomes of each (s, a) are weighted by how often they were experienced, while (s, a) that

@@ -161,7 +161,7 @@ class SlotState:
         if storage is None:
             return
         if not before_write:
-            self.distribution.sync(lambda: self._next_slot(storage))
+            self.distribution.sync()
         if not self.log.needs_recovery:
             return
         runs, priority = self.log.runs(), self.priorities.of_slot.clone()
@@ -180,10 +180,6 @@ class SlotState:
         self.log.announce(None)
         self.log.mark_clean()
 
-    def _next_slot(self, storage: Storage) -> int | None:
-        step = _torchrl.next_step(storage)
-        return None if step is None else step * self.layout.slots_per_step
-
     def write(self, index: int | Tensor, slots: Tensor, storage: Storage | None) -> None:
         """Update the state after a write. Not usable in graphs.
 
@@ -201,6 +197,7 @@ class SlotState:
             IndexError: if a slot is out of range.
         """
         if not slots.numel():
+            self.distribution.sync()
             return
         count = slots.numel()
         cursor = _torchrl.next_step_value(storage) if self._needs_order else None

@@ -7,10 +7,12 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_replay_ext._torchrl import entry_of
+
 
 def column_of(data: TensorDictBase, key: NestedKey, *, required: bool) -> Tensor | None:
     """The entry ``key`` of ``data`` [n], one value per row; None if it is missing and not ``required``."""
-    column = data.get(key, None)
+    column = entry_of(data, key)
     if column is None:
         if required:
             raise KeyError(

@@ -6,7 +6,6 @@ import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,13 +29,12 @@ from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
-from torchrl_replay_ext.writers.event_history import Entering, EpisodeTails, Timeline, WrittenRows
+from torchrl_replay_ext.writers.open_episodes import OpenEpisodes, Rows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")
+_NO_IDS, _NO_MARKS = np.empty(0, np.int64), np.empty(0, bool)
 _TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
-# the writer of this process that last wrote to each EventTables
-_LAST_WRITER: WeakKeyDictionary[EventTables, weakref.ref[EventTableWriter]] = WeakKeyDictionary()
 
 
 class EventTableWriter(CompilableWriter):
@@ -110,8 +108,8 @@ class EventTableWriter(CompilableWriter):
         super().__init__()
         self._tables = tables
         self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
-        self._tails = EpisodeTails(tables)
-        # num_resets of the tables at the time when the tails were valid
+        self._episodes = OpenEpisodes(tables)
+        # num_resets of the tables at the time when the episodes were valid
         self._resets = 0
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
@@ -186,20 +184,20 @@ class EventTableWriter(CompilableWriter):
             raise RuntimeError("EventTableWriter.extend: the data has no rows; write at least one transition.")
         self._check(data, storage.ndim)
         self._claim_tables()
-        self._tables.recover()
+        self._allocate(data)
         if self._resets != self._tables.num_resets:
             # another process has reset the tables
             self._forget()
         steps, is_flat = data.shape[0], data.ndim == 1
         width = data.numel() // steps
-        rows, occurred = self._read(data if is_flat else data.reshape(-1), width)
+        rows = self._read(data if is_flat else data.reshape(-1), width)
         piece = self._tables.capacity_of(0) if self._pinned else rows_of_ring(storage, data)
         if piece >= steps:
-            return self._write(data, rows, occurred)
+            return self._write(data, rows)
         written = []
         for first in range(0, steps, piece):
-            of_part = slice(first * width, (first + piece) * width)
-            written.append(self._write(data[first : first + piece], rows[of_part], occurred[of_part]))
+            part = data[first : first + piece]
+            written.append(self._write(part, rows.part(first * width, first * width + part.numel())))
         index = torch.cat(written)
         if is_flat:
             self._set_index(data, index)
@@ -211,10 +209,13 @@ class EventTableWriter(CompilableWriter):
 
     def _claim_tables(self) -> None:
         """Raise ValueError if another writer of this process has filled the tables, else note that this one does."""
-        last = _LAST_WRITER.get(self._tables)
-        if last is not None and last() not in (None, self) and self._tables.num_written:
+        tables = self._tables
+        last = None if tables.writer is None else tables.writer()
+        if last is self:
+            return
+        if last is not None and tables.num_written:
             raise ValueError(_TWO_STORAGES)
-        _LAST_WRITER[self._tables] = weakref.ref(self)
+        tables.writer = weakref.ref(self)
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
@@ -227,13 +228,13 @@ class EventTableWriter(CompilableWriter):
             slots = torch.as_tensor(result)
             known = shape_and_device(self._storage) if slots.ndim > 1 else None
             slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
-            self._tables.overwrite(np.unique(slots.cpu().numpy()), in_turn=False)
+            self._tables.remove(slots.cpu().numpy())
         return result
 
     # --- reading the data
 
-    def _read(self, data: TensorDictBase, width: int) -> tuple[WrittenRows, np.ndarray]:
-        """The rows of ``data`` [n], and where events occur in them, bool [n, events]."""
+    def _read(self, data: TensorDictBase, width: int) -> Rows:
+        """The rows of ``data`` [n], and where events occur in them."""
         count, specs = data.shape[0], self._tables.specs
         ends = column_of(data, self._done_key, required=True)
         begins = column_of(data, self._init_key, required=False)
@@ -253,183 +254,126 @@ class EventTableWriter(CompilableWriter):
             columns["trajectory"] = trajectory
         columns |= {number: spec.occurs(data).detach() for number, spec in enumerate(specs) if not spec.context}
         values = on_cpu(columns)
-        stream, known = values.get("trajectory"), None
-        if stream is not None:
-            stream = stream.astype(np.int64, copy=False)
-        if self._storage.ndim > 1:
-            stream, known = np.arange(count) % width, stream
-        elif stream is None:
-            stream = np.full(count, -1)
-        rows = WrittenRows(stream, known, values["ends"], values.get("begins"))
+        ids = values["trajectory"].astype(np.int64, copy=False) if "trajectory" in values else _NO_IDS
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
                 occurred[:, number] = values[number]
+        if self._storage.ndim > 1:
+            stream = np.arange(count) % width
+        else:
+            stream, ids = ids if len(ids) else np.full(count, -1), _NO_IDS
+        rows = Rows(stream, ids, values["ends"], values.get("begins", _NO_MARKS), occurred)
         if any(spec.context for spec in specs):
-            self._detect_with_context(data, rows, occurred)
-        return rows, occurred
+            self._detect_with_context(data, rows)
+        return rows
 
-    def _detect_with_context(self, data: TensorDictBase, rows: WrittenRows, occurred: np.ndarray) -> None:
-        """Set the columns of ``occurred``, bool [n, events], for events whose conditions need earlier transitions."""
-        timeline = self._tails.timeline(rows)
-        episodes = np.split(np.arange(len(timeline.row)), np.flatnonzero(np.diff(timeline.episode)) + 1)
-        for number, spec in enumerate(self._tables.specs):
-            for episode in episodes if spec.context else ():
-                new = timeline.row[episode] >= 0
-                if not new.any():
+    def _detect_with_context(self, data: TensorDictBase, rows: Rows) -> None:
+        """Set the columns of ``rows.occurred`` for events whose conditions need earlier transitions."""
+        order = rows.stream.argsort(kind="stable")
+        stream, trajectory, ends, begins, occurred = rows
+        is_next = (stream[order][1:] == stream[order][:-1]) & ~ends[order[:-1]]
+        if len(trajectory):
+            is_next &= trajectory[order][1:] == trajectory[order][:-1]
+        if len(begins):
+            is_next &= ~begins[order[1:]]
+        known: set[int] = set()
+        for episode in np.split(order, np.flatnonzero(~is_next) + 1):
+            first = episode[0]
+            goes_on = stream[first] not in known and not (len(begins) and begins[first])
+            known.add(int(stream[first]))
+            segment: Any = data[torch.as_tensor(episode, device=data.device)]
+            for number, spec in enumerate(self._tables.specs):
+                if not spec.context:
                     continue
-                earlier = self._stored(timeline, episode[~new][-spec.context :])
-                segment: Any = data[torch.as_tensor(timeline.row[episode[new]], device=data.device)]
+                given: Any = segment
+                trajectory_id = int(trajectory[first]) if len(trajectory) else -1
+                earlier = self._stored(int(stream[first]), trajectory_id, spec.context) if goes_on else None
                 if earlier is not None:
                     keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
                     device = next(iter(segment.values(True, True))).device
-                    segment = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
-                result = spec.occurs(segment).detach().cpu().numpy().reshape(-1)
-                occurred[timeline.row[episode[new]], number] = result[len(result) - new.sum() :]
+                    given = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
+                result = spec.occurs(given).detach().cpu().numpy().reshape(-1)
+                occurred[episode, number] = result[len(result) - len(episode) :]
 
-    def _stored(self, timeline: Timeline, places: np.ndarray) -> TensorDictBase | None:
-        """The transitions at ``places`` of the timeline after the last overwritten one; None if there are none."""
-        overwritten = np.flatnonzero(timeline.number[places] < self._tables.oldest)
-        if len(overwritten):
-            places = places[overwritten[-1] + 1 :]
+    def _stored(self, stream: int, trajectory: int, count: int) -> TensorDictBase | None:
+        """The last ``count`` transitions of the unfinished episode of a stream; None if there are none."""
+        slots = self._episodes.earlier(stream, trajectory, count)
         known = shape_and_device(self._storage)
-        if not len(places) or known is None:
+        if not len(slots) or known is None:
             return None
-        index = np.unravel_index(timeline.slot[places], known[0])
-        return stored_data(self._storage)[tuple(torch.from_numpy(i) for i in index)]
+        return stored_data(self._storage)[tuple(torch.from_numpy(i) for i in np.unravel_index(slots, known[0]))]
 
     # --- writing
 
-    def _write(self, data: Any, rows: WrittenRows, occurred: np.ndarray) -> Tensor:
-        """Write at most as many rows as fit into the default table."""
-        tables = self._tables
-        with tables.transaction():
+    def _write(self, data: Any, rows: Rows) -> Tensor:
+        """Write at most as many rows as fit into the default table. After an error nothing is written."""
+        tables, storage, write = self._tables, self._storage, self._write_pinned if self._pinned else self._write_ring
+        slots = np.full(len(rows.stream), -1)
+        written, size, length_before = tables.num_written, tables.size(0), length_now(storage)
+        cursor, write_count = self.cursor_value.item(), self._write_count_value.item()
+        try:
+            return write(data, rows, slots)
+        except BaseException:
+            self._cursor, self._write_count = cursor, write_count
             if self._pinned:
-                if not tables.is_allocated:
-                    tables.allocate(self._storage.max_size, self._device(data))
-                timeline, entering = self._plan(rows, occurred)
-                slots, index = self._write_pinned(data, timeline, entering)
-                tables.list_of(0).insert(slots, np.arange(len(slots)) + tables.num_written)
-                if timeline is not None:
-                    timeline.set_slots(slots)
-                    for table, (places, _) in entering.items():
-                        self._insert(table, timeline, places)
+                set_length(storage, int(length_before))
             else:
-                # the first write determines the size of the ring
-                slots, index = self._write_ring(data)
-                timeline, entering = self._plan(rows, occurred)
-                if timeline is None:
-                    tables.overwrite(slots)
-                else:
-                    timeline.set_slots(slots)
-                    self._fill_ring(slots, timeline, entering)
-            # last: if filling the lists is interrupted, recovery then removes these slots from the tables
-            tables.written(slots)
-            self._tails.update(rows, slots, timeline)
-        return index
+                self._discard(int(cursor), data, int(length_before))
+            if not written:
+                tables.clear()
+                self._forget()
+            elif tables.num_written != written:
+                self._episodes.undo(rows, slots)
+            elif not self._pinned:
+                # the storage may hold some of the new rows
+                tables.overwrite(slots[slots >= 0])
+            if written and not self._pinned:
+                tables.set_default_size(size)
+            raise
 
-    def _plan(self, rows: WrittenRows, occurred: np.ndarray) -> tuple[Timeline | None, Entering]:
-        """The streams with events, None if there are none, and the transitions that enter each table."""
-        if not occurred.any():
-            return None, {}
-        timeline = self._tails.timeline(rows, occurred)
-        return timeline, self._tails.plan(timeline, occurred)
-
-    def _insert(self, table: int, timeline: Timeline, places: np.ndarray) -> None:
-        self._tables.list_of(table).insert(timeline.slot[places], timeline.number[places])
-
-    def _fill_ring(self, slots: np.ndarray, timeline: Timeline, entering: Entering) -> None:
-        """Remove overwritten entries and insert new ones. The result is the same as for one write per row."""
-        tables = self._tables
-        is_stored = timeline.number >= tables.oldest + len(slots)
-        overwritten = tables.holding(slots)
-        row_by_row = False
-        for table, (places, _) in entering.items():
-            full = tables.size(table) + len(places) > tables.capacity_of(table)
-            if full and (overwritten[table - 1].any() or not is_stored[places].all()):
-                # in an ordered list, the overwritten entries are the oldest, which are removed first in any case
-                row_by_row |= not tables.list_of(table).stays_ordered(timeline.number[places])
-        if not row_by_row:
-            tables.overwrite(slots)
-            for table, (places, _) in entering.items():
-                if is_stored[places].any():
-                    self._insert(table, timeline, places[is_stored[places]])
-            return
-        done = 0
-        for row in np.unique(np.concatenate([at for _, at in entering.values()])).tolist():
-            tables.overwrite(slots[done : row + 1])
-            done = row + 1
-            for table, (places, at) in entering.items():
-                if (at == row).any():
-                    self._insert(table, timeline, places[at == row])
-        tables.overwrite(slots[done:])
-
-    def _write_ring(self, data: TensorDictBase) -> tuple[np.ndarray, Tensor]:
-        """Write to the storage; returns the slots, int64 [n], and TorchRL's index of them."""
-        tables = self._tables
-        count = data.numel()
-        first = self._cursor * (count // len(data))
-        if not tables.num_written and length(self._storage):
-            self._allocate()
+    def _write_ring(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
+        tables, count = self._tables, len(slots)
+        first = int(self.cursor_value.item()) * (count // len(data))
+        if not tables.num_written:
             tables.adopt(length(self._storage), first)
         if tables.skip_to(first):
-            self._tails.clear()
-        try:
-            # not extend(), which moves the cursor to the device of the storage, for graphs
-            index = self._undone_if_refused(self._extend, data)
-        except BaseException:
-            # the rows may be in the storage already
-            if tables.num_slots:
-                tables.overwrite(tables.ring(first, count))
-                self._tails.clear()
-            tables.abandon_write()
-            raise
-        self._allocate()
-        return tables.ring(first, count), index
+            self._episodes.clear()
+        slots[:] = np.arange(first, first + count)
+        if first + count > tables.num_slots:
+            slots %= tables.num_slots
+        # not extend(), which moves the cursor to the device of the storage, for graphs
+        index = self._store(data)
+        self._episodes.write(rows, slots)
+        self._mark_update_entities(index)
+        return index
 
-    def _write_pinned(
-        self, data: TensorDictBase, timeline: Timeline | None, entering: Entering
-    ) -> tuple[np.ndarray, Tensor]:
-        """Like :meth:`_write_ring`, to free slots."""
-        tables, storage = self._tables, self._storage
-        slots_of = {
-            table: timeline.slot[places[-tables.capacity_of(table) :]]
-            for table, (places, _) in entering.items()
-            if timeline is not None
-        }
-        slots = tables.take(data.shape[0], slots_of)
-        device = tables.device
-        to_write = torch.from_numpy(slots).to(device, non_blocking=True)
-        index = (
-            to_write if data.device in (None, device) else torch.from_numpy(slots).to(data.device, non_blocking=True)
-        )
+    def _write_pinned(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
+        self._episodes.write(rows, slots)
+        device, on_cpu = self._tables.device, torch.from_numpy(slots)
+        to_write = on_cpu.to(device, non_blocking=True)
+        index = to_write if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
         data.set("index", expand_as_right(index, data))
-        length_before = length_now(storage)
-        try:
-            set_rows(storage, to_write, data, first=int(slots[0]) if isinstance(as_index(slots), slice) else None)
-            self._mark_update_entities(to_write)
-        except BaseException:
-            # transitions that were about to enter a table may have left the default one
-            tables.give_back(np.concatenate([slots, *(entering[entering >= 0] for entering in slots_of.values())]))
-            set_length(storage, int(length_before))
-            self._tails.clear()
-            tables.abandon_write()
-            raise
-        self._write_count += data.shape[0]
-        return slots, index
+        consecutive = isinstance(as_index(slots), slice)
+        set_rows(self._storage, to_write, data, first=int(slots[0]) if consecutive else None)
+        self._mark_update_entities(to_write)
+        self._write_count += len(slots)
+        return index
 
     def _device(self, data: TensorDictBase) -> torch.device:
         device = getattr(self._storage, "device", "auto")
         return torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
 
-    def _allocate(self) -> None:
-        data = stored_data(self._storage)
-        if data is self._sized_by and self._tables.is_allocated:
+    def _allocate(self, data: Any) -> None:
+        stored = stored_data(self._storage)
+        if stored is not None and stored is self._sized_by:
             return
         known = shape_and_device(self._storage)
-        assert known is not None
+        if known is None:
+            steps = rows_of_ring(self._storage, data)
+            known = (steps, *data.shape[1:]), self._device(data)
         self._tables.allocate(int(np.prod(known[0])), known[1])
-        self._sized_by = data
+        self._sized_by = stored
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
@@ -437,7 +381,7 @@ class EventTableWriter(CompilableWriter):
         self._forget()
 
     def _forget(self) -> None:
-        self._tails.clear()
+        self._episodes.clear()
         self._resets = self._tables.num_resets
 
     # --- saving
@@ -457,14 +401,12 @@ class EventTableWriter(CompilableWriter):
     def state_dict(self) -> dict[str, Any]:
         """A copy of the cursor, the tables and the newest transitions of each unfinished episode."""
         tables: dict[str, Tensor] = {}
-        num_slots = self._tables.num_slots
         if self._tables.is_allocated:
             tables = {key: tensor.clone() for key, tensor in self._tables.tensors().items()}
-            tables["begins"] = torch.tensor(self._tables.regions(num_slots))
         return {
             **super().state_dict(),
             "tables": tables,
-            "episodes": {**self._tails.tensors(), "num_slots": torch.tensor(num_slots)},
+            "episodes": {"open": self._episodes.stored(), "num_slots": torch.tensor(self._tables.num_slots)},
             "described": self._described(),
         }
 
@@ -483,7 +425,7 @@ class EventTableWriter(CompilableWriter):
                 f"has {self._described()} (retention first); create it with the same events and retention."
             )
         if num_slots:
-            same = torch.equal(saved["begins"].cpu(), torch.tensor(tables.regions(num_slots)))
+            same = saved["begins"].tolist() == tables.begins_for(num_slots)
             if not same or (tables.num_slots and tables.num_slots != num_slots):
                 raise ValueError(
                     "EventTableWriter.load_state_dict: the state is for tables of other capacities or another storage "
@@ -496,10 +438,10 @@ class EventTableWriter(CompilableWriter):
         else:
             tables.clear()
         super().load_state_dict(state_dict)
-        self._tails.load(episodes)
+        self._episodes.load(episodes["open"])
         self._resets = tables.num_resets
         if self._storage is not None:
-            # the next write notifies them of removed entries before it notifies them of itself
+            # they read the restored tables
             bind_samplers(self._storage)
 
     def dumps(self, path: str | Path) -> None:

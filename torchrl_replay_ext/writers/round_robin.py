@@ -16,6 +16,7 @@ from torchrl_replay_ext._torchrl import (
     attached_buffers,
     is_stacked,
     length,
+    matching_columns,
     rows_of_ring,
     set_length,
     set_rows,
@@ -23,7 +24,7 @@ from torchrl_replay_ext._torchrl import (
     step_after_rows,
     stored_data,
 )
-from torchrl_replay_ext.compilation import increase, is_traced, mark_static, scalar, values_can_be_read
+from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.entries import new_entries
@@ -131,6 +132,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
                 f"{name}: data of shape {tuple(data.shape)} does not fit a storage of shape {tuple(stored.shape)}; "
                 f"each step needs {tuple(stored.shape[1:ndim])} rows."
             )
+        if matching_columns(stored, data, ndim, except_for="index") is not None:
+            return
         surplus = [key for key in new_entries(name, stored, data, ndim) if not is_stacked(storage, key)]
         if surplus and len(storage):
             raise KeyError(
@@ -199,11 +202,17 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return index
 
     def _extend(self, data: TensorDictBase) -> Tensor:
-        """:meth:`extend` after the checks. On accelerators it does not read the cursor."""
+        """:meth:`extend` after the checks."""
+        index = self._store(data)
+        self._mark_update_entities(index)
+        return index
+
+    def _store(self, data: TensorDictBase) -> Tensor:
+        """Write ``data`` to the storage; returns the index. On accelerators it does not read the cursor."""
         storage: Any = self._storage
         steps, count = rows_of_ring(storage, data), len(data)
-        first: Any = scalar(self.cursor_value)
         is_known = values_can_be_read(self.cursor_value)
+        first: Any = self.cursor_value.item() if is_known else self.cursor_value
         fits = is_known and first + count <= steps
         device = (getattr(data, "device", None) or "cpu") if is_known else first.device
         index = first + torch.arange(count, device=device)
@@ -215,7 +224,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             self.cursor_value.fill_((first + count) % steps)
         else:
             self.cursor_value.add_(count).remainder_(steps)
-        increase(self._write_count_value, count)
+        self._write_count_value.add_(count)
         if fits:
             set_rows(storage, index, data, first=first)
         elif count > steps and isinstance(storage, TensorStorage):
@@ -223,13 +232,12 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             storage.set(index[-steps:], data[-steps:])
         else:
             storage.set(index, data)
-        if not is_traced():
+        if self._track_generations:
             self._bump_generation(index, data)
         known = shape_and_device(storage) if storage.ndim > 1 else None
         if known is not None:
             # not _replicate_index of TorchRL, which reads the length of the storage
             index = _with_columns(index, known[0][1:])
-        self._mark_update_entities(index)
         return index
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:

@@ -1,0 +1,440 @@
+"""Loops over event tables: which table holds which slots, in which order, and the steps before each stored one.
+
+``tables`` are the arrays of :class:`~torchrl_replay_ext.core.event_tables.EventTables`, see its ``arrays``:
+
+* ``slot_at``: the slot at each position of all tables, -1 if there is none. Table k has the positions ``begins[k]`` to
+  ``begins[k + 1]`` - 1, and its entries are at the first ``counts[k]`` of them, in any order.
+* ``links``: the next older and the next newer entry for each entry, -1 if there is none. They and ``heads``, the oldest
+  and the newest entry of each table, count positions from that of the first list.
+* ``places``: the position of each slot in each list; ``UNSENT`` if its transition has never been there, ``LEFT`` if it
+  has been there before.
+* ``number``: the number of each slot's transition, in the order of writing. ``before``: the slot of the step before it
+  in the same episode, -1 if there is none.
+* ``free``: a queue of the slots that no table holds; empty in a ring, whose default table is no list.
+* ``journal``: each position that changed, and the slot that entered or left it.
+
+``episodes`` are the open episodes of the writer: stream, last slot, its number, trajectory; see ``_cell``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.random_numbers import uniform
+from torchrl_replay_ext.kernels.tree import descend, prefix
+from torchrl_replay_ext.kernels.tree import write as write_masses
+
+UNSENT, LEFT = -1, -2
+# entries of ``counters``
+WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
+# the mass of priority 1
+UNIT = 2**23
+SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)
+# values of a cell of ``episodes`` instead of a slot
+NO_EPISODE, UNUSED = -1, -2
+
+
+@part
+def _inside(index, size):
+    return min(max(index, 0), size - 1)
+
+
+@part
+def _note(position, slot, tables):
+    counters, journal = tables[10], tables[11]
+    place = counters[CHANGES] % journal.shape[0]
+    journal[place, 0], journal[place, 1] = position, slot
+    counters[CHANGES] += 1
+
+
+@part
+def _join(k, older, newer, links, heads):
+    """Make two entries of a table neighbours."""
+    if older >= 0:
+        links[1, _inside(older, links.shape[1])] = newer
+    else:
+        heads[0, k] = newer
+    if newer >= 0:
+        links[0, _inside(newer, links.shape[1])] = older
+    else:
+        heads[1, k] = older
+
+
+@part
+def _leave(k, place, tables):
+    """Take the entry ``place`` out of its table; the position stays."""
+    slot_at, links, places, heads, counts, _, begins, _, _, free, counters, _ = tables
+    first = counts.shape[0] - places.shape[0]
+    position = begins[first] + place
+    slot = _inside(slot_at[position], places.shape[1])
+    places[k - first, slot] = LEFT
+    _join(k, links[0, place], links[1, place], links, heads)
+    _note(position, slot, tables)
+    if free.shape[0] > 0:
+        for row in range(places.shape[0]):
+            if places[row, slot] >= 0:
+                return
+        free[counters[FREE_TAIL] % free.shape[0]] = slot
+        counters[FREE_TAIL] += 1
+
+
+@part
+def _remove(k, place, tables):
+    """Remove the entry ``place`` of a table; the last one moves to its position."""
+    slot_at, links, places, heads, counts, _, begins, _, _, _, _, _ = tables
+    first = counts.shape[0] - places.shape[0]
+    base = begins[first]
+    place = _inside(place, links.shape[1])
+    _leave(k, place, tables)
+    counts[k] = max(counts[k] - 1, 0)
+    last = begins[k] + counts[k] - base
+    if last != place:
+        slot = _inside(slot_at[base + last], places.shape[1])
+        slot_at[base + place], places[k - first, slot] = slot, base + place
+        older, newer = links[0, last], links[1, last]
+        links[0, place], links[1, place] = older, newer
+        _join(k, older, place, links, heads)
+        _join(k, place, newer, links, heads)
+        _note(base + last, slot, tables)
+    slot_at[base + last] = -1
+
+
+@part
+def _room(k, tables):
+    """A place for a new entry of a table: that of the oldest one if the table is full."""
+    links, places, heads, counts, capacity, begins = tables[1], tables[2], tables[3], tables[4], tables[5], tables[6]
+    if counts[k] >= min(capacity[k], begins[k + 1] - begins[k]):
+        place = _inside(heads[0, k], links.shape[1])
+        _leave(k, place, tables)
+        return place
+    counts[k] += 1
+    return begins[k] + counts[k] - 1 - begins[counts.shape[0] - places.shape[0]]
+
+
+@part
+def _put(k, place, slot, tables):
+    """Make ``slot`` the newest entry of a table."""
+    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
+    first = counts.shape[0] - places.shape[0]
+    position = begins[first] + place
+    slot_at[position], places[k - first, slot] = slot, position
+    _join(k, heads[1, k], place, links, heads)
+    links[1, place], heads[1, k] = -1, place
+    _note(position, slot, tables)
+
+
+@part
+def _is_stored(slot, number, tables):
+    """True if the default table still holds the transition ``number`` that was written to ``slot``."""
+    return tables[7][slot] == number and (tables[9].shape[0] == 0 or tables[2][0, slot] >= 0)
+
+
+@part
+def _step_before(slot, tables):
+    """The slot of the step before that in ``slot``, -1 if the default table does not hold it."""
+    number, before = tables[7], tables[8]
+    previous = min(before[slot], before.shape[0] - 1)
+    if previous < 0 or number[previous] >= number[slot] or not _is_stored(previous, number[previous], tables):
+        return -1
+    return previous
+
+
+@part
+def _cell(stream, episodes):
+    """The cell of a stream, or the unused one for it; -1 if there is none. A stream's cells follow one another."""
+    size = episodes.shape[0]
+    for k in range(size):
+        cell = ((stream ^ (stream >> 20) ^ (stream >> 40)) + k) & (size - 1)
+        if episodes[cell, 1] == UNUSED or episodes[cell, 0] == stream:
+            return cell
+    return -1
+
+
+@loop
+def write(
+    episodes, used, slots, stream, trajectory, ends, begins_, occurred, table_of, history, result, *tables
+):  # fmt: skip
+    """Write the rows from number ``result[0]`` on to the default table, and fill the event tables, row by row.
+
+    Args:
+        episodes: open episodes, [cells, 4]; the number of cells is a power of 2.
+        used: number of cells in use, [1].
+        slots: the slots, int64 [n]; with pinned tables a result.
+        stream: stream of each row, int64 [n].
+        trajectory: trajectory id of each row, int64 [n]; empty if the stream is all that is known.
+        ends: True if the row is the last of an episode, bool [n].
+        begins_: True if the row is the first of an episode, bool [n]; empty if no row is marked.
+        occurred: True if an event occurs in a row, bool [n, events].
+        table_of: table of each event.
+        history: τ of each event.
+        result: the row to begin with; then the row where ``episodes`` became too full, or n; int64 [1].
+        tables: see above.
+    """
+    _, _, places, _, counts, _, _, number, before, free, counters, _ = tables
+    first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
+    longest = 0
+    for event in range(history.shape[0]):
+        for row in range(slots.shape[0]):
+            if occurred[row, event]:
+                longest = max(longest, min(history[event], num_slots))
+                break
+    path = np.empty(longest, np.int64)
+    for row in range(result[0], slots.shape[0]):
+        cell = _cell(stream[row], episodes)
+        if episodes[cell, 1] == UNUSED:
+            if 2 * used[0] >= episodes.shape[0]:
+                result[0] = row
+                return
+            used[0] += 1
+            episodes[cell, 0], episodes[cell, 1] = stream[row], NO_EPISODE
+        trajectory_id = trajectory[row] if trajectory.shape[0] > 0 else -1
+        previous = min(episodes[cell, 1], num_slots - 1)
+        if (begins_.shape[0] > 0 and begins_[row]) or episodes[cell, 3] != trajectory_id:
+            previous = -1
+        if previous >= 0 and not _is_stored(previous, episodes[cell, 2], tables):
+            previous = -1
+        if free.shape[0] > 0:
+            place = _room(0, tables)
+            slot = np.int64(_inside(free[counters[FREE_HEAD] % free.shape[0]], num_slots))
+            counters[FREE_HEAD] += 1
+        else:
+            slot = _inside(slots[row], num_slots)
+            place = -1
+            if slot >= counts[0]:
+                counts[0] = slot + 1
+                _note(slot, slot, tables)
+        for k in range(places.shape[0]):
+            if places[k, slot] >= 0:
+                _remove(first + k, places[k, slot] - tables[6][first], tables)
+            places[k, slot] = UNSENT
+        if place >= 0:
+            _put(0, place, slot, tables)
+        slots[row], number[slot], before[slot] = slot, counters[WRITTEN], previous
+        counters[WRITTEN] += 1
+        for k in range(1, counts.shape[0]):
+            reach = 0
+            for event in range(history.shape[0]):
+                if occurred[row, event] and table_of[event] == k:
+                    reach = max(reach, min(history[event], num_slots))
+            length, step = 0, slot
+            while length < reach and step >= 0:
+                path[length] = step
+                length += 1
+                step = _step_before(step, tables)
+            for at in range(length - 1, -1, -1):
+                if places[k - first, path[at]] == UNSENT:
+                    _put(k, _room(k, tables), path[at], tables)
+        episodes[cell, 1], episodes[cell, 2], episodes[cell, 3] = slot, number[slot], trajectory_id
+        if ends[row]:
+            episodes[cell, 1] = NO_EPISODE
+    result[0] = slots.shape[0]
+    if slots.shape[0] > 0:
+        counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
+
+
+@loop
+def remove(episodes, slots, stream, *tables):
+    """Remove entries beyond the capacities, and those of ``slots`` [n].
+
+    ``stream`` [n] of a write that is undone: episodes and the ring go on before it. Otherwise it is empty.
+    """
+    _, _, places, heads, counts, capacity, begins, number, before, _, counters, _ = tables
+    first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
+    for k in range(first, counts.shape[0]):
+        while counts[k] > capacity[k]:
+            _remove(k, heads[0, k], tables)
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        if slot < 0 or slot >= num_slots:
+            continue
+        for k in range(places.shape[0]):
+            if places[k, slot] >= 0:
+                _remove(first + k, places[k, slot] - begins[first], tables)
+    if stream.shape[0] > 0 and slots.shape[0] > 0:
+        counters[NEXT_SLOT] = slots[0]
+    for row in range(min(stream.shape[0], slots.shape[0]) - 1, -1, -1):
+        cell, slot = _cell(stream[row], episodes), _inside(slots[row], num_slots)
+        if slots[row] >= 0 and cell >= 0 and episodes[cell, 1] != UNUSED:
+            episodes[cell, 1] = min(before[slot], num_slots - 1)
+            episodes[cell, 2] = number[_inside(before[slot], num_slots)]
+
+
+@loop
+def order(result, table, *tables):
+    """The slots of a table, oldest entry first, [counts[table]]."""
+    slot_at, links, places, heads, counts, _, begins, _, _, _, _, _ = tables
+    place, size = heads[0, table], links.shape[1]
+    for row in range(result.shape[0]):
+        place = _inside(place, size)
+        result[row] = slot_at[begins[counts.shape[0] - places.shape[0]] + place]
+        place = links[1, place]
+
+
+@loop
+def earlier(episodes, stream, trajectory, slots, *tables):
+    """The newest steps of the open episode of a stream, the last one first, in ``slots`` [n]; -1 before the first."""
+    cell = _cell(stream, episodes)
+    slots[:] = -1
+    if cell < 0 or episodes[cell, 1] < 0 or episodes[cell, 3] != trajectory:
+        return
+    step = min(episodes[cell, 1], tables[7].shape[0] - 1)
+    if not _is_stored(step, episodes[cell, 2], tables):
+        return
+    for row in range(slots.shape[0]):
+        if step < 0:
+            return
+        slots[row] = step
+        step = _step_before(step, tables)
+
+
+@loop
+def reopen(episodes, used, found):
+    """Fill the empty cells of ``episodes`` with those of ``found`` [n, 4]."""
+    episodes[:, 1] = UNUSED
+    used[0] = found.shape[0]
+    for row in range(found.shape[0]):
+        cell = _cell(found[row, 0], episodes)
+        episodes[cell] = found[row]
+
+
+@part
+def _mass(slot, of_slot, alpha):
+    """The mass d^α of a slot; without priorities, 1 unit."""
+    if of_slot.shape[0] == 0:
+        return UNIT
+    return np.int64(np.ceil(abs(np.float64(of_slot[_inside(slot, of_slot.shape[0])])) ** alpha[0] * UNIT))
+
+
+@loop
+def set_masses(
+    leaves, nodes, minima, pages, seen, of_slot, alpha, slots, slot_at, places, counts, counters, journal
+):  # fmt: skip
+    """Set the masses of the entries that have changed since the counter of changes was ``seen`` [1], and of ``slots``.
+
+    The leaves of the tree are the positions of the tables. ``of_slot`` are priorities, empty if all masses are 1 unit;
+    ``alpha[0]`` is their exponent.
+    """
+    end = counters[CHANGES]
+    begin = min(max(seen[0], end - journal.shape[0]), end)
+    size = end - begin + slots.shape[0] * counts.shape[0]
+    position, mass = np.empty(size, np.int64), np.empty(size, np.int64)
+    for row in range(end - begin):
+        at = _inside(journal[(begin + row) % journal.shape[0], 0], slot_at.shape[0])
+        position[row], mass[row] = at, 0
+        if slot_at[at] >= 0:
+            mass[row] = _mass(slot_at[at], of_slot, alpha)
+    row = end - begin
+    for each in range(slots.shape[0]):
+        slot = slots[each]
+        if slot < 0 or slot >= places.shape[1]:
+            continue
+        new = _mass(slot, of_slot, alpha)
+        if places.shape[0] < counts.shape[0]:
+            position[row], mass[row] = slot, new
+            row += 1
+        for k in range(places.shape[0]):
+            if places[k, slot] >= 0:
+                position[row], mass[row] = places[k, slot], new
+                row += 1
+    seen[0] = end
+    write_masses(leaves, nodes, minima, pages, slot_at.shape[0], position[:row], mass[:row])
+
+
+@part
+def _allocate(eta, allocation, seed, table):
+    """Divide the rows of a batch among tables in proportions ``eta``, in random order; see ``allocate``."""
+    rows, row, cumulated = table.shape[0], 0, 0.0
+    count = np.zeros(eta.shape[0], np.int64)
+    if allocation == MULTINOMIAL:
+        for each in range(rows):
+            u, k = uniform(seed, 3 * rows + each), 0
+            cumulated = eta[0]
+            while k < eta.shape[0] - 1 and u >= cumulated:
+                k += 1
+                cumulated += eta[k]
+            count[k] += 1
+    elif allocation == SYSTEMATIC:
+        ahead, u = 0, uniform(seed, 3 * rows)
+        for k in range(eta.shape[0]):
+            cumulated += eta[k]
+            end = min(max(np.int64(np.ceil(rows * min(cumulated, 1.0) - u)), ahead), rows)
+            count[k] = end - ahead
+            ahead = end
+    else:
+        fraction, left = np.empty(eta.shape[0]), rows
+        for k in range(eta.shape[0]):
+            count[k] = np.int64(rows * eta[k])
+            fraction[k] = rows * eta[k] - count[k]
+            left -= count[k]
+        for _ in range(left):
+            best = 0
+            for k in range(eta.shape[0]):
+                if fraction[k] > fraction[best]:
+                    best = k
+            count[best] += 1
+            fraction[best] = -1.0
+    for k in range(eta.shape[0]):
+        for _ in range(min(count[k], rows - row)):
+            table[row] = k
+            row += 1
+    # of rounding: rows that no table has taken
+    for each in range(row, rows):
+        table[each] = table[max(row - 1, 0)]
+    for each in range(rows - 1, 0, -1):
+        other = min(np.int64(uniform(seed, rows + each) * (each + 1)), each)
+        table[each], table[other] = table[other], table[each]
+
+
+@loop
+def draw(
+    seed, shares, min_sizes, allocation, is_uniform, leaves, nodes, pages, slot_at, places, counts, begins,
+    slots, table, mass, probability, eta, total,
+):  # fmt: skip
+    """Draw slots from the tables.
+
+    * ``seed``, int64 [1], determines the draws.
+    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
+      of rows.
+    * ``allocation``: how rows are divided among tables. ``is_uniform``: True if all masses are 0 or 1 unit.
+    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions.
+    * ``slot_at``, ``places``, ``counts``, ``begins``: see above.
+    * The results are ``slots``, their ``table``, ``mass`` and ``probability``, [n] each. If nothing can be drawn, the
+      mass is 0.
+    * Further results are ``eta``, η of each table, 0 for tables that are not used, with sum 1; and ``total``, the sum
+      of the masses of each table.
+    """
+    rows, tables = slots.shape[0], counts.shape[0]
+    first, capacity = tables - places.shape[0], slot_at.shape[0]
+    low = np.empty(tables + 1, np.int64)
+    prefix(leaves, nodes, pages, capacity, begins, low)
+    share, is_even = 0.0, is_uniform
+    for k in range(tables):
+        total[k] = low[k + 1] - low[k]
+        is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
+        eta[k] = shares[k] if is_used else 0.0
+        share += eta[k]
+    for k in range(tables):
+        eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
+        is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
+    _allocate(eta, allocation, seed[0], table)
+    if is_even:
+        # each entry has 1 unit, so the tree need not be walked
+        for row in range(rows):
+            k = table[row]
+            slots[row] = begins[k] + min(np.int64(uniform(seed[0], row) * counts[k]), counts[k] - 1)
+            mass[row] = UNIT
+    else:
+        for row in range(rows):
+            k = table[row]
+            mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
+        descend(leaves, nodes, pages, capacity, slots, mass)
+    for row in range(rows):
+        slot = _inside(slot_at[_inside(slots[row], capacity)], places.shape[1])
+        running = 0.0
+        for k in range(tables):
+            if eta[k] > 0 and total[k] > 0:
+                position = slot if k < first else places[k - first, slot]
+                if position >= 0:
+                    running += eta[k] * leaves[_inside(position, capacity)] / total[k]
+        slots[row], probability[row] = slot, running
