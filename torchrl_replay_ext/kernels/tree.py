@@ -20,32 +20,6 @@ def place_of(leaf, leaves, pages):
     return (page << PAGE_BITS) + (leaf & ((1 << PAGE_BITS) - 1))
 
 
-@loop
-def write(leaves, nodes, minima, pages, capacity, index, mass):
-    """``leaves[index] = mass``, in order: of duplicates the last one wins. ``mass``: [n], or [1] for all rows.
-
-    ``minima`` is empty if they are not tracked.
-    """
-    for row in range(index.shape[0]):
-        leaf = index[row]
-        if leaf < 0 or leaf >= capacity:
-            continue
-        place = place_of(leaf, leaves, pages)
-        new = mass[min(row, mass.shape[0] - 1)]
-        change = new - leaves[place]
-        if change == 0:
-            continue
-        leaves[place] = new
-        node, last, begin = leaf, capacity - 1, nodes.shape[0]
-        while begin > 0:
-            node >>= BITS
-            last >>= BITS
-            begin -= CHILDREN * ((last >> BITS) + 1)
-            nodes[begin + node] += change
-        if minima.shape[0] > 0:
-            _refresh_minima(leaves, minima, pages, capacity, leaf)
-
-
 @part
 def _smallest(entries, first):
     """The smallest positive one of 16 entries."""
@@ -84,6 +58,35 @@ def _refresh_minima(leaves, minima, pages, capacity, leaf):
             break
         minima[begin + node] = smallest
         smallest = _smallest(minima, begin + (node & -CHILDREN))
+
+
+@part
+def set_leaf(leaves, nodes, minima, pages, capacity, leaf, new):
+    """``leaves[leaf] = new``, for a leaf in [0, capacity)."""
+    place = place_of(leaf, leaves, pages)
+    change = new - leaves[place]
+    if change == 0:
+        return
+    leaves[place] = new
+    node, last, begin = leaf, capacity - 1, nodes.shape[0]
+    while begin > 0:
+        node >>= BITS
+        last >>= BITS
+        begin -= CHILDREN * ((last >> BITS) + 1)
+        nodes[begin + node] += change
+    if minima.shape[0] > 0:
+        _refresh_minima(leaves, minima, pages, capacity, leaf)
+
+
+@loop
+def write(leaves, nodes, minima, pages, capacity, index, mass):
+    """``leaves[index] = mass``, in order: of duplicates the last one wins. ``mass``: [n], or [1] for all rows.
+
+    ``minima`` is empty if they are not tracked.
+    """
+    for row in range(index.shape[0]):
+        if 0 <= index[row] < capacity:
+            set_leaf(leaves, nodes, minima, pages, capacity, index[row], mass[min(row, mass.shape[0] - 1)])
 
 
 @loop
