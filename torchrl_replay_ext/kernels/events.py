@@ -22,8 +22,7 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
-from torchrl_replay_ext.kernels.tree import descend, prefix
-from torchrl_replay_ext.kernels.tree import write as write_masses
+from torchrl_replay_ext.kernels.tree import descend, prefix, put
 
 UNSENT, LEFT = -1, -2
 # entries of ``counters``
@@ -315,30 +314,22 @@ def set_masses(
     The leaves of the tree are the positions of the tables. ``of_slot`` are priorities, empty if all masses are 1 unit;
     ``alpha[0]`` is their exponent.
     """
-    end = counters[CHANGES]
-    begin = min(max(seen[0], end - journal.shape[0]), end)
-    size = end - begin + slots.shape[0] * counts.shape[0]
-    position, mass = np.empty(size, np.int64), np.empty(size, np.int64)
-    for row in range(end - begin):
-        at = _inside(journal[(begin + row) % journal.shape[0], 0], slot_at.shape[0])
-        position[row], mass[row] = at, 0
-        if slot_at[at] >= 0:
-            mass[row] = _mass(slot_at[at], of_slot, alpha)
-    row = end - begin
-    for each in range(slots.shape[0]):
-        slot = slots[each]
+    end, capacity = counters[CHANGES], slot_at.shape[0]
+    for row in range(min(max(seen[0], end - journal.shape[0]), end), end):
+        at = np.int64(_inside(journal[row % journal.shape[0], 0], capacity))
+        new = _mass(slot_at[at], of_slot, alpha) if slot_at[at] >= 0 else 0
+        put(leaves, nodes, pages, capacity, at, new)
+    for row in range(slots.shape[0]):
+        slot = slots[row]
         if slot < 0 or slot >= places.shape[1]:
             continue
         new = _mass(slot, of_slot, alpha)
         if places.shape[0] < counts.shape[0]:
-            position[row], mass[row] = slot, new
-            row += 1
+            put(leaves, nodes, pages, capacity, slot, new)
         for k in range(places.shape[0]):
             if places[k, slot] >= 0:
-                position[row], mass[row] = places[k, slot], new
-                row += 1
+                put(leaves, nodes, pages, capacity, np.int64(_inside(places[k, slot], capacity)), new)
     seen[0] = end
-    write_masses(leaves, nodes, minima, pages, slot_at.shape[0], position[:row], mass[:row])
 
 
 @part

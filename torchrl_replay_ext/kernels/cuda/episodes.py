@@ -7,34 +7,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import _levels, _num_pages, _place
+from torchrl_replay_ext.kernels.cuda.tree import _levels, _num_pages, jit, place_of
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, PAGE_BITS
 
 _BITS, _CHILDREN = tl.constexpr(BITS), tl.constexpr(CHILDREN)
 _PAGE_BITS, _LAST_OF_PAGE = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
 
 
-def _jit(function: Any) -> Any:
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def _add(pointer, value, mask):
     tl.store(pointer, tl.load(pointer) + value, mask=mask)
 
 
-@_jit
+@jit
 def put(
     leaves, nodes, num_nodes, pages, num_pages, capacity, leaf, mass, mask, has_pages: tl.constexpr,
     levels: tl.constexpr,
 ):  # fmt: skip
     """``leaves[leaf] = mass`` where ``mask``; returns the change."""
     tl.debug_barrier()
-    place = _place(leaf, pages, num_pages, has_pages)
+    place = place_of(leaf, pages, num_pages, has_pages)
     change = tl.where(mask, mass - tl.load(leaves + place), 0)
     tl.debug_barrier()
     tl.store(leaves + place, mass, mask=mask)
@@ -48,7 +43,7 @@ def put(
     return change
 
 
-@_jit
+@jit
 def _refresh_maximum(leaves, maxima, num_maxima, capacity, leaf, mask, levels: tl.constexpr):
     children = tl.arange(0, _CHILDREN)
     node, last, begin = leaf, tl.cast(capacity, tl.int64) - 1, tl.cast(num_maxima, tl.int64)
@@ -63,7 +58,7 @@ def _refresh_maximum(leaves, maxima, num_maxima, capacity, leaf, mask, levels: t
         below = maxima + begin
 
 
-@_jit
+@jit
 def _take(free, num_free, mask):
     """Take one of the free ids; ``num_free`` is the length of ``free`` without the last element."""
     tl.debug_barrier()
@@ -74,7 +69,7 @@ def _take(free, num_free, mask):
     return number
 
 
-@_jit
+@jit
 def _give_back(free, num_free, number, mask):
     tl.debug_barrier()
     place = tl.minimum(tl.maximum(tl.load(free + num_free).to(tl.int64), 0), tl.maximum(num_free - 1, 0))
@@ -83,14 +78,14 @@ def _give_back(free, num_free, number, mask):
     tl.store(free + num_free, place + 1, mask=mask)
 
 
-@_jit
+@jit
 def _position_of(slot, capacity, position_of, num_lanes, span, is_assigned: tl.constexpr):
     in_lane = slot % num_lanes * span + slot // num_lanes
     position = tl.load(position_of + slot).to(tl.int64) if is_assigned else in_lane
     return tl.minimum(tl.maximum(position, 0), tl.cast(capacity, tl.int64) - 1)
 
 
-@_jit
+@jit
 def _remove(
     slot, mask, lane_episode, count, free_records, free_pages, num_free_pages,
     leaves, nodes, num_nodes, pages, num_pages, capacity, position_of, num_lanes, span, lane_total,
@@ -125,7 +120,7 @@ def _remove(
     tl.debug_barrier()
 
 
-@_jit
+@jit
 def _stop(lane, mask, lane_episode, count, free_records, none):
     tl.debug_barrier()
     record = tl.minimum(tl.maximum(tl.load(lane_episode + lane), 0), none)
@@ -135,7 +130,7 @@ def _stop(lane, mask, lane_episode, count, free_records, none):
     _give_back(free_records, none, record, is_empty)
 
 
-@_jit
+@jit
 def _write(
     slots, lane_of, begins, ended, finished, mass, number, num_rows,
     lane_episode, lane_next, count, free_records, free_pages, num_free_pages,
@@ -188,7 +183,7 @@ def _write(
         tl.store(lane_episode + lane, none, mask=is_end)
 
 
-@_jit
+@jit
 def _remove_all(
     slots, num_rows, lane_episode, count, free_records, free_pages, num_free_pages,
     leaves, nodes, num_nodes, pages, num_pages, capacity, position_of, num_lanes, span, lane_total,
@@ -211,7 +206,7 @@ def _remove_all(
             _stop(lane, lane >= 0, lane_episode, count, free_records, none)
 
 
-@_jit
+@jit
 def _update(
     slots, mass, number, num_rows, leaves, nodes, num_nodes, pages, num_pages, capacity, position_of, num_lanes, span,
     lane_total, episode, size, updated_at, totals, maxima, num_maxima, none,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from torchrl_replay_ext.kernels import lanes_layout
+from torchrl_replay_ext.kernels.cuda.tree import jit
 
 _NONE = tl.constexpr(lanes_layout.NONE)
 _TRAJECTORY, _WRITTEN = tl.constexpr(lanes_layout.TRAJECTORY), tl.constexpr(lanes_layout.WRITTEN)
@@ -17,11 +16,7 @@ _DONE, _TOO_MANY = tl.constexpr(lanes_layout.DONE), tl.constexpr(lanes_layout.TO
 _INTERRUPTS = tl.constexpr(lanes_layout.INTERRUPTS)
 
 
-def _jit(function: Any) -> Any:
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def _assign(
     lanes, interrupted, slots, trajectory, ended, initial, lane_of, begins, result, count, num_lanes,
     has_ids: tl.constexpr, has_initial: tl.constexpr, is_assigned: tl.constexpr, can_refuse: tl.constexpr,

@@ -5,13 +5,12 @@ Each is one thread block, because the rows of a batch depend on each other: some
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from torchrl_replay_ext.kernels.cuda.tree import jit
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
@@ -22,11 +21,7 @@ _MARK = tl.constexpr(0x7F800001)
 _TOGETHER = 1024
 
 
-def _jit(function: Any) -> Any:
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def _waiting(draws, place, column: tl.constexpr, now, mask):
     """How many draws of a slot wait for their updates; ``column``: 0, or 2 for draws before the last write."""
     number = tl.load(draws + place + column, mask=mask, other=0)
@@ -34,7 +29,7 @@ def _waiting(draws, place, column: tl.constexpr, now, mask):
     return tl.where((((now - number) & _NUMBERS) <= _WINDOW) & (count > 0), count, 0)
 
 
-@_jit
+@jit
 def _drawn(
     slots, density, smallest, beta, generation, draws, num_draws, weight, stamp, count, size,
     has_weight: tl.constexpr, has_smallest: tl.constexpr, has_stamp: tl.constexpr, counts_draws: tl.constexpr,
@@ -84,7 +79,7 @@ def _drawn(
         tl.store(num_draws, number)
 
 
-@_jit
+@jit
 def _record(
     slots, generation, number, d, largest, draws, num_draws, count, size,
     stays: tl.constexpr, num_rows: tl.constexpr,
@@ -114,7 +109,7 @@ def _record(
     tl.store(number, written)
 
 
-@_jit
+@jit
 def _inspect(
     slots, error, stamp, real, limit, eps, smallest, rows, count, size,
     has_stamp: tl.constexpr, has_real: tl.constexpr, squared: tl.constexpr,
@@ -138,7 +133,7 @@ def _inspect(
     return tl.where(is_outside, 0, slot), is_real, tl.where(is_real, reason, 0), priority
 
 
-@_jit
+@jit
 def _update(
     slots, error, stamp, real, generation, draws, num_draws, d, d_bits, largest, counts, limit, eps, smallest, kept,
     kept_d, result, count, size,

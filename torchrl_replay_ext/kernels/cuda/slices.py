@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.episodes import put
-from torchrl_replay_ext.kernels.cuda.tree import _levels
+from torchrl_replay_ext.kernels.cuda.tree import _levels, jit
 
 # slices of one thread block
 _ROWS = 64
 
 
-def _jit(function: Any) -> Any:
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def _write(
     slots, lane_of, begins, ended, count, time, following, size, recent, num_lanes, length, rows, run,
     leaves, nodes, num_nodes, pages, capacity, is_padded: tl.constexpr, levels: tl.constexpr,
@@ -58,7 +52,7 @@ def _write(
     tl.store(time, now)
 
 
-@_jit
+@jit
 def _walk(start, following, leaves, slots, mask, count, size, length, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     in_batch = rows < count
