@@ -192,11 +192,11 @@ WRITES = [
 @pytest.mark.parametrize(("module", "name"), WRITES)
 def test_kernels_of_writes_are_compiled_for_the_gpu(module, name, assigned):
     kernel = getattr(import_module(f"torchrl_replay_ext.kernels.cuda.{module}"), name)
-    counts = {"count": INT32} if module == "episodes" else {}
+    counts = {"count": INT32} if module == "episodes" and name != "_update" else {}
     constants = {"has_ids": assigned, "has_initial": assigned, "is_assigned": assigned, "can_refuse": assigned}
     constants |= {"block": 4, "levels": 5, "record_levels": 5, "stops": assigned, "is_padded": assigned}
-    constants |= {"is_one_mass": assigned, "has_number": assigned, "num_rows": 64}
-    if name in ("_write", "_remove_all", "_update"):
+    constants |= {"is_one_mass": assigned, "has_number": assigned, "num_rows": 64, "num_together": 64}
+    if name in ("_write", "_remove_all"):
         constants.pop("num_rows")
     types = WRITTEN | EPISODES | counts
     signature = {key: "constexpr" if key in constants else types.get(key, "i32") for key in kernel.arg_names}

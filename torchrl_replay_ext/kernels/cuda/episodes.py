@@ -1,12 +1,13 @@
 """The kernels of episodes for CUDA; see :mod:`torchrl_replay_ext.kernels.episodes`. One program does all rows.
 
-Each step may read what the step before has stored, so barriers separate them.
+Writes go row by row: each step may read what the step before has stored, so barriers separate them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
@@ -208,29 +209,53 @@ def _remove_all(
 
 @jit
 def _update(
-    slots, mass, number, num_rows, leaves, nodes, num_nodes, pages, num_pages, capacity, position_of, num_lanes, span,
+    slots, mass, number, count, leaves, nodes, num_nodes, pages, num_pages, capacity, position_of, num_lanes, span,
     lane_total, episode, size, updated_at, totals, maxima, num_maxima, none,
     is_one_mass: tl.constexpr, has_number: tl.constexpr, is_assigned: tl.constexpr, levels: tl.constexpr,
-    record_levels: tl.constexpr,
+    record_levels: tl.constexpr, num_rows: tl.constexpr, num_together: tl.constexpr,
 ):  # fmt: skip
-    num_lanes = tl.cast(num_lanes, tl.int64)
+    """All rows at once: exchanges and sums of integers give the same result in any order."""
+    last_lane = tl.cast(num_lanes, tl.int64) - 1
     none = tl.cast(none, tl.int64)
-    for row in range(num_rows):
-        tl.debug_barrier()
-        slot = tl.load(slots + row)
+    for start in range(0, count, num_rows):
+        rows = start + tl.arange(0, num_rows)
+        slot = tl.load(slots + rows, mask=rows < count, other=-1)
         in_range = (slot >= 0) & (slot < size)
         slot = tl.where(in_range, slot, 0)
         record = tl.load(episode + slot).to(tl.int64)
         mask = in_range & (record >= 0) & (record < none)
         record = tl.where(mask, record, none)
-        position = _position_of(slot, capacity, position_of, num_lanes, span, is_assigned)
-        new = tl.load(mass + (0 if is_one_mass else 1) * row)
-        change = put(leaves, nodes, num_nodes, pages, num_pages, capacity, position, new, mask, is_assigned, levels)
-        _add(totals + record, change, mask)
-        _add(lane_total + tl.minimum(position // span, num_lanes - 1), change, mask)
-        _refresh_maximum(totals, maxima, num_maxima, none + 1, record, mask, record_levels)
+        position = _position_of(slot, capacity, position_of, last_lane + 1, span, is_assigned)
+        place = place_of(position, pages, num_pages, is_assigned)
+        new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=mask, other=0)
+        change = tl.where(mask, new - tl.atomic_xchg(leaves + place, new, mask=mask), 0)
+        node, last, begin = position, tl.cast(capacity, tl.int64) - 1, tl.cast(num_nodes, tl.int64)
+        for _ in tl.static_range(levels):
+            node = node >> _BITS
+            last = last >> _BITS
+            begin -= ((last >> _BITS) + 1) * _CHILDREN
+            tl.atomic_add(nodes + begin + node, change, mask=mask)
+        tl.atomic_add(totals + record, change, mask=mask)
+        tl.atomic_add(lane_total + tl.minimum(position // span, last_lane), change, mask=mask)
         if has_number:
-            tl.store(updated_at + record, tl.load(number), mask=mask)
+            tl.store(updated_at + record, tl.load(number) + tl.zeros([num_rows], tl.int64), mask=mask)
+    tl.debug_barrier()
+    children = tl.arange(0, _CHILDREN)
+    last, begin, below = none, tl.cast(num_maxima, tl.int64), totals
+    for level in tl.static_range(record_levels):
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        for start in range(0, count, num_together):
+            rows = start + tl.arange(0, num_together)
+            slot = tl.load(slots + rows, mask=rows < count, other=-1)
+            in_range = (slot >= 0) & (slot < size)
+            record = tl.load(episode + tl.where(in_range, slot, 0)).to(tl.int64)
+            mask = in_range & (record >= 0) & (record < none)
+            node = tl.where(mask, record, none) >> (_BITS * (level + 1))
+            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
+            tl.store(maxima + begin + node, tl.max(values, axis=1), mask=mask)
+        below = maxima + begin
+        tl.debug_barrier()
 
 
 def _shapes(leaves: Tensor, capacity: int, position_of: Tensor, start_of: Tensor) -> dict[str, Any]:
@@ -287,10 +312,12 @@ def update(
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     if len(slots):
+        rows = min(256, triton.next_power_of_2(len(slots)))
         _update[(1,)](
             slots, mass, number, len(slots), leaves, nodes, len(nodes), pages,
             capacity=capacity, position_of=position_of, num_lanes=num_lanes, span=span, lane_total=lane_total,
             episode=episode, size=len(episode), updated_at=updated_at, totals=totals, maxima=maxima,
             num_maxima=len(maxima), is_one_mass=len(mass) == 1, has_number=len(number) > 0,
-            **_shapes(leaves, capacity, position_of, start_of),
+            num_rows=rows, num_together=min(64, rows),
+            **_shapes(leaves, capacity, position_of, start_of) | {"num_warps": 8},
         )  # fmt: skip
