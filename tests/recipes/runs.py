@@ -138,7 +138,7 @@ def assert_same_runs(one, other):
         del state["counters"]["wall_time"], state["counters"]["cpu_time"]
     one, other = map(leaves, states)
     assert one.keys() == other.keys()
-    assert not [path for path in one if one[path] != other[path]]
+    assert [path for path in one if one[path] != other[path]] == []
 
 
 def assert_trained(run_dir, sampler, printed):

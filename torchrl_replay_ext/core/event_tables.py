@@ -262,6 +262,12 @@ class EventTables(Mapping[str, EventTable]):
         names = "slot_at", "links", "places", "heads", "counts", "capacity", "begins", "number", "before", "free"
         return dict(zip((*names, "counters"), self._tensors(), strict=False))
 
+    def state(self) -> dict[str, Tensor]:
+        """A copy of :meth:`tensors`, in which the journal begins now, as after a :meth:`load`."""
+        state = {key: tensor.clone() for key, tensor in self.tensors().items()}
+        state["counters"][RESETS], state["counters"][JOURNAL_BEGIN] = 0, state["counters"][CHANGES]
+        return state
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
         resets = self.num_resets

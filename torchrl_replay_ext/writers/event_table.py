@@ -402,7 +402,7 @@ class EventTableWriter(CompilableWriter):
         """A copy of the cursor, the tables and the newest transitions of each unfinished episode."""
         tables: dict[str, Tensor] = {}
         if self._tables.is_allocated:
-            tables = {key: tensor.clone() for key, tensor in self._tables.tensors().items()}
+            tables = self._tables.state()
         return {
             **super().state_dict(),
             "tables": tables,
