@@ -728,7 +728,7 @@ class Uniform(Distribution):
     def tensors(self):
         return {"updated": self.updated}
 
-    def update(self, slots, priority, mask):
+    def update(self, slots, priority):
         self.updated[slots] = priority
 
     def density(self, slots):

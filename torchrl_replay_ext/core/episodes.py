@@ -117,16 +117,14 @@ class EpisodeIndex:
 
         In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
         """
-        self._remove(slots, stops=not self.assigned)
+        episodes_remove(slots.contiguous(), not self.assigned, *self._memory(), *self._sums())
+        if not self.assigned:
+            self.lanes.end_all()
 
     def before_full_overwrite(self) -> None:
-        """Remove all content and end all episodes before a write of more rows than slots; see :meth:`remove`."""
-        self._remove(torch.arange(self.size, device=self.device), stops=True)
-
-    def _remove(self, slots: Tensor, stops: bool) -> None:
-        episodes_remove(slots.contiguous(), stops, *self._memory(), *self._sums())
-        if stops:
-            self.lanes.end_all()
+        """Remove all content and end all episodes before a write of more rows than slots."""
+        self._clear_content()
+        self.lanes.end_all()
 
     def write(
         self,
@@ -238,7 +236,11 @@ class EpisodeIndex:
         self._totals.rebuild_()
 
     def clear_(self) -> None:
-        """Remove all content."""
+        """Remove all content, and forget all trajectories."""
+        self._clear_content()
+        self.lanes.clear_()
+
+    def _clear_content(self) -> None:
         self._tree.clear_()
         if self._tree.page_table is not None:
             self._tree.page_table.fill_(len(self._pages) - 1)
@@ -250,7 +252,6 @@ class EpisodeIndex:
             field.fill_(self._none)
         for free in (self._records, self._pages):
             free.copy_(torch.arange(len(free), device=self.device))
-        self.lanes.clear_()
         self._totals.rebuild_()
 
     def check_valid(self) -> None:

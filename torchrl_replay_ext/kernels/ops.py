@@ -57,7 +57,7 @@ class Kernel:
         elif first.is_cuda:
             self._on_cuda(*arguments)
         else:
-            self._operation(*arguments)
+            self._operation(*map(as_tensor, arguments))
 
     def runs_on(self, state: Tensor) -> bool:
         """True if there is a version for the device of ``state``."""

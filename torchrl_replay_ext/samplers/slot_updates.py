@@ -71,12 +71,11 @@ class SlotUpdates:
 
     def _real_rows(self, slots: Tensor) -> Tensor | None:
         """False for padded rows of an update of ``slots`` [n] without stamps, bool [n]; None: no row is padded."""
-        start = slots.data_ptr()
+        memory = slots.untyped_storage().data_ptr()
         for drawn, is_real in reversed(self._padded):
-            begin = (start - drawn.data_ptr()) // slots.element_size()
-            is_part = 0 <= begin <= drawn.shape[0] - slots.shape[0] and slots.is_contiguous()
-            if is_part and slots.untyped_storage().data_ptr() == drawn.untyped_storage().data_ptr():
-                return is_real[begin : begin + slots.shape[0]]
+            if drawn.untyped_storage().data_ptr() == memory:
+                begin = slots.storage_offset() - drawn.storage_offset()
+                return is_real.as_strided(slots.shape, slots.stride(), begin).contiguous()
         return next((is_real for drawn, is_real in reversed(self._padded) if torch.equal(drawn, slots)), None)
 
     def apply(self, index: Any, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
