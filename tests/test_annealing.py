@@ -169,6 +169,6 @@ def test_copies_go_on_alone(duplicate):
 def test_moves_to_a_device():
     hyperparameter = beta(Anneal(0.0, 1.0, 4))
     hyperparameter.step()
-    hyperparameter.to(torch.device("cpu"))
+    hyperparameter.to(torch.device("cpu"), torch.device("cpu"))
     hyperparameter.step()
     assert hyperparameter.current() == 0.5

@@ -122,7 +122,7 @@ def test_the_turn_is_kept_after_a_refused_write():
     wrong["action"] = torch.zeros(12, 3)
     with pytest.raises(RuntimeError):
         buffer.extend(wrong)
-    buffer.sample(4)
+    buffer.sampler.probabilities(buffer.storage)
     write(range(40, 50))
     write(range(50, 54), done=[53])
     index, error = torch.arange(12, CAPACITY), torch.linspace(0.1, 2.0, 12)
@@ -324,7 +324,8 @@ def test_an_end_that_was_lost_frees_its_stream():
     with pytest.raises(Killed):
         write(range(10, 14), [0, 1, 0, 1], done=[12, 13])
     del buffer.storage.set
-    write(range(14, 18), [2, 3, 2, 3])
+    with pytest.warns(UserWarning, match="num_streams="):
+        write(range(14, 18), [2, 3, 2, 3])
     assert set(buffer.sample(400)["next", "number"].tolist()) == {*range(10), *range(14, 18)}
     buffer.sampler.check_valid()
 

@@ -196,6 +196,8 @@ def learn_in_graph(rb, backend):
     return torch.compile(step, fullgraph=True, backend=backend)
 
 
+# the columns of reshaped data begin within episodes
+@pytest.mark.filterwarnings("ignore:A trajectory began:UserWarning")
 @pytest.mark.usefixtures("from_scratch")
 @pytest.mark.parametrize(
     ("name", "lanes", "boundary", "backend"),

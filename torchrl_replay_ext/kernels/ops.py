@@ -97,7 +97,7 @@ class Views:
     """
 
     def __init__(self, *tensors: Tensor):
-        self._tensors, self._addresses = tensors, [0]
+        self._tensors, self._addresses = [*tensors], [0]
         self._arrays: list[Any] = []
 
     def __call__(self) -> Sequence[Any]:
