@@ -115,8 +115,10 @@ INHERITED = {
 LATER = {"TensorDictReplayBuffer": {"_increment_counter", "_notify_replay_state_change"}}
 HAS_LATER_NAMES = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
 
-# Private names of other libraries, which have no public counterpart: of OmegaConf's nodes and a Gymnasium environment.
+# Private names of other libraries, which have no public counterpart: of OmegaConf's nodes, a Gymnasium environment, and
+# torch's tensors.
 OTHER_LIBRARIES = {
+    ("torchrl_replay_ext/cuda_graphs.py", "_version"),
     ("torchrl_replay_ext/configs.py", "_get_parent"),
     ("recipes/common/environment.py", "_destroy"),
 }

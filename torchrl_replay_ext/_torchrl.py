@@ -34,11 +34,6 @@ from torchrl.data.replay_buffers import (
 from torchrl_replay_ext.arguments import key_path
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the memory of a tensor was changed in place."""
-    return tensor._version
-
-
 def length(storage: Storage) -> int:
     """The number of stored transitions."""
     return len(storage)  # pyright: ignore[reportArgumentType]: the abstract class declares no __len__

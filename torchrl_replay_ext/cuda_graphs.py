@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext._torchrl import version_of
-
 # The first calls run without a CUDA graph: kernels are loaded and chosen, and libraries allocate the memory they keep.
 WARM_UP = 3
 
@@ -102,7 +100,7 @@ class RecordedGraph:
             fixed[number] = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
             fixed[number].copy_(given).requires_grad_(inputs[number].requires_grad)
         self._inputs = [fixed[number] for number in self._arguments]
-        versions = [version_of(each) for each in self._inputs]
+        versions = [each._version for each in self._inputs]
         try:
             replay, results = recorder.record(lambda: self._graph(*fixed))
         except torch.OutOfMemoryError:
@@ -113,7 +111,7 @@ class RecordedGraph:
                 "on the GPU, and it must not wait for the GPU, as .item(), .cpu() and bool(tensor) do."
             ) from error
         # the arguments that the graph writes to
-        self._written = [number for number, each in enumerate(self._inputs) if version_of(each) != versions[number]]
+        self._written = [number for number, each in enumerate(self._inputs) if each._version != versions[number]]
         memory = {_address(each) for each in self._state}
         self._results = [each.detach() if isinstance(each, Tensor) else each for each in results]
         self._copied = [
