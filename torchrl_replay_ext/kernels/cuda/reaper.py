@@ -212,7 +212,8 @@ def _state_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *rest
     """The state of episodes, from the arguments of a loop."""
     position_of, _, _, _, episode, start_of, *_ = rest
     derived = len(episode), len(start_of), tl.constexpr(len(position_of) > 0)
-    return _Episodes(tree_of(leaves, nodes, pages, capacity), *rest, *derived)
+    arguments: Any = (tree_of(leaves, nodes, pages, capacity), *rest, *derived)
+    return _Episodes(*arguments)
 
 
 def reliability(slots: Tensor, result: Tensor, *episodes: Any) -> None:
