@@ -160,7 +160,7 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     monkeypatch.setattr(driver, "_active", target)
     monkeypatch.setattr(JITFunction, "run", run)
     for kernel in (ops.reaper_reliability, ops.reaper_smallest, ops.reaper_draw):
-        monkeypatch.setattr(kernel, "_on_cpu", kernel._on_cuda)
+        monkeypatch.setattr(kernel, "_on_cpu", lambda *given, on=kernel._on_cuda: on(*map(ops.as_tensor, given)))
     index.reliability(torch.arange(300), generation)
     result, omega = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     ops.reaper_smallest(tree.leaves[:300], omega, result, *index.arrays(generation))
