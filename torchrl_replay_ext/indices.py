@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, as_array, is_traced, where_int64
+from torchrl_replay_ext.compilation import Array, as_array, is_traced
 
 # Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
@@ -17,22 +16,6 @@ FEW = 1024
 _PAIRWISE = 512
 # float32 represents integers below 2^24 exactly, and the compiler vectorises loops over pairs best for float32.
 _FLOAT32_BITS = 24
-
-
-class UpdateMask(NamedTuple):
-    """Masks for an update whose rows cannot be selected by value, as in compiled graphs.
-
-    Args:
-        valid: bool [n], True where the row is applied. All rows of the same slot have the same mask and value.
-        is_last: bool [n], True for one row of each slot: of duplicates, this row wins.
-    """
-
-    valid: Tensor
-    is_last: Tensor
-
-    def select(self, index: Tensor) -> Tensor:
-        """``index`` [n], with -1 in rows that are not applied; kernels skip these rows."""
-        return where_int64(self.valid, index, -1)
 
 
 def _along_rows_and_columns(numbers: Tensor) -> tuple[Tensor, Tensor]:

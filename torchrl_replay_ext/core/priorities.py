@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -58,17 +56,6 @@ class Priorities:
         self._views = Views(self.of_slot, self.largest)
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
-
-    @overload
-    def from_td_error(self, error: Tensor) -> Tensor: ...
-    @overload
-    def from_td_error(self, error: float) -> float: ...
-    def from_td_error(self, error: Tensor | float) -> Tensor | float:
-        """The priority d = max(|δ| + eps, min_priority) of a TD error."""
-        if isinstance(error, Tensor):
-            priority = error.sqrt().add_(self.eps) if self.td_error == "squared" else error + self.eps
-            return priority.clamp_min_(self._smallest) if self._smallest else priority
-        return max((math.sqrt(error) if self.td_error == "squared" else error) + self.eps, self._smallest)
 
     @property
     def _first(self) -> float:

@@ -55,11 +55,6 @@ class Recoverable:
         """True if a change was interrupted; False while a thread of this process is making one."""
         return bool(self._dirty) and not self._depth
 
-    @property
-    def is_changing(self) -> bool:
-        """True within a transaction of this process."""
-        return self._depth > 0
-
     def mark_dirty(self) -> None:
         """Require a rebuild of the state before its next use."""
         self._dirty.set(True)
