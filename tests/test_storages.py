@@ -392,3 +392,17 @@ def test_rows_that_are_written_again_do_not_count_twice(cursor, length):
     for _ in range(2):
         wide.set(cursor, row)
         assert len(wide) == 3 * length
+
+
+def test_flags_of_rows_that_were_never_written_are_false(monkeypatch):
+    # other bytes than 0 and 1 count as themselves in graphs, which compute with flags as numbers
+    init = LazyTensorStorage._init
+
+    def fill(storage, data):
+        init(storage, data)
+        storage._storage["next", "done"].view(torch.uint8).fill_(127)
+
+    monkeypatch.setattr(LazyTensorStorage, "_init", fill)
+    storage = CompilableTensorStorage(10)
+    storage.set(range(3), random_rows(3))
+    assert not storage._storage["next", "done"][3:].view(torch.uint8).any()

@@ -109,6 +109,10 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def _init(self, data: Any) -> None:
         super()._init(data)
+        for column in stored_columns(self):
+            if column.dtype == torch.bool:
+                # graphs compute with flags as numbers, and a byte that is neither 0 nor 1 counts as itself there
+                column.zero_()
         self._settle()
 
     def _settle(self) -> None:
