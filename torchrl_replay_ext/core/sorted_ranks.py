@@ -160,9 +160,8 @@ class SortedRanks:
     @torch.no_grad()
     def sort(self) -> None:
         """Sort all transitions, O(N log N)."""
-        with self._log.transaction():
-            self._sort()
-            self._on_sort()
+        self._sort()
+        self._on_sort()
 
     def _sort(self) -> None:
         self._arrange(self._slot_at[(self._tree.leaves > 0).nonzero().squeeze(1)])

@@ -181,8 +181,7 @@ class ByRank(Uniform):
 
     @torch.no_grad()
     def sort(self) -> None:
-        with self._log.transaction():
-            self._sort()
+        self._sort()
 
     def _sort(self) -> None:
         count = len(self._view.counts)
