@@ -21,6 +21,7 @@ from tensordict import (
     is_non_tensor,
     is_tensor_collection,
 )
+from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
@@ -32,6 +33,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from torchrl_replay_ext.arguments import key_path
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 
 
 def length(storage: Storage) -> int:
@@ -250,6 +252,33 @@ def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batc
     return data._fast_apply(function, batch_size=batch_size)
 
 
+def take_rows(data: TensorDictBase, index: Tensor) -> TensorDictBase:
+    """The rows ``index`` [n], within bounds, of a TensorDict with one batch dimension."""
+    if torch.compiler.is_compiling() or not isinstance(data, TensorDict) or data._has_names():
+        return map_tensors(data, lambda column: gather_in_bounds(column, index), index.shape)
+    parts = {}
+    for key, part in data._tensordict.items():
+        if isinstance(part, Tensor):
+            parts[key] = part.index_select(0, index)
+        else:
+            parts[key] = take_rows(part, index) if type(part) is TensorDict else part[index]
+    return TensorDict._new_unsafe(parts, batch_size=index.shape, device=data.device)
+
+
+def set_entries(data: Any, entries: dict[str, Tensor]) -> None:
+    """Set entries of a batch, as TorchRL's buffers do. In eager code a TensorDict [n] takes them without checks."""
+    for key, value in entries.items():
+        if type(data) is TensorDict and data.ndim == 1 and value.device == data.device and not is_traced():
+            data._set_str(key, value, validated=True, inplace=False, non_blocking=False)
+        else:
+            data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
+
+
+def has_generations(writer: Any) -> bool:
+    """True if a writer numbers its writes and adds the numbers to samples."""
+    return getattr(writer, "tracks_generations", False)
+
+
 def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
     """The TensorDict [num_rows] of columns on the CPU, without the checks, which take longer than all else."""
     root: dict[Any, Any] = {}
@@ -298,7 +327,7 @@ def updates_anchors(sampler: Sampler, storage: Any) -> bool:
     TorchRL's own buffers do this if they draw sequences. A CompilableReplayBuffer passes write stamps instead.
     """
     buffer = _buffer_of(sampler, storage)
-    return expands_draws(buffer) and not hasattr(buffer, "compiles")
+    return expands_draws(buffer) and not getattr(buffer, "passes_stamps", False)
 
 
 def count_sample(buffer: Any, num_rows: int) -> None:
@@ -313,8 +342,6 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
     view = object.__new__(type(buffer))
     vars(view).update(vars(buffer))
     view._sampler, view._prefetch, view._batch_size = sampler, False, None
-    # the compiled functions of a CompilableReplayBuffer draw from its own sampler
-    view.compiles = False
     return view
 
 

@@ -53,7 +53,7 @@ class AdamStep:
         if not isinstance(optimizer, torch.optim.Adam):
             raise ValueError(
                 f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}. Use others outside "
-                "graphs; CompilableReplayBuffer(compile=True) still compiles writes, draws and priority updates."
+                "graphs."
             )
         if len(optimizer.param_groups) != 1:
             raise ValueError(

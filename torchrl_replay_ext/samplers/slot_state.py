@@ -248,7 +248,8 @@ class SlotState:
         before = slots[self.log.generation.index_select(0, slots) > 0]
         for part in self._parts:
             part.remove(slots if part in inserted else before)
-        self._forget(slots)
+        if before.numel():
+            self._forget(before)
 
     def remove(self, slots: Tensor) -> None:
         """Mark ``slots`` [n], without duplicates, as empty."""
