@@ -265,10 +265,11 @@ def take_rows(data: TensorDictBase, index: Tensor) -> TensorDictBase:
     return TensorDict._new_unsafe(parts, batch_size=index.shape, device=data.device)
 
 
-def set_entries(data: Any, entries: dict[str, Tensor]) -> None:
+def set_entries(data: Any, entries: dict[NestedKey, Tensor]) -> None:
     """Set entries of a batch, as TorchRL's buffers do. In eager code a TensorDict [n] takes them without checks."""
+    is_plain = type(data) is TensorDict and not is_traced()
     for key, value in entries.items():
-        if type(data) is TensorDict and data.ndim == 1 and value.device == data.device and not is_traced():
+        if is_plain and isinstance(key, str) and value.shape[:1] == data.shape and data.device in (None, value.device):
             data._set_str(key, value, validated=True, inplace=False, non_blocking=False)
         else:
             data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
