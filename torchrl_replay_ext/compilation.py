@@ -194,15 +194,6 @@ def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float) 
         destination.index_copy_(0, index, values)
 
 
-def add_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
-    """``destination[index] += values`` in place, for an index [n] within bounds; duplicates add up."""
-    if torch.compiler.is_compiling():
-        # not decomposed: the compiler's own accumulation is slower and, on CUDA, sorts the index
-        torch.ops.torchrl_replay_ext.index_add_(destination, index, values)
-    else:
-        destination.index_add_(0, index, values)
-
-
 def mark_static(*parts: Any) -> None:
     """Mark the addresses of tensors as static for CUDA graphs, also inside lists, dicts and objects of this package."""
     seen: set[int] = set()
@@ -221,13 +212,3 @@ def mark_static(*parts: Any) -> None:
             left += part.values()
         elif type(part).__module__.startswith("torchrl_replay_ext."):
             left += getattr(part, "__dict__", {}).values()
-
-
-_library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
-_library.define("index_add_(Tensor(a!) destination, Tensor index, Tensor values) -> ()")
-
-
-# without the layers of torch.library.custom_op, which take several times as long as the addition
-@torch.library.impl(_library, "index_add_", "CompositeExplicitAutograd")
-def _index_add(destination: Tensor, index: Tensor, values: Tensor) -> None:
-    destination.index_add_(0, index, values)
