@@ -258,7 +258,7 @@ def test_a_sharded_buffer(buffers, tmp_path):
     rb.dumps(tmp_path)  # waits until the shard has been restored
     stats = rb.stats()
     assert stats["shards"] == 2 and stats["lost_shards"] == 1
-    # the rows that were written to the shard after the checkpoint are gone
+    # the rows written to the shard after the checkpoint are gone
     assert 128 <= len(rb) <= 194
     rb.extend(transitions(256))
     rb.check_valid()

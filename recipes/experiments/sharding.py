@@ -143,7 +143,7 @@ def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
         storage=partial(CompilableTensorStorage, capacity // num_shards),
         sampler=ProportionalSampler,
         batch_size=BATCH,
-        prefetch=0,
+        prefetch=1,
         calls=calls,
     )
     try:
