@@ -14,7 +14,8 @@ runs in TorchRL's TensorDictReplayBuffer; ", CompilableReplayBuffer" stands for 
 "compiled" for one graph (compile_step).
 
 The contenders of extend, cycle and updates take turns, so that other load on the host affects them equally. Everything
-runs on one CPU thread. Buffers are full and have wrapped around. Times are medians, those of compile of one call.
+runs on one CPU thread. Times are CPU times: those in which a busy host suspends the process do not count. They are
+medians, but those of compile are of one call. Buffers are full and have wrapped around.
 
 extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add of one row. Compared with TorchRL's
             uniform buffer.

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recipes.benchmark.buffers import OURS, SAMPLERS, Stream, full_buffer, has_priorities, td_errors, transitions
+from recipes.benchmark.replay import make_cycle
 from recipes.benchmark.results import Row
 from recipes.benchmark.timing import require_time, skipping
 from torchrl_replay_ext import compile_step
@@ -35,14 +36,12 @@ def first_call(name: str, capacity: int, batch_size: int) -> float:
     buffer = full_buffer(name, OURS, transitions(capacity))
     stream, in_graph = Stream(), getattr(buffer.sampler, "writes_in_graphs", True)
 
+    cycle = make_cycle(buffer, batch_size, updates=has_priorities(name))
+
     def step(rows: TensorDictBase | None, td_error: Tensor) -> object:
         if rows is not None:
             buffer.extend(rows)
-        batch = buffer.sample(batch_size)
-        if has_priorities(name):
-            batch.set("td_error", td_error)
-            buffer.update_tensordict_priority(batch)
-        return batch
+        return cycle(td_error)
 
     with torch.no_grad():
         step(stream.take(WRITTEN), td_errors(batch_size))
