@@ -53,7 +53,6 @@ def make_cycle(
         cudagraphs: whether the compiled cycle is replayed as a CUDA graph. Default: None, not compiled.
     """
 
-    @torch.no_grad()
     def cycle(td_error: Tensor) -> object:
         batch = buffer.sample(batch_size)
         if updates:
@@ -61,7 +60,8 @@ def make_cycle(
             buffer.update_tensordict_priority(batch)
         return batch
 
-    return cycle if cudagraphs is None else compile_step(cycle, cudagraphs=cudagraphs)
+    step = cycle if cudagraphs is None else compile_step(cycle, cudagraphs=cudagraphs)
+    return torch.no_grad()(step)
 
 
 def measure_extend(names: list[str], options: Namespace) -> list[Row]:
