@@ -852,7 +852,7 @@ def test_a_batch_without_time():
         ({"lmbda": -0.1}, r"\(lmbda=-0.1\): lmbda must be in \[0, 1\]"),
         ({"rho_thresh": -1.0}, r"\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
         ({"rho_power": 0.0}, r"\(rho_power=0.0\): rho_power must be > 0 and finite"),
-        ({"policy": "softmax"}, r"\(policy='softmax'\): policy must be one of actor, greedy"),
+        ({"policy": "softmax"}, r"\(policy='softmax'\): policy must be 'actor' or 'greedy'"),
     ],
 )
 def test_arguments_out_of_range(arguments, message):
