@@ -91,14 +91,6 @@ def test_collectors_store_zeros_for_random_frames():
 # --- transitions of several steps
 
 
-@pytest.mark.parametrize("module", [discrete, continuous])
-def test_transitions_of_several_steps_are_refused(module):
-    setting, batch = module.Setting(), module.rows()
-    batch["steps_to_next_obs"] = torch.full((*batch.shape, 1), 3)
-    with pytest.raises(ValueError, match="span several steps"):
-        setting.loss(batch)
-
-
 # --- probabilities
 
 
@@ -178,14 +170,6 @@ def test_half_precision_stays_finite(statistics, c):
 # --- masks
 
 
-@pytest.mark.parametrize("module", [discrete, continuous])
-def test_no_valid_step_with_weights(module):
-    setting, batch = module.Setting(), module.rows(mask=True)
-    batch["priority_weight"] = torch.rand(batch.shape, dtype=torch.float64)
-    batch["collector", "mask"] = torch.zeros_like(batch["collector", "mask"])
-    assert all(setting.loss(batch)[key] == 0 for key in setting.loss._LOSSES)
-
-
 @pytest.mark.parametrize(
     ("mask", "error", "words"),
     [
@@ -219,12 +203,6 @@ def test_discounts_out_of_range(gamma):
     for call in calls:
         with pytest.raises(ValueError, match="gamma must be in"):
             call()
-
-
-@pytest.mark.parametrize(("key", "value"), [("trust_region", "False"), ("c", "3"), ("gamma", None), ("delta", "1")])
-def test_arguments_of_another_type(key, value):
-    with pytest.raises(TypeError, match=rf"ACERLoss\({key}="):
-        discrete.Setting(**{key: value})
 
 
 def test_divergence_of_invalid_differences():
