@@ -18,6 +18,7 @@ from tests.objectives.trajectories import (
     OBSERVATION,
     Sums,
     assert_agrees,
+    assert_same,
     assert_same_gradients,
     cut_rows,
     episodes,
@@ -390,8 +391,7 @@ def test_the_policys_logits_or_probabilities_may_have_any_entry(name, entry):
     set_average(loss, renamed["average"])
     result, expected = loss(batch.clone()), expected_setting.loss(batch)
     assert expected["kl"] > 0
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
+    assert_same(result, expected)
 
 
 def test_a_nested_entry_whose_last_part_is_logits_needs_no_mapping():
@@ -473,8 +473,7 @@ def test_actions_that_are_not_allowed(statistics, c):
         losses(result).backward()
         found.append((result, [networks.trunk[0].weight.grad, networks.other_trunk[0].weight.grad]))
     (first, gradients_of_first), (second, gradients_of_second) = found
-    for key, value in second.items():
-        torch.testing.assert_close(first[key], value)
+    assert_same(first, second, 1e-9)
     assert_same_gradients(gradients_of_first, gradients_of_second, 1e-12)
 
 

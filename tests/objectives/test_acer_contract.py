@@ -23,7 +23,9 @@ from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
 from tests.objectives.trajectories import (
     assert_compiles,
+    assert_same,
     assert_same_gradients,
+    assert_same_gradients_of,
     gradients,
     losses,
     refuses,
@@ -48,7 +50,7 @@ def setting_of(acer: ModuleType, **arguments: Any) -> Any:
 
 
 def name_of(value: Any) -> str:
-    return value.__name__.rsplit("_", 1)[-1] if isinstance(value, ModuleType) else str(value)
+    return str(getattr(value, "__name__", value)).rsplit("_", 1)[-1] if not isinstance(value, dict) else str(value)
 
 
 def has_shared_parameters(arguments: dict[str, Any]) -> bool:
@@ -73,11 +75,8 @@ def test_interior_ends_split_rows(acer):
     first["next", "done"][:, -1] = True
     joined = setting.loss(torch.cat([first, second], 1))
     apart = setting.loss(torch.cat([first, second], 0))
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
-    )
+    assert_same(joined, apart, 1e-12)
+    assert_same_gradients_of(joined, apart, setting, 1e-13)
 
 
 @both
@@ -181,11 +180,8 @@ def test_padding_is_not_there(acer, arguments):
     without = setting.loss(real)
     for encoding in encodings:
         with_padding = setting.loss(padded.set("action", encoding))
-        for key, value in without.items():
-            torch.testing.assert_close(with_padding[key], value, rtol=0, atol=1e-12)
-        assert_same_gradients(
-            gradients(losses(with_padding), setting.parameters), gradients(losses(without), setting.parameters), 1e-13
-        )
+        assert_same(with_padding, without, 1e-12)
+        assert_same_gradients_of(with_padding, without, setting, 1e-13)
         torch.testing.assert_close(padded["td_error"][:, :5], real["td_error"])
         assert not padded["td_error"][:, 5:].any()
 
@@ -298,15 +294,24 @@ def test_the_state_has_networks_average_policy_and_weights_of_losses(acer):
     other, batch = setting_of(acer).loss, acer.rows()
     other.load_state_dict(state)
     expected, result = loss(batch), other(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
+    assert_same(result, expected)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@each_layout
+def pickled(loss: Any) -> Any:
+    return pickle.loads(pickle.dumps(loss))
+
+
+@pytest.mark.parametrize(
+    ("acer", "arguments", "duplicate"),
+    [
+        *((*layout, pickled) for layout in LAYOUTS),
+        # copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share
+        *((*layout, copy.deepcopy) for layout in LAYOUTS if not has_shared_parameters(layout[1])),
+        (discrete, {"trunk": "hidden"}, copy.deepcopy),
+    ],
+    ids=name_of,
+)
 def test_copies(acer, arguments, duplicate):
-    if duplicate is copy.deepcopy and has_shared_parameters(arguments) and arguments.get("trunk") != "hidden":
-        pytest.skip("copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share")
     setting, batch = acer.Setting(**arguments), acer.rows()
     setting.loss.c = 0.75
     twin = duplicate(setting.loss)
@@ -314,8 +319,7 @@ def test_copies(acer, arguments, duplicate):
     expected = setting.loss(batch)
     torch.manual_seed(1)
     result = twin(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
+    assert_same(result, expected)
     mine, theirs = list(setting.loss.parameters()), list(twin.parameters())
     assert len(theirs) == len(mine)
     assert not {id(p) for p in mine} & {id(p) for p in theirs}
@@ -335,20 +339,21 @@ def test_to_another_dtype(acer, arguments):
         of_networks = (x for name in loss._network_names for x in getattr(loss, f"{name}_params").values(True, True))
         return [*loss.parameters(), *average_of(loss).values(True, True), *of_networks]
 
-    before = tensors()
-    for dtype in (torch.float16, torch.float64, torch.float32):
+    def cast(dtype: torch.dtype) -> None:
+        before = tensors()
         assert loss.to(dtype) is loss
         after = tensors()
         # shared parameters stay shared
         assert [id(x) for x in before] == [id(x) for x in after]
         assert {x.dtype for x in [*after, *loss.buffers()]} == {dtype}
         assert not any(x.requires_grad for x in average_of(loss).values(True, True))
+
+    cast(torch.float32)
     given = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
     result = loss(given)
     for key, value in expected.items():
         assert result[key].dtype == torch.float32
-        # float16 has rounded the parameters
-        torch.testing.assert_close(result[key], value.float(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
     assert given["td_error"].dtype == torch.float32
     with torch.no_grad():
         for parameter in loss.parameters():
@@ -356,6 +361,8 @@ def test_to_another_dtype(acer, arguments):
     for _ in range(200):
         setting.updater.step()
     assert all(p.abs().max() < 1e-6 for p in average_of(loss).values(True, True))
+    cast(torch.float16)
+    cast(torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -400,8 +407,7 @@ def test_assigned_arguments_are_those_of_the_constructor(acer, key, value):
     setattr(setting.loss, key, value)
     after = setting.loss(batch.clone())
     assert any(not torch.equal(before[name], x) for name, x in expected.items())
-    for name, x in expected.items():
-        assert torch.equal(after[name], x)
+    assert_same(after, expected)
 
 
 @pytest.mark.parametrize(
@@ -499,8 +505,7 @@ def test_weights_of_losses_change_without_a_new_graph(acer):
     def compare() -> None:
         with torch.no_grad():
             expected, result = setting.loss(batch.clone()), compiled(batch.clone())
-        for key, value in expected.items():
-            torch.testing.assert_close(result[key], value)
+        assert_same(result, expected, 1e-9)
 
     compare()
     weights = ["entropy_coeff", "critic_coeff", *(["value_coeff"] if acer is continuous else [])]
@@ -678,9 +683,8 @@ def test_the_loss_reads_its_in_keys_and_writes_its_out_keys(acer):
     given = batch.select(*setting.loss.in_keys)
     expected, result = setting.loss(batch), setting.loss(given)
     assert list(result.keys()) == setting.loss.out_keys
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-        assert value.shape == () and value.requires_grad == key.startswith("loss_")
+    assert_same(result, expected)
+    assert all(x.shape == () and x.requires_grad == key.startswith("loss_") for key, x in result.items())
     assert set(given.keys(True, True)) == {*setting.loss.in_keys, "td_error"}
     for key in setting.loss.in_keys:
         author = "policy" if key in ("action", *acer.BEHAVIOUR) else "environment"
@@ -726,8 +730,7 @@ def test_keys_of_ones_own(acer):
     result, expected = loss(renamed), expected_setting.loss(batch)
     assert set(renamed.keys(True, True)) == before | {("replay", "x")}
     assert torch.equal(renamed["replay", "x"], batch["td_error"])
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
+    assert_same(result, expected)
 
 
 # --- the call
@@ -755,9 +758,8 @@ def test_a_mask_of_another_name_or_none(acer):
     ignored = setting.loss(batch.clone())
     setting.loss.loss_mask_key = ("my", "mask")
     result = setting.loss(batch.exclude("collector").set(("my", "mask"), valid))
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-        assert torch.equal(ignored[key], everything[key])
+    assert_same(result, expected)
+    assert_same(ignored, everything)
     assert not torch.equal(expected["loss_qvalue"], everything["loss_qvalue"])
 
 
