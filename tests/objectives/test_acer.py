@@ -359,16 +359,6 @@ def test_no_step_leaves_the_trust_region():
 # --- batches
 
 
-def test_encodings_of_actions():
-    setting, batch = Setting(), rows()
-    expected = setting.loss(batch)
-    action = batch["action"]
-    one_hot = nn.functional.one_hot(action, ACTIONS)
-    encodings = [action.unsqueeze(-1), action.int(), one_hot, one_hot.bool(), one_hot.float()]
-    for encoding in encodings:
-        assert torch.equal(setting.loss(batch.set("action", encoding))["loss_actor"], expected["loss_actor"])
-
-
 @pytest.mark.parametrize("name", ["logits", "probs"])
 @pytest.mark.parametrize("entry", ["pi_parameters", ("agents", "policy"), ("agents", "logits")], ids=str)
 def test_the_policys_logits_or_probabilities_may_have_any_entry(name, entry):
@@ -544,31 +534,3 @@ def test_values_of_some_actions():
     setting.loss = ACERLoss(networks.actor(), critic)
     SoftUpdate(setting.loss, eps=0.75)
     refuses(setting, rows(), ValueError, r"'action_value'.*\(4, 9, 1\), expected \(4, 9, 4\).*qvalue_network")
-
-
-def not_one_hot(batch: TensorDict) -> Tensor:
-    action = nn.functional.one_hot(batch["action"], ACTIONS)
-    action[1, 2] = 1
-    return action
-
-
-def outside(batch: TensorDict) -> Tensor:
-    return batch["action"].masked_fill(batch["action"] == 2, ACTIONS)
-
-
-def below(batch: TensorDict) -> Tensor:
-    return batch["action"] - 1
-
-
-@pytest.mark.parametrize(
-    ("action", "words"),
-    [
-        (not_one_hot, "'action'.*not one-hot"),
-        (outside, r"'action'.*not in \[0, 4\)"),
-        (below, r"'action'.*not in \[0, 4\)"),
-        (lambda batch: batch["action"].double(), "'action'.*float64.*indices"),
-    ],
-)
-def test_actions_that_are_none(action, words):
-    setting, batch = Setting(), rows()
-    refuses(setting, batch.set("action", action(batch)), ValueError, words)

@@ -1,6 +1,7 @@
 """ACER for continuous actions, against a loop over single steps that follows Algorithm 3."""
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -152,6 +153,30 @@ def distribution(loc: Tensor, scale: Tensor, squashed: bool) -> Any:
     return TransformedDistribution(gaussian, [TanhTransform()]) if squashed else gaussian
 
 
+def policy_step(
+    setting: Setting, step: TensorDict, sums: Sums, weights: list[tuple[Tensor, float]], kind: Any = None
+) -> None:
+    """Add loss_actor, loss_entropy and diagnostics of a step; g is the sum of scores of actions with given weights."""
+    loss, kind = setting.loss, kind or functools.partial(distribution, squashed=setting.squashed)
+    loc, scale = setting.networks.policy(step["observation"])
+    live = loc if loss.statistics == LOC else torch.cat([loc, scale])
+    phi = live.detach().requires_grad_()
+    parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.split(ACTION)
+    g = sum(w * torch.autograd.grad(kind(*parameters).log_prob(a), phi, retain_graph=True)[0] for a, w in weights)
+    loc_avg, scale_avg = (x.detach() for x in setting.average.policy(step["observation"]))
+    divergence = kl_divergence(distribution(loc_avg, scale_avg, False), distribution(*parameters, False))
+    (k,) = torch.autograd.grad(divergence, phi)
+    z = project(g, k, loss.delta) if loss.trust_region else g
+    entropy = Normal(loc, scale).entropy().sum()
+    sums.backpropagate("loss_actor", live, -z)
+    sums.backpropagate("loss_entropy", entropy, -loss.entropy_coeff.item())
+    sums.add("loss_actor", -(live @ z))
+    sums.add("loss_entropy", -loss.entropy_coeff.item() * entropy)
+    sums.add("entropy", entropy)
+    sums.add("kl", divergence)
+    sums.add("tr_active", float(not torch.equal(z, g)))
+
+
 def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace") -> Sums:
     """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
     loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
@@ -193,36 +218,18 @@ def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace"
             reward = step["next", "reward"].item()
             ret, opc = reward + loss.gamma * ret, reward + loss.gamma * opc
             of_actor = opc if loss.use_q_opc and returns == "retrace" else ret
-            # g and k, by autograd
-            live = loc if loss.statistics == LOC else torch.cat([loc, scale])
-            phi = live.detach().requires_grad_()
-            parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.split(ACTION)
-            f = distribution(*parameters, squashed)
             weight = 0.0 if math.isinf(loss.c) else max(0.0, 1 - loss.c / rho_other)
-            g = min(loss.c, rho) * torch.autograd.grad(f.log_prob(a), phi)[0] * (of_actor - v.item())
-            f = distribution(*parameters, squashed)
-            g = g + weight * (q_other - v.item()) * torch.autograd.grad(f.log_prob(other), phi)[0]
-            loc_avg, scale_avg = (x.detach() for x in setting.average.policy(observation))
-            divergence = kl_divergence(distribution(loc_avg, scale_avg, False), distribution(*parameters, False))
-            (k,) = torch.autograd.grad(divergence, phi)
-            z = project(g, k, loss.delta) if loss.trust_region else g
-            sums.backpropagate("loss_actor", live, -z)
+            of_scores = min(loss.c, rho) * (of_actor - v.item()), weight * (q_other - v.item())
+            policy_step(setting, step, sums, [*zip((a, other), of_scores, strict=True)])
             error = ret - q.item()
             sums.backpropagate("loss_qvalue", q, -2 * loss.critic_coeff.item() * error)
             v_gradient = min(1.0, rho) * error if dueling else rho * (ret - v.item())
             sums.backpropagate("loss_value", v, -2 * loss.value_coeff.item() * v_gradient)
-            entropy = Normal(loc, scale).entropy().sum()
-            sums.backpropagate("loss_entropy", entropy, -loss.entropy_coeff.item())
-            sums.add("loss_actor", -(live @ z))
             sums.add("loss_qvalue", loss.critic_coeff.item() * error**2)
             v_loss = v_gradient**2 if dueling else rho * (ret - v.item()) ** 2
             sums.add("loss_value", loss.value_coeff.item() * v_loss)
-            sums.add("loss_entropy", -loss.entropy_coeff.item() * entropy)
-            sums.add("entropy", entropy)
-            sums.add("kl", divergence)
             sums.add("rho", min(loss.c, rho))
             sums.add("bc_weight", weight)
-            sums.add("tr_active", float(not torch.equal(z, g)))
             if returns == "importance_sampling":
                 ret = rho * ret
             else:

@@ -16,8 +16,7 @@ from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
-from tests.objectives import test_retrace_estimator as estimator
-from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
+from torchrl_replay_ext import ACERLoss, TrajectoryRetraceSampler
 from torchrl_replay_ext.functional import (
     gaussian_policy_kl,
     importance_ratio,
@@ -168,24 +167,6 @@ def test_half_precision_stays_finite(statistics, c):
 
 
 # --- masks
-
-
-@pytest.mark.parametrize(
-    ("mask", "error", "words"),
-    [
-        (torch.ones(4, 5), TypeError, "must be bool"),
-        (torch.ones(4, 5, 1, dtype=torch.int64), TypeError, "must be bool"),
-        (torch.ones(4, 5, 2, dtype=torch.bool), ValueError, r"has shape \(4, 5, 2\), expected \(4, 5\)"),
-    ],
-)
-def test_masks_of_another_kind(mask, error, words):
-    batch = estimator.experience(4, 5)
-    batch["collector", "mask"] = mask
-    retrace_estimator = RetraceEstimator(
-        gamma=0.9, value_network=estimator.critic(), actor_network=estimator.actor(), policy="actor"
-    )
-    with pytest.raises(error, match=words):
-        retrace_estimator.value_estimate(batch)
 
 
 # --- arguments

@@ -830,6 +830,7 @@ def broken(**changes):
         ),
         ({"action": lambda x: x.double()}, ValueError, r"'action' has shape \(3, 9\) and dtype torch.float64"),
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, 2)}, ValueError, r"'action' has shape \(3, 9, 2\)"),
+        ({"action": lambda x: x - 1}, ValueError, r"indices that are not in \[0, 4\)"),
         ({"action": lambda x: x + ACTIONS}, ValueError, r"indices that are not in \[0, 4\)"),
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)}, ValueError, "is not one-hot"),
         ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', so its transitions"),

@@ -6,13 +6,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributions import Independent, Normal, kl_divergence
+from torch.distributions import Independent, Normal
 from torchrl.modules import TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer_continuous as continuous
-from tests.objectives.test_acer import Setting as DiscreteSetting
-from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, rows
+from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, policy_step, rows
 from tests.objectives.test_shifted import slices
 from tests.objectives.trajectories import (
     Sums,
@@ -21,7 +20,6 @@ from tests.objectives.trajectories import (
     episodes,
     gradients,
     losses,
-    project,
 )
 from torchrl_replay_ext import ACERContinuousLoss
 
@@ -58,30 +56,13 @@ def appendix_e2(setting: Setting, batch: TensorDict) -> Sums:
             weight = min(loss.c, math.prod(rho[t + i].exp().item() for i in range(k)))
             target = sum(loss.gamma**i * steps[t + i]["next", "reward"].item() for i in range(k))
             target += loss.gamma**k * bootstrap
-            loc, scale = networks.policy(step["observation"])
             v = v_of(step["observation"])
-            live = loc if loss.statistics == LOC else torch.cat([loc, scale])
-            phi = live.detach().requires_grad_()
-            parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.chunk(2)
-            g = (
-                weight
-                * (target - v.item())
-                * torch.autograd.grad(gaussian(*parameters).log_prob(a), phi, retain_graph=True)[0]
-            )
-            mean = gaussian(*(x.detach() for x in setting.average.policy(step["observation"])))
-            divergence = kl_divergence(mean, gaussian(*parameters))
-            (gradient,) = torch.autograd.grad(divergence, phi)
-            z = project(g, gradient, loss.delta) if loss.trust_region else g
-            sums.backpropagate("loss_actor", live, -z)
+            policy_step(setting, step, sums, [(a, weight * (target - v.item()))], gaussian)
             sums.backpropagate("loss_value", v, -2 * loss.value_coeff.item() * weight * (target - v.item()))
-            sums.backpropagate("loss_entropy", Normal(loc, scale).entropy().sum(), -loss.entropy_coeff.item())
-            sums.add("loss_actor", -(live @ z))
             sums.add("loss_qvalue", 0.0)
             sums.add("loss_value", loss.value_coeff.item() * weight * (target - v.item()) ** 2)
-            sums.add("kl", divergence)
             sums.add("rho", weight)
             sums.add("bc_weight", 0.0)
-            sums.add("tr_active", float(not torch.equal(z, g)))
     return sums.means(count)
 
 
@@ -179,8 +160,3 @@ def test_values_of_another_shape():
     SoftUpdate(loss, eps=0.75)
     with pytest.raises(ValueError, match=r"state_value returned V of shape \(4, 9, 2\), expected \(4, 9, 1\)"):
         loss(rows())
-
-
-def test_discrete_actions_do_not_have_it():
-    with pytest.raises(ValueError, match=r"ACERLoss\(returns=.*\): returns must be 'retrace' or 'importance_sampling'"):
-        DiscreteSetting(returns=TIS)
