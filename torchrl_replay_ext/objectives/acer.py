@@ -105,6 +105,7 @@ class ACERLoss(ACERBase):
             in a compiled graph.
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor
         >>> from torchrl.objectives import SoftUpdate

@@ -131,6 +131,7 @@ class ACERContinuousLoss(ACERBase):
             [-1, 1].
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
         >>> from torchrl.modules import IndependentNormal, ProbabilisticActor
         >>> from torchrl.objectives import SoftUpdate
