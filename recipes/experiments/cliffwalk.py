@@ -34,7 +34,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
-from recipes.common.figures import explain, files_of, label, looks, new_figure, sample_line, save, styled
+from recipes.common.figures import explain, files_of, label, looks, panel_grid, sample_line, save, styled
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
 
@@ -197,8 +197,7 @@ def median(rows: list[dict], num_states: int, strategy: str) -> float:
 @styled
 def plot(rows: list[dict]) -> Figure:
     """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds."""
-    figure = new_figure(3.9)
-    panel = figure.subplots()
+    figure, (panel,) = panel_grid(1, height=3.1)
     chosen = looks(STRATEGIES)
     states = sorted({row["num_states"] for row in rows})
     for place, strategy in enumerate(STRATEGIES):

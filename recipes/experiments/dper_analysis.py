@@ -52,7 +52,7 @@ from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import CONFIG, DONE, parse_config
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
-from recipes.common.figures import GREY, explain, files_of, looks, new_figure, sample_line, save, styled
+from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
 from recipes.common.files import load_config
 from recipes.common.replay import make_replay
 from recipes.common.run import seed_everything
@@ -154,8 +154,7 @@ def format_table(rows: list[dict], newest: dict[str, float]) -> str:
 @styled
 def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
     """Draw the ratios against K, with their intervals."""
-    figure = new_figure(3.9)
-    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    figure, panels = panel_grid(len(MEASURES), len(MEASURES), sharey=True)
     names = {row["granularity"]: f"chosen by {row['granularity']}" for row in rows}
     chosen = looks(names)
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):

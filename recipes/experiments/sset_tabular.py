@@ -38,7 +38,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.curves import BAND, curve_entries
-from recipes.common.figures import count_steps, explain, files_of, looks, new_figure, save, styled, threshold_line
+from recipes.common.figures import count_steps, explain, files_of, looks, panel_grid, save, styled, threshold_line
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
@@ -178,8 +178,7 @@ def format_table(rows: list[dict]) -> str:
 @styled
 def plot(curves: dict[tuple[str, int], list[float]]) -> Figure:
     """Draw the median error over the seeds, with the range over seeds shaded."""
-    figure = new_figure(4.2)
-    panel = figure.subplots()
+    figure, (panel,) = panel_grid(1, height=3.4)
     chosen = looks(METHODS)
     for place, method in enumerate(METHODS):
         of = np.array([curve for (name, _), curve in curves.items() if name == method])

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from recipes.common.curves import BAND, curve_entries
-from recipes.common.figures import explain, files_of, looks, new_figure, save, styled
+from recipes.common.figures import explain, files_of, looks, panel_grid, save, styled
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext.functional import reliability
 
@@ -184,8 +184,7 @@ def write_csv(rows: list[dict], path: Path) -> None:
 @styled
 def plot(rows: list[dict]) -> Figure:
     """Draw Figure 4: updates in excess of the oracle's against the episode length, one panel per condition."""
-    figure = new_figure(3.7)
-    panels = figure.subplots(1, len(PERIODS), sharex=True, sharey=True)
+    figure, panels = panel_grid(len(PERIODS), len(PERIODS), sharex=True, sharey=True)
     compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
     chosen = looks(compared)
     for panel, condition in zip(panels, PERIODS, strict=True):
