@@ -55,7 +55,6 @@ from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
 from recipes.common.files import load_config
 from recipes.common.replay import make_replay
-from recipes.common.run import seed_everything
 from recipes.common.schemas.dper_analysis import Config
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
@@ -220,7 +219,7 @@ def analyse(raw_config: DictConfig, run_dir: Path) -> int:
         return DONE
     assert config.run is not None
     torch.set_num_threads(config.num_threads)
-    seed_everything(config.seed)
+    torch.manual_seed(config.seed)
     replay, policy, noise_scale = load_run(Path(config.run))
 
     def actor_buffer(granularity: str, num_candidates: int) -> TensorDictReplayBuffer:

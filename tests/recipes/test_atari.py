@@ -288,12 +288,6 @@ def test_games_without_scores_are_not_normalized():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["env.atari.noop_max=-1"], "env.atari.noop_max=-1: must be >= 0"),
-        (
-            ["env.human_score=null"],
-            "env.random_score=1.7, env.human_score=None: must be two different numbers",
-        ),
-        (["dqn.optimizer.name=sgd"], "optimizer.name=sgd: choose adam, rmsprop"),
         (["dqn.optimizer.decay=1"], r"optimizer: RMSProp\(decay=1"),
         (["dqn.optimizer.speed=1"], "Could not override|optimizer: "),
         (["env.id=ALE/Nothing-v5"], "env.id=ALE/Nothing-v5: "),

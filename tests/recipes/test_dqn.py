@@ -103,14 +103,10 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     config = composer.configuration("env.reward_threshold=1", "sampler=uniform")
     assert dqn.train(config, tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
-    printed = capsys.readouterr()
-    assert "reached 1 at step 32" in printed.out
-    assert "cartpole uniform seed 1, solved:  33%" in printed.err
+    assert "reached 1 at step 32" in capsys.readouterr().out
     assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
-    printed = capsys.readouterr()
-    assert "reached 1 at step 32" in printed.out
-    assert "cartpole uniform seed 1, done: 100%" in printed.err
+    assert "reached 1 at step 32" in capsys.readouterr().out
 
 
 def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
@@ -127,7 +123,6 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
     printed = capsys.readouterr()
     assert printed.out == f"interrupted at step 32; continue with resume={run_dir}\n"
-    assert ", interrupted:  33%" in printed.err
     assert (run_dir / "learning_curve.png").is_file()
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     first = rows(run_dir)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
@@ -11,7 +10,6 @@ from recipes.common.cli import DONE
 from tests.recipes.runs import (
     Composer,
     Replay,
-    assert_commands,
     assert_trained,
     eager_and_compiled,
     needs,
@@ -130,13 +128,3 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
     tables = eager_and_compiled(sac.train, composer.configuration, tmp_path, "sampler=per")
     results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
-
-
-def test_command_line(tmp_path):
-    """Exit codes, and what stderr says, of the real command."""
-    words = {
-        ("env=cartpole",): (2, "bad configuration: env=cartpole: recipes.sac has no settings for it; use recipes.dqn"),
-        (*composer.tiny, f"hydra.run.dir={tmp_path / 'run'}"): (0, "pendulum per"),
-    }
-    assert_commands("sac", words)
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").sac.hidden_sizes == [16, 16]

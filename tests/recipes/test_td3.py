@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
@@ -16,7 +15,6 @@ from tests.data import learnable
 from tests.recipes.runs import (
     Composer,
     Replay,
-    assert_commands,
     assert_trained,
     eager_and_compiled,
     needs,
@@ -306,14 +304,3 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
     tables = eager_and_compiled(td3.train, composer.configuration, tmp_path, "sampler=per")
     results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
-
-
-def test_command_line(tmp_path):
-    """Exit codes, and what stderr says, of the real command."""
-    refused = "bad configuration: td3.gradient_steps=3: must be a multiple of td3.policy_delay"
-    words = {
-        ("td3.gradient_steps=3",): (2, refused),
-        (*composer.tiny, f"hydra.run.dir={tmp_path / 'run'}"): (0, "pendulum per"),
-    }
-    assert_commands("td3", words)
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").td3.hidden_sizes == [16, 16]
