@@ -19,6 +19,7 @@ from tests.emulated_device import EmulatedDevice
 from tests.test_flat_cost import code_of, large_steps
 from torchrl_replay_ext import EventSpec, EventTables, SumTree, compile_step
 from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.event_tables import OpenEpisodes, Rows
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities
@@ -29,7 +30,6 @@ from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.functional import allocate
 from torchrl_replay_ext.functional.allocation import METHODS
 from torchrl_replay_ext.kernels import ops, reaper, reasons, tree_layout
-from torchrl_replay_ext.writers.open_episodes import OpenEpisodes, Rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
-from torchrl_replay_ext.kernels.ops import events_order, events_remove
+from torchrl_replay_ext.kernels.ops import events_earlier, events_order, events_remove, events_reopen, events_write
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
@@ -21,6 +21,7 @@ STORAGE_ATTRIBUTE = "_event_tables"
 UNSENT, LEFT = -1, -2
 WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
 _NO_SLOTS, _NO_EPISODES = np.empty(0, np.int64), torch.empty(0, 4, dtype=torch.int64, device="cpu")
+_FEWEST_CELLS = 64
 
 
 class EventTable:
@@ -250,6 +251,10 @@ class EventTables(Mapping[str, EventTable]):
             self._memory = address, [tensor.numpy() for tensor in self._tensors()]
         return self._memory[1]
 
+    def counters(self) -> np.ndarray:
+        """The counters, see :mod:`torchrl_replay_ext.kernels.events`; the tables are allocated."""
+        return self.arrays()[10]
+
     def changed_arrays(self) -> list[Tensor]:
         """Those of :meth:`arrays` that say what has changed."""
         return [self.slot_at, self.places, self.counts, self._counters, self._journal]
@@ -366,7 +371,7 @@ class EventTables(Mapping[str, EventTable]):
             True if slots were skipped.
         """
         first = self.counter(NEXT_SLOT)
-        if first == slot or not self.num_written:
+        if not self.num_written:
             return False
         self.overwrite((first + np.arange((slot - first) % self.num_slots)) % self.num_slots)
         return True
@@ -403,6 +408,89 @@ class EventTables(Mapping[str, EventTable]):
             free = self._free.numpy()[np.arange(head, tail) % self.num_slots]
             if not np.array_equal(np.sort(free), np.flatnonzero((places < 0).all(0))):
                 raise AssertionError("EventTables: the free slots are not the slots that no table holds")
+
+
+class Rows(NamedTuple):
+    """The rows of a write.
+
+    Args:
+        stream: stream of each row, int64 [n].
+        trajectory: trajectory id, int64 [n]; empty if the stream is all that is known.
+        ends: True if the row is the last of an episode, bool [n].
+        begins: True if the row is marked as the first of an episode, bool [n]; empty if no row is.
+        occurred: True if an event occurs in a row, bool [n, events].
+    """
+
+    stream: np.ndarray
+    trajectory: np.ndarray
+    ends: np.ndarray
+    begins: np.ndarray
+    occurred: np.ndarray
+
+    def part(self, first: int, end: int) -> Rows:
+        """The rows ``first`` to ``end`` - 1."""
+        return Rows(*(column[first:end] for column in self))
+
+
+class OpenEpisodes:
+    """The last step of the unfinished episode of each stream; the tables know the steps before it.
+
+    Args:
+        tables: the tables to fill.
+    """
+
+    def __init__(self, tables: EventTables):
+        self._tables = tables
+        self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
+        self._history = np.array([spec.history for spec in tables.specs])
+        self._used = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard all unfinished episodes."""
+        self.load(_NO_EPISODES)
+
+    def load(self, found: Tensor) -> None:
+        """Replace all episodes by those of :meth:`stored`."""
+        size = _FEWEST_CELLS
+        while size < 4 * len(found):
+            size *= 2
+        self._cells = torch.zeros(size, 4, dtype=torch.int64, device="cpu")
+        events_reopen(self._cells, self._used, found.cpu())
+
+    def stored(self) -> Tensor:
+        """The episodes whose last step is still stored: stream, slot, number and trajectory, int64 [n, 4]."""
+        found = self._cells[self._cells[:, 1] >= 0]
+        return found[self._tables.number[found[:, 1]] == found[:, 2]] if len(found) else found
+
+    def write(self, rows: Rows, slots: np.ndarray) -> None:
+        """Write ``rows`` to the tables. ``slots``, int64 [n], are a result if the tables are pinned."""
+        arrays, done = self._tables.arrays(), np.zeros(1, np.int64)
+        while True:
+            events_write(self._cells, self._used, slots, *rows, self._table_of, self._history, done, *arrays)
+            if done[0] == len(slots):
+                return
+            self.load(self.stored())
+
+    def undo(self, rows: Rows, slots: np.ndarray) -> None:
+        """Remove the rows of a failed write from the tables. Entries that they have displaced are lost."""
+        events_remove(self._cells, slots, rows.stream, *self._tables.arrays())
+
+    def earlier(self, stream: int, trajectory: int, count: int) -> np.ndarray:
+        """The slots of the last ``count`` steps of the unfinished episode of a stream, oldest first; int64."""
+        slots = torch.full((count,), -1, device="cpu")
+        if self._tables.is_allocated:
+            events_earlier(self._cells, stream, trajectory, slots, *self._tables.arrays())
+        return slots[slots >= 0].flip(0).numpy()
+
+    def __getstate__(self) -> tuple[EventTables, np.ndarray]:
+        # not tensors, which processes would share
+        return self._tables, self.stored().numpy()
+
+    def __setstate__(self, state: tuple[EventTables, np.ndarray]) -> None:
+        tables, found = state
+        self.__init__(tables)
+        self.load(torch.from_numpy(found.copy()))
 
 
 class TableView:

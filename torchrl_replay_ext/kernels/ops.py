@@ -75,7 +75,8 @@ class Kernel:
         return getattr(import_module(f"{package}.{module}"), function)
 
     def _on_cpu(self, *arguments: Any) -> None:
-        self.loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+        loop = self._loop or self.loop
+        loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
 
     def _on_cuda(self, *arguments: Any) -> None:
         if self._launch is None:
