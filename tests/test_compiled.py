@@ -145,7 +145,7 @@ def reaper(**arguments: Any) -> Callable[[int], Any]:
 
 
 def rank(**arguments: Any) -> Callable[[int], Any]:
-    arguments = {"beta": Anneal(0.4, 1.0, 30), "stale_fraction": 1.0, **arguments}
+    arguments = {"beta": Anneal(0.4, 1.0, 30), **arguments}
     return lambda capacity: RankBasedSampler(capacity, **arguments)
 
 

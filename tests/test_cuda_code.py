@@ -44,7 +44,8 @@ def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    called = re.sub(r"torch\.ops\.torchrl_replay_ext\.(tree|rows|reaper|lanes|episodes|slices)_", "our_", called)
+    modules = "tree|rows|reaper|lanes|episodes|slices|rank|events"
+    called = re.sub(rf"torch\.ops\.torchrl_replay_ext\.({modules})_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
     # Triton rejects a product of an int32 index, x0 or r0_1, and a number that is out of its range
@@ -167,6 +168,19 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     test_kernels.draw_by_reliability(index, generation, 0.5, tree, tables=4 * assigned)
     assert [kernel.name for kernel in compiled] == ["_of", "_smallest", "_draw", "_average"][: 3 + assigned]
     assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+RANKS = {"bucket": INT32, "members": INT32, "counts": INT32, "to": INT32}
+RANKS |= dict.fromkeys(("place", "top", "slots", "rank", "slot"), INT64)
+
+
+@pytest.mark.parametrize("name", ["_move", "_find", "_rank_of"])
+def test_kernels_of_ranks_are_compiled_for_the_gpu(name):
+    kernel = getattr(import_module("torchrl_replay_ext.kernels.cuda.rank"), name)
+    constants = {key: value for key, value in {"is_one": False, "num_rows": 64}.items() if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in constants else RANKS.get(key, "i32") for key in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 BOOL = "*i1"

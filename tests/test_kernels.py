@@ -21,12 +21,9 @@ from torchrl_replay_ext import EventSpec, EventTables, SumTree, compile_step
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.event_tables import OpenEpisodes, Rows
 from torchrl_replay_ext.core.lanes import EpisodeMarks
-from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.functional import allocate
 from torchrl_replay_ext.functional.allocation import METHODS
 from torchrl_replay_ext.kernels import ops, reaper, reasons, tree_layout
@@ -606,22 +603,19 @@ def test_draws_by_reliability_stay_in_range_whatever_the_state_holds(run, assign
 
 
 def some_ranks(size):
-    layout = Layout((size,), size, torch.device("cpu"))
-    priorities = Priorities(size, layout.device, eps=0.0, td_error="absolute", within_buffer=False)
-    return RankBuckets(WriteLog(layout), priorities)
+    return RankBuckets(size, torch.device("cpu"))
 
 
 def arrays(ranks):
     return {key: value for key, value in vars(ranks).items() if isinstance(value, torch.Tensor)}
 
 
-@not_interpreted
 def test_all_implementations_have_the_same_ranks(run):
     size, generator = 40, np.random.default_rng(0)
     ranks, other = some_ranks(size), some_ranks(size)
     # the naive model: the slots of each bucket; the first bucket is in reverse
     buckets = {}
-    for _ in range(150):
+    for _ in range(40 if INTERPRETED else 150):
         count = int(generator.integers(0, 12))
         # with duplicates, and slots out of range
         slots = torch.from_numpy(generator.integers(-1, size + 1, count))
@@ -629,13 +623,18 @@ def test_all_implementations_have_the_same_ranks(run):
         change = int(generator.integers(3))
         for each, call in ((ranks, lambda function, *arguments: function(*arguments)), (other, run)):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
+        if INTERPRETED:
+            # sorted, where a slot that leaves lets those behind it move up
+            run(ops.rank_rebuild, *other._arrays)
         # the last of duplicates counts
         last = {}
         for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
             last.setdefault(slot, number)
         for slot in last:
             for members in buckets.values():
-                if slot in members:
+                if slot in members and INTERPRETED:
+                    members.remove(slot)
+                elif slot in members:
                     members[members.index(slot)] = members[-1]
                     members.pop()
         for slot, number in [*last.items()][::-1]:
@@ -643,7 +642,7 @@ def test_all_implementations_have_the_same_ranks(run):
                 buckets.setdefault(2**31 if change == 0 else number >> 16, []).append(slot)
         order = [s for key in sorted(buckets)[::-1] for s in buckets[key][:: -1 if key == 2**31 else 1]]
         for name, array in arrays(ranks).items():
-            assert torch.equal(array, arrays(other)[name]), name
+            assert INTERPRETED or torch.equal(array, arrays(other)[name]), name
         assert int(run(other.total)) == len(order)
         assert run(other.find, torch.arange(-1, len(order) + 1)).tolist() == [0, *order, 0]
         where = {slot: rank for rank, slot in enumerate(order)}
@@ -652,7 +651,6 @@ def test_all_implementations_have_the_same_ranks(run):
         ]
 
 
-@not_interpreted
 def test_ranks_stay_in_range_whatever_the_state_holds(run):
     ranks = some_ranks(50)
     ranks.insert(torch.arange(50))
@@ -668,12 +666,11 @@ def test_ranks_stay_in_range_whatever_the_state_holds(run):
         run(ranks.rank_of, torch.randint(-5, 60, (100,)))
         run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100))
     ranks._place.random_()
-    run(ranks.rebuild)
+    run(ranks.rebuild, torch.rand(50), torch.rand(50) < 0.5)
     run(ranks.clear)
     assert int(ranks.total()) == 0 and run(ranks.find, torch.tensor([-1, 0])).tolist() == [0, 0]
 
 
-@not_interpreted
 def test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run):
     table, exponent = torch.zeros(20, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for alpha, step, applied in ((0.0, 0.01, False), (0.7, 0.01, True), (0.705, 0.01, False), (0.705, 0.0, True)):

@@ -276,7 +276,6 @@ class RankBasedSamplerConfig(_PriorityConfig):
     beta: Any = 0.5
     stratified: bool = True
     segments: str = "exact"
-    stale_fraction: float = 0.05
     weight_norm: str = "buffer"
 
 

@@ -117,7 +117,7 @@ SAMPLERS: dict[str, Callable[[int, torch.device, Any], Any]] = {
     "uniform": lambda capacity, device, kind: RandomSampler(),
     "PER": lambda capacity, device, kind: ProportionalSampler(capacity, alpha=ALPHA, beta=BETA, td_error=kind),
     # does not sort by itself: the sorts are timed separately
-    "rank-based PER": lambda capacity, device, kind: RankBasedSampler(capacity, stale_fraction=1.0, td_error=kind),
+    "rank-based PER": lambda capacity, device, kind: RankBasedSampler(capacity, td_error=kind),
     "ReaPER": lambda capacity, device, kind: ReaPERSampler(capacity, td_error=kind),
     "event tables, ring": lambda capacity, device, kind: event_tables(capacity, "ring"),
     "event tables, pinned": lambda capacity, device, kind: event_tables(capacity, "pinned"),

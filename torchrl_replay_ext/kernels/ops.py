@@ -212,7 +212,9 @@ _RANK += "Tensor(f!) counts, Tensor(g!) top"
 rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor to")
 rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
-rank_rank_of = Kernel("rank.rank_of", "Tensor bucket, Tensor place, Tensor counts, Tensor slots, Tensor(a!) rank")
+rank_rank_of = Kernel(
+    "rank.rank_of", "Tensor bucket, Tensor place, Tensor members, Tensor counts, Tensor slots, Tensor(a!) rank"
+)
 rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")
 
 # the arrays of EventTables

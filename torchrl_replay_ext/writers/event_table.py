@@ -272,6 +272,7 @@ class EventTableWriter(CompilableWriter):
                     f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
                     "one value per transition is needed."
                 )
+        ends: Any
         ends, begins, trajectory = *found, *[None] * (3 - len(found))
         if trajectory is not None and (trajectory.is_floating_point() or trajectory.dtype == torch.bool):
             raise TypeError(
