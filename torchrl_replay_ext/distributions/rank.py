@@ -17,7 +17,7 @@ from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowVie
 from torchrl_replay_ext.kernels.ops import rank_tabulate
 
 # An annealed alpha is applied in steps of this size.
-_STEP = 0.01
+STEP = 0.01
 
 Segments = Literal["exact", "piecewise"]
 
@@ -63,7 +63,7 @@ class RankBased(Distribution):
         """Bring ranks and alpha up to date before a draw."""
         self._ranks.refresh()
         if self._alpha.annealed:
-            self._tabulate(self._alpha.tensor, _STEP)
+            self._tabulate(self._alpha.tensor, STEP)
 
     def clear(self) -> None:
         self._ranks.clear()

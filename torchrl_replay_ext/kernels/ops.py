@@ -240,14 +240,19 @@ events_earlier = Kernel(
 events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, Tensor found", for_cuda=False)
 events_set_masses = Kernel(
     "events.set_masses",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, Tensor(d!) seen, Tensor of_slot, "
-    "Tensor alpha, Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor counters, Tensor journal",
-    for_cuda=False,
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor of_slot, Tensor alpha, Tensor union, Tensor generation, "
+    "Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor journal, int begin, int end",
+)
+_PLAN = (
+    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
+    "Tensor counts, Tensor begins, Tensor(a!) table, Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total"
+)
+events_plan = Kernel("events.plan", _PLAN)
+events_mixture = Kernel(
+    "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor places, Tensor(a!) probability"
 )
 events_draw = Kernel(
     "events.draw",
-    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, bool is_uniform, Tensor leaves, Tensor nodes, "
-    "Tensor pages, Tensor slot_at, Tensor places, Tensor counts, Tensor begins, Tensor(a!) slots, Tensor(b!) table, "
-    "Tensor(c!) mass, Tensor(d!) probability, Tensor(e!) eta, Tensor(f!) total",
-    for_cuda=False,
+    _PLAN + ", Tensor slot_at, Tensor places, bool is_uniform, Tensor(e!) slots, Tensor(f!) mass, "
+    "Tensor(g!) probability",
 )
