@@ -500,9 +500,7 @@ class Driven:
         self.update_all()
         if self.case.pinned:
             tables = self.tables_of()
-            held = (
-                tables.holds(torch.arange(tables.num_slots, device=tables.device)).any(0).nonzero().squeeze(1).tolist()
-            )
+            held = (tables.places >= 0).any(0).nonzero().squeeze(1).tolist()
         else:
             held = sorted(self.content)
         slots = self.rng.choices(held, k=count)

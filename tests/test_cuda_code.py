@@ -146,9 +146,8 @@ def test_kernels_of_rows_are_compiled_for_the_gpu(name, flag):
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
-@pytest.mark.parametrize(("architecture", "assigned"), [(80, True), (90, False)])
-def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monkeypatch):
-    """With the arguments of calls, which are not launched."""
+def compiled_only(monkeypatch, architecture, kernels):
+    """Compile the given kernels at their calls, with the arguments of these, instead of running them."""
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", architecture, 32))
     target.get_current_device = target.get_current_stream = lambda *_: 0
     compiled, launch = [], JITFunction.run
@@ -156,12 +155,41 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     def run(*arguments, warmup, **options):
         compiled.append(launch(*arguments, warmup=True, **options))
 
-    index, generation = test_kernels.some_episodes(assigned, 2)
-    tree = test_kernels.a_tree(300)
     monkeypatch.setattr(driver, "_active", target)
     monkeypatch.setattr(JITFunction, "run", run)
-    for kernel in (ops.reaper_reliability, ops.reaper_smallest, ops.reaper_draw):
+    for kernel in kernels:
         monkeypatch.setattr(kernel, "_on_cpu", lambda *given, on=kernel._on_cuda: on(*map(ops.as_tensor, given)))
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("architecture", "retention", "allocation"), [(80, "ring", 0), (90, "pinned", 1), (90, "ring", 2)]
+)
+def test_kernels_of_event_tables_are_compiled_for_the_gpu(architecture, retention, allocation, monkeypatch):
+    tables, _ = test_kernels.some_tables(retention)
+    tree, slots = test_kernels.a_tree(len(tables.slot_at)), torch.arange(60)
+    kernels = ops.events_set_masses, ops.events_plan, ops.events_draw, ops.events_mixture
+    compiled = compiled_only(monkeypatch, architecture, kernels)
+    nothing, exponent = torch.zeros(0, dtype=torch.int64), torch.ones(2, dtype=torch.float64)
+    state = slots, slots, tables.slot_at, tables.places, tables.counts, tables.journal, 0, 3
+    for d, union in ((torch.rand(60), nothing), (torch.rand(0), nothing), (torch.rand(0), slots[:2])):
+        ops.events_set_masses(*tree.arrays()[:3], d, exponent, union, *state)
+    numbers, shares = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.float64)
+    plan = slots[:1], shares, numbers, allocation, *tree.arrays()[:3], tables.counts, tables.begins
+    plan += slots, shares.clone(), numbers.clone(), numbers.clone()
+    ops.events_plan(*plan)
+    ops.events_draw(*plan, tables.slot_at, tables.places, False, slots, slots.clone(), slots.double())
+    ops.events_mixture(slots, shares, tree.leaves, tables.places, slots.double())
+    assert [kernel.name for kernel in compiled] == ["_masses", "_write"] * 3 + ["_draw", "_draw", "_mixture"]
+    assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+@pytest.mark.parametrize(("architecture", "assigned"), [(80, True), (90, False)])
+def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monkeypatch):
+    """With the arguments of calls, which are not launched."""
+    index, generation = test_kernels.some_episodes(assigned, 2)
+    tree = test_kernels.a_tree(300)
+    compiled = compiled_only(monkeypatch, architecture, (ops.reaper_reliability, ops.reaper_smallest, ops.reaper_draw))
     index.reliability(torch.arange(300), generation)
     result, omega = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     ops.reaper_smallest(tree.leaves[:300], omega, result, *index.arrays(generation))

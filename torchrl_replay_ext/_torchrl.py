@@ -81,7 +81,7 @@ def entries_of(data: Any, keys: Iterable[NestedKey]) -> list[Any]:
     entries: list[Any] = []
     for key in keys:
         path: Any = (key,) if isinstance(key, str) else key
-        entry = data
+        entry: Any = data
         for depth, name in enumerate(path):
             if type(entry) is not TensorDict:
                 entry = entry.get(path[depth:], None) if is_tensor_collection(entry) else None

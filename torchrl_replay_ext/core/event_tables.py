@@ -321,7 +321,7 @@ class EventTables(Mapping[str, EventTable]):
         """Number of transitions written so far."""
         return self.counter(WRITTEN) if self.is_allocated else 0
 
-    # --- which tables hold a slot
+    # --- changes
 
     def has_changes_since(self, seen: int) -> bool:
         """True if :meth:`changes` knows all changes since the counter of changes was ``seen``."""
