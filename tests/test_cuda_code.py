@@ -19,7 +19,6 @@ from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
 from torchrl_replay_ext.kernels import ops
-from torchrl_replay_ext.kernels.ops import Kernel
 
 pytest.importorskip("triton")
 
@@ -32,12 +31,6 @@ from triton.runtime.jit import JITFunction
 from tests.cuda_code import code_for_cuda
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
-
-
-@pytest.fixture(autouse=True)
-def code_of_the_gpu(monkeypatch):
-    """Graphs are traced with tensors on the CPU; use kernels only if they have a version for the GPU."""
-    monkeypatch.setattr(Kernel, "runs_on", lambda self, state: self._for_cuda)
 
 
 def assert_only_kernels(code):

@@ -150,18 +150,18 @@ class EventTableMixture(Distribution):
 
     def _read_if_unknown(self) -> None:
         """Read all entries of the tables, unless the changes since the last time are known."""
-        counters, seen = self._tables.counters(), self._seen.numpy()
+        resets, seen = self._tables.counter(RESETS), self._seen.numpy()
         if not self._tables.has_changes_since(seen[0]):
             self._view.send()
-            seen[0], self._resets = counters[CHANGES], int(counters[RESETS])
+            seen[0], self._resets = self._tables.counter(CHANGES), resets
             self._tree.clear_()
             if self._within.follows:
                 self._within.clear()
             self._set_masses(self._stored(torch.arange(self._size, device=self._device)))
             self._weights.recount()
-        elif counters[RESETS] != self._resets:
+        elif resets != self._resets:
             self._view.send()
-            self._resets = int(counters[RESETS])
+            self._resets = resets
 
     def _stored(self, slots: Tensor) -> Tensor:
         """``slots`` [n]; -1 for those without a transition."""

@@ -46,7 +46,8 @@ class Uniform(WriteObserver):
 
     def __init__(self, log: WriteLog, priorities: Priorities, tree: SumTree, view: TableView):
         self._log, self._priorities, self._tree, self._view = log, priorities, tree, view
-        self._unpowered = priorities.of_slot[:0], torch.zeros(0, dtype=torch.float64, device=view.begins.device)
+        self._no_numbers = priorities.of_slot[:0].clone()
+        self._no_exponent = self._no_numbers.to(torch.float64)
 
     @property
     def max_supported_priority(self) -> float:
@@ -55,7 +56,7 @@ class Uniform(WriteObserver):
 
     def power(self) -> tuple[Tensor, Tensor]:
         """Numbers and the exponent first, whose power is the mass of each slot; no numbers if all masses are 1 unit."""
-        return self._unpowered
+        return self._no_numbers, self._no_exponent
 
     def refresh(self) -> None:
         """Bring what draws read up to date."""

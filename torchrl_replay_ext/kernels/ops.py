@@ -31,13 +31,11 @@ class Kernel:
         arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
             The first one is a tensor of the state. Tensors must be contiguous. In eager code on the CPU they may also
             be NumPy arrays.
-        for_cuda: True (default) if there is a version for CUDA. If not, callers need code for other devices where
-            :meth:`runs_on` is False.
+        for_cuda: True (default) if there is a version for CUDA. If not, the state lies on the CPU.
     """
 
     def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
         self._name, self._loop, self._launch, operation = name, None, None, name.replace(".", "_")
-        self._for_cuda = for_cuda
         _library.define(f"{operation}({arguments}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
         if for_cuda:
@@ -58,10 +56,6 @@ class Kernel:
             self._on_cuda(*arguments)
         else:
             self._operation(*map(as_tensor, arguments))
-
-    def runs_on(self, state: Tensor) -> bool:
-        """True if there is a version for the device of ``state``."""
-        return self._for_cuda or state.is_cpu
 
     @property
     def loop(self) -> Callable[..., None]:
