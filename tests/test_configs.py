@@ -93,7 +93,7 @@ def event_tables(
 
 SAMPLERS = {
     "proportional": ["replay_buffer.sampler.beta={start: 0.4, end: 1.0, num_updates: 10}"],
-    "rank": ["replay_buffer.sampler.stale_fraction=0"],
+    "rank": ["replay_buffer.sampler.stratified=false"],
     "reaper": ["replay_buffer.sampler.omega=0.5"],
     "event_table": event_tables(),
     "trajectory_retrace": [

@@ -8,7 +8,7 @@ including those of this file, and fails if a release of TorchRL removes one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,14 +78,19 @@ def _entries(data: Any, ndim: int, path: tuple[Any, ...] = ()) -> Iterator[tuple
         yield from _entries(value, ndim, (*path, name))
 
 
-def entry_of(data: Any, key: NestedKey) -> Any:
-    """``data.get(key, None)``, in a fifth of the time for a TensorDict."""
-    path: Any = (key,) if isinstance(key, str) else tuple(key)
-    for depth, name in enumerate(path):
-        if type(data) is not TensorDict:
-            return data.get(path[depth:], None) if is_tensor_collection(data) else None
-        data = data._tensordict.get(name)
-    return data
+def entries_of(data: Any, keys: Iterable[NestedKey]) -> list[Any]:
+    """``data.get(key, None)`` of each key, in a fifth of the time for a TensorDict."""
+    entries: list[Any] = []
+    for key in keys:
+        path: Any = (key,) if isinstance(key, str) else key
+        entry: Any = data
+        for depth, name in enumerate(path):
+            if type(entry) is not TensorDict:
+                entry = entry.get(path[depth:], None) if is_tensor_collection(entry) else None
+                break
+            entry = entry._tensordict.get(name)
+        entries.append(entry)
+    return entries
 
 
 def matching_columns(stored: Any, data: Any, ndim: int, *, except_for: str = "") -> list[tuple[Tensor, Tensor]] | None:

@@ -212,7 +212,7 @@ def learn_in_graph(rb, backend):
 def test_in_a_graph_windows_and_priorities_are_those_of_eager_code(name, lanes, boundary, backend):
     unit = Sequence(length=3, burn_in=1, bootstrap=1, dilation=2, episode_boundary=boundary)
     # a sort keeps the order of equal priorities, so both buffers must sort at the same times
-    sampler = RankBasedSampler(CAPACITY, stale_fraction=1.0) if name == "rank" else MAKERS[name]()
+    sampler = RankBasedSampler(CAPACITY) if name == "rank" else MAKERS[name]()
     rb = make(sampler, stock=False, lanes=lanes, unit=unit)
     twin = copy.deepcopy(rb)
     graph = learn_in_graph(rb, CompileCounterWithBackend(backend))
