@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -98,7 +99,7 @@ def _no_such_key(key: str, recipe: str, words: Sequence[str]) -> str:
     while group and OmegaConf.select(config, group) is None:
         group, _, last = group.rpartition(".")
     node = OmegaConf.select(config, group) if group else config
-    paths = {full: full.rpartition(".")[2] for full in _leaves(config)}
+    paths = {full: full.rpartition(".")[2] for full in _leaves(OmegaConf.to_container(config))}
     found = closest(last, map(str, node)) if isinstance(node, DictConfig) else []
     found += [full for full, name in paths.items() if name == last]
     found = found or [full for full, name in paths.items() if name in closest(last, paths.values())]
@@ -109,10 +110,9 @@ def _no_such_key(key: str, recipe: str, words: Sequence[str]) -> str:
     )
 
 
-def _leaves(node: DictConfig, path: str = "") -> list[str]:
-    """The full names of all values."""
+def _leaves(node: Any, path: str = "") -> list[str]:
+    """The full names of all values of nested dicts."""
     found = []
-    for name in map(str, node):
-        value = None if OmegaConf.is_interpolation(node, name) else node._get_node(name)
-        found += _leaves(value, f"{path}{name}.") if isinstance(value, DictConfig) else [f"{path}{name}"]
+    for name, value in node.items():
+        found += _leaves(value, f"{path}{name}.") if isinstance(value, dict) else [f"{path}{name}"]
     return found

@@ -161,6 +161,8 @@ class EventTableMixture(Distribution):
             self._weights.recount()
         elif resets != self._resets:
             self._view.send()
+            # the tables were loaded after the sampler
+            self._within.rebuild()
             self._resets = resets
 
     def _stored(self, slots: Tensor) -> Tensor:

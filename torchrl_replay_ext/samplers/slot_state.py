@@ -247,7 +247,9 @@ class SlotState:
             return
         before = slots[self.log.generation.index_select(0, slots) > 0]
         for part in self._parts:
-            part.remove(slots if part in inserted else before)
+            rows = slots if part in inserted else before
+            if rows.numel():
+                part.remove(rows)
         if before.numel():
             self._forget(before)
 
