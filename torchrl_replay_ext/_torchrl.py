@@ -180,7 +180,9 @@ def next_step_value(storage: Any) -> int | Tensor | None:
     if not writers:
         return None
     # of several buffers, the last one that has written
-    written = [] if len(writers) == 1 or torch.compiler.is_compiling() else [w for w in writers if w._write_count]
+    written = (
+        [] if len(writers) == 1 or torch.compiler.is_dynamo_compiling() else [w for w in writers if w._write_count]
+    )
     writer = (written or writers)[-1]
     cursor = getattr(writer, "cursor_value", None)
     return writer._cursor if cursor is None else cursor
@@ -221,7 +223,7 @@ def set_columns(storage: Any, cursor: Any, data: Any, *, set_cursor: bool = True
     Returns False, and writes nothing, unless data and storage have the same entries, all tensors.
     """
     stored = stored_data(storage)
-    pairs = None if torch.compiler.is_compiling() else matching_columns(stored, data, getattr(data, "ndim", 0))
+    pairs = None if torch.compiler.is_dynamo_compiling() else matching_columns(stored, data, getattr(data, "ndim", 0))
     if pairs is None:
         rows, columns = (dict(_entries(each, getattr(each, "ndim", 0))) for each in (data, stored))
         are_tensors = all(isinstance(each, Tensor) for each in (*rows.values(), *columns.values()))
@@ -259,7 +261,7 @@ def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batc
 
 def take_rows(data: TensorDictBase, index: Tensor) -> TensorDictBase:
     """The rows ``index`` [n], within bounds, of a TensorDict with one batch dimension."""
-    if torch.compiler.is_compiling() or not isinstance(data, TensorDict) or data._has_names():
+    if torch.compiler.is_dynamo_compiling() or not isinstance(data, TensorDict) or data._has_names():
         return map_tensors(data, lambda column: gather_in_bounds(column, index), index.shape)
     parts = {}
     for key, part in data._tensordict.items():

@@ -132,7 +132,7 @@ class AdamStep:
                 f"AdamStep: the gradients have shapes {shapes}, the parameters {expected}; pass "
                 "torch.autograd.grad(loss, step.parameters)."
             )
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             _step_with(self._optimizer, self.parameters, gradients)
             return
         beta1, beta2 = self._group["betas"]

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# what loops take as it is; isinstance(each, Tensor) takes several times as long for these
+_NOT_TENSORS = frozenset((np.ndarray, int, float, bool))
 _NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 _library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
 
@@ -48,7 +50,7 @@ class Kernel:
         first = arguments[0]
         if isinstance(first, np.ndarray):
             self._on_cpu(*arguments)
-        elif torch.compiler.is_compiling():
+        elif torch.compiler.is_dynamo_compiling():
             self._operation(*arguments)
         elif first.is_cpu:
             self._on_cpu(*arguments)
@@ -70,7 +72,7 @@ class Kernel:
 
     def _on_cpu(self, *arguments: Any) -> None:
         loop = self._loop or self.loop
-        loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+        loop(*[each if type(each) in _NOT_TENSORS else each.numpy() for each in arguments])
 
     def _on_cuda(self, *arguments: Any) -> None:
         if self._launch is None:
@@ -97,7 +99,7 @@ class Views:
 
     def __call__(self) -> Sequence[Any]:
         """The tensors or arrays."""
-        if torch.compiler.is_compiling() or not self._tensors[0].is_cpu:
+        if torch.compiler.is_dynamo_compiling() or not self._tensors[0].is_cpu:
             return self._tensors
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
