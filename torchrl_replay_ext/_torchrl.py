@@ -180,10 +180,9 @@ def next_step_value(storage: Any) -> int | Tensor | None:
     if not writers:
         return None
     # of several buffers, the last one that has written
-    written = (
-        [] if len(writers) == 1 or torch.compiler.is_dynamo_compiling() else [w for w in writers if w._write_count]
-    )
-    writer = (written or writers)[-1]
+    if len(writers) > 1 and not torch.compiler.is_dynamo_compiling():
+        writers = [each for each in writers if each._write_count] or writers
+    writer = writers[-1]
     cursor = getattr(writer, "cursor_value", None)
     return writer._cursor if cursor is None else cursor
 

@@ -24,16 +24,7 @@ from torch._dynamo.variables import TensorVariable
 from torchrl_replay_ext.cuda_graphs import RecordedGraph
 from torchrl_replay_ext.optim import AdamStep
 
-# Kinds of torch's checks that a graph still fits: those of the attributes of objects, and those of values.
-_OF_OBJECTS = (
-    "CONSTANT_MATCH",
-    "EQUALS_MATCH",
-    "ID_MATCH",
-    "TYPE_MATCH",
-    "TENSOR_MATCH",
-    "SEQUENCE_LENGTH",
-    "DICT_KEYS_MATCH",
-)
+# Kinds of torch's checks that a graph still fits: those of values.
 _OF_VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
 
 # What to do about errors of the compiler, by parts of their messages.
@@ -177,19 +168,6 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         return result
 
     return call
-
-
-def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """:func:`compile_step` for a step without gradients, which is compiled again if the objects that it uses change.
-
-    torch checks at each call the attributes of objects and the shapes of tensors, but not the code of classes and
-    modules, which does not change.
-    """
-
-    def of_objects(guards: Sequence[Any]) -> list[bool]:
-        return [guard.guard_type in _OF_OBJECTS and not guard.name.startswith(("dict(type(", "G[")) for guard in guards]
-
-    return _compile(cast(FunctionType, step), of_objects)[1]
 
 
 def _with_code(step: FunctionType, code: CodeType) -> FunctionType:

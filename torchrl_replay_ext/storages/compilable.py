@@ -173,7 +173,10 @@ class CompilableTensorStorage(LazyTensorStorage):
         return data[(first + steps * (first < 0), *rest)]
 
     def take(self, index: Tensor) -> TensorDictBase:
-        """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts."""
+        """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts.
+
+        A :class:`~torchrl_replay_ext.CompilableReplayBuffer` without transforms reads its batches by it.
+        """
         return take_rows(stored_data(self), index)
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
