@@ -607,7 +607,8 @@ def some_ranks(size):
 
 
 def arrays(ranks):
-    return {key: value for key, value in vars(ranks).items() if isinstance(value, torch.Tensor)}
+    constant = "_new", "_removed"
+    return {key: each for key, each in vars(ranks).items() if isinstance(each, torch.Tensor) and key not in constant}
 
 
 def test_all_implementations_have_the_same_ranks(run):
@@ -625,7 +626,7 @@ def test_all_implementations_have_the_same_ranks(run):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
         if INTERPRETED:
             # sorted, where a slot that leaves lets those behind it move up
-            run(ops.rank_rebuild, *other._arrays)
+            run(ops.rank_rebuild, *other._views())
         # the last of duplicates counts
         last = {}
         for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
@@ -649,6 +650,17 @@ def test_all_implementations_have_the_same_ranks(run):
         assert run(other.rank_of, torch.arange(-1, size + 1)).tolist() == [
             where.get(s, -1) for s in range(-1, size + 1)
         ]
+        u, alpha = torch.rand(20, dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64)
+        weights = torch.arange(1.0, size + 1, dtype=torch.float64) ** -alpha
+        found, density, smallest = map(ops.as_tensor, run(other.draw, u, weights.cumsum(0), alpha))
+        if not order:
+            assert not found.any() and not density.any()
+            continue
+        sums = np.cumsum(weights[: len(order)].numpy())
+        rank = np.searchsorted(sums, u.numpy() * sums[-1], side="right").clip(0, len(order) - 1)
+        assert found.tolist() == [order[r] for r in rank]
+        torch.testing.assert_close(density, weights[rank])
+        torch.testing.assert_close(smallest, weights[len(order) - 1 : len(order)])
 
 
 def test_ranks_stay_in_range_whatever_the_state_holds(run):
@@ -656,14 +668,16 @@ def test_ranks_stay_in_range_whatever_the_state_holds(run):
     ranks.insert(torch.arange(50))
     for seed in range(20):
         torch.manual_seed(seed)
-        for name, array in arrays(ranks).items():
-            if name not in ("_new", "_nowhere"):
-                limit = 2 ** int(torch.randint(1, 29, ()))
-                array.copy_(torch.randint(-limit, limit, array.shape))
+        for array in arrays(ranks).values():
+            limit = 2 ** int(torch.randint(1, 29, ()))
+            array.copy_(torch.randint(-limit, limit, array.shape))
         ranks._counts[0] = 10**6
         found = run(ranks.find, torch.randint(-5, 10**6, (100,)))
         assert int(found.min()) >= 0 and int(found.max()) < 50
         run(ranks.rank_of, torch.randint(-5, 60, (100,)))
+        u = torch.rand(20, dtype=torch.float64)
+        found, *_ = run(ranks.draw, u, u.cumsum(0), u)
+        assert int(found.min()) >= 0 and int(found.max()) < 50
         run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100))
     ranks._place.random_()
     run(ranks.rebuild, torch.rand(50), torch.rand(50) < 0.5)

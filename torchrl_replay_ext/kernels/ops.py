@@ -205,7 +205,12 @@ slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leav
 _RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
 _RANK += "Tensor(f!) counts, Tensor(g!) top"
 
-rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor to")
+rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor d")
+rank_draw = Kernel(
+    "rank.draw",
+    "Tensor members, Tensor start, Tensor counts, int size, Tensor cumulative, Tensor alpha, Tensor u, "
+    "Tensor(a!) slot, Tensor(b!) density, Tensor(c!) smallest",
+)
 rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
 rank_rank_of = Kernel(
