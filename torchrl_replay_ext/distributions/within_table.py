@@ -256,7 +256,7 @@ class ByReliability(ByPriority):
     def draw(
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        position, mass = self._rejection.draw(table.shape[0], generator, (table, low, total))
+        position, mass = map(as_tensor, self._rejection.draw(table.shape[0], generator, (table, low, total)))
         return position, mass, total * self._rejection.acceptance()
 
     def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
