@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ class PowerTree:
         """The largest d whose d^α can be represented."""
         return largest_priority(self.tree, self._alpha)
 
+    def views(self) -> list[Any]:
+        """What the kernel of updates takes: :attr:`SumTree.views`, and the exponent first."""
+        return [*self.tree.views(), *self._alpha.views()]
+
     def insert(self, index: Array, priority: Tensor) -> None:
         """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
         self.tree.write_power(index, priority, self._alpha.views()[0])
@@ -46,10 +51,6 @@ class PowerTree:
     def remove(self, slots: Tensor) -> None:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
         self.tree.write(slots, torch.zeros_like(slots))
-
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Set the masses of ``slots`` [n]; see :meth:`Distribution.update`."""
-        self.tree.write_power(slots, priority, self._alpha.views()[0])
 
     def reweight(self, slots: Tensor | None) -> None:
         """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
@@ -61,7 +62,8 @@ class PowerTree:
             self.tree.rebuild_()
             return
         in_use = gather_in_bounds(generation, slots) > 0
-        self.update(where_int64(in_use, slots, -1), gather_in_bounds(priority, slots).abs())
+        priority = gather_in_bounds(priority, slots).abs()
+        self.tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
 
     def draw_in_shard(self, wanted: ShardRows) -> tuple[Tensor, Tensor]:
         """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
@@ -108,7 +110,7 @@ class Proportional(Distribution):
     ):
         self._log, self._stratified, self._tracks_min = log, stratified, weight_norm == "buffer"
         self._power = PowerTree(log, priorities, alpha, track_min=self._tracks_min)
-        self._tree = self._power.tree
+        self._tree, self.power_views = self._power.tree, self._power.views
 
     @property
     def max_supported_priority(self) -> float:
@@ -121,14 +123,12 @@ class Proportional(Distribution):
         self._power.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._power.update(slots, priority)
+        pass
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         u = self._tree.random_numbers(batch_size, stratified=self._stratified, generator=generator)
-        slots, mass = self._tree.walk(u)
-        if not self._tracks_min:
-            return Draw(slots, mass)
-        return Draw(slots, mass, self._tree.smallest())
+        slots, mass, minima = self._tree.walk(u)
+        return Draw(slots, mass, minima if self._tracks_min else None)
 
     def sums(self) -> Sums:
         return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)

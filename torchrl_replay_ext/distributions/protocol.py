@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import NestedKey
@@ -182,6 +183,8 @@ class Distribution(WriteObserver):
     why_not_joint: str | None = None
     # True if joint draws only propose rows, and some are rejected
     rejects = False
+    # what the kernel of updates takes of a tree of d^α, which it changes too; None: there is no such tree
+    power_views: Callable[[], list[Any]] | None = None
     _log: WriteLog
 
     @property

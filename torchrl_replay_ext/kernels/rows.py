@@ -14,6 +14,7 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.kernels.tree import write_power
 
 
 @part
@@ -100,7 +101,7 @@ def _delta(error, squared):
 @loop
 def update(
     generation, slots, error, stamp, real, draws, num_draws, d, largest, counts, limit,
-    eps, smallest, squared, refuses, is_own, kept, kept_d, result,
+    eps, smallest, squared, refuses, is_own, kept, kept_d, result, leaves, nodes, minima, pages, capacity, alpha,
 ):  # fmt: skip
     """Set the priorities of the rows of an update. Of several rows of a slot the last one wins.
 
@@ -128,6 +129,12 @@ def update(
         kept: the slots that were updated, each once, and -1 in the other rows; int64 [n].
         kept_d: their priorities, float32 [n].
         result: why the update is refused, or 0; and the row, or the number of rows in ``kept``, which come first.
+        leaves: a tree of the masses d^alpha, which is updated too.
+        nodes: likewise.
+        minima: likewise.
+        pages: likewise.
+        capacity: likewise; 0: there is no tree.
+        alpha: the exponent first.
     """
     size, has_stamps, counts_draws = generation.shape[0], stamp.shape[0] > 0, draws.shape[0] > 0
     result[0], result[1] = 0, -1
@@ -191,3 +198,5 @@ def update(
     for place in range(count):
         d[kept[place]] = kept_d[place]
     result[1] = count
+    if capacity > 0:
+        write_power(leaves, nodes, minima, pages, capacity, kept[:count], kept_d[:count], alpha)

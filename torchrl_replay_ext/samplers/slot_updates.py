@@ -13,7 +13,7 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
-from torchrl_replay_ext.kernels.ops import Views, as_tensor
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error
@@ -50,6 +50,8 @@ class SlotUpdates:
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
         self._views = Views(self.counts, self._limit)
+        nothing = (torch.empty(0, dtype=torch.int64, device=log.layout.device) for _ in range(4))
+        self._no_tree = Views(*nothing, 0, self._limit[:0].clone())
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
 
@@ -111,8 +113,29 @@ class SlotUpdates:
         self, slots: Tensor, error: Tensor, stamp: Tensor | None, real: Tensor | None, *, refuses: bool, is_own: bool
     ) -> list[int]:
         """Update the priorities and the distribution; why the update is refused, or 0, and the row."""
-        kept, priority, result = self._priorities.update(
-            slots, error, stamp, real, self._log, *self._views(), refuses=refuses, is_own=is_own
+        generation, draws, num_draws, nothing = self._log.arrays()
+        count, power, priorities = slots.shape[0], self._distribution.power_views, self._priorities
+        kept, priority = empty(generation, count, torch.int64), empty(generation, count, torch.float32)
+        result = empty(generation, 2, torch.int64)
+        rows_update(
+            generation,
+            slots,
+            error,
+            nothing if stamp is None else stamp,
+            nothing if real is None else real,
+            draws,
+            num_draws,
+            *priorities.for_updates(),
+            *self._views(),
+            priorities.eps,
+            priorities.smallest,
+            priorities.td_error == "squared",
+            refuses,
+            is_own,
+            kept,
+            priority,
+            result,
+            *(self._no_tree if power is None else power)(),
         )
         reason, count = result.tolist() if refuses else (0, slots.shape[0])
         if not reason and count:
