@@ -232,10 +232,10 @@ class RowState:
 
     def update(self, slots, error, stamp, real, *, squared, refuses, is_own, eps=0.01, least=0.1):
         kept, kept_d, result = torch.empty_like(slots), torch.empty_like(error), torch.zeros(2, dtype=torch.int64)
-        state = self.draws, self.num_draws, self.d, self.largest, self.counts, self.limit
-        settings = eps, least, squared, refuses, is_own
-        of_rows, tree = (slots, error, stamp, real, *state, *settings, kept, kept_d, result), self.tree.views()
-        self.run(ops.rows_update, self.generation, *of_rows, *tree, torch.tensor([0.6], dtype=torch.float64))
+        state = self.generation, self.draws, self.num_draws, self.d, self.largest, self.counts, self.limit
+        tree = *self.tree.views(), torch.tensor([0.6], dtype=torch.float64)
+        given = slots, error, stamp, real, True, refuses, is_own
+        self.run(ops.rows_update, *state, eps, least, squared, *tree, *given, kept, kept_d, result)
         known = [bool(r) for r in real.tolist()] if len(real) else [True] * len(slots)
         stamps = stamp.tolist() if len(stamp) else None
         rows = [i for i in range(len(slots)) if known[i] and (stamps is None or stamps[i] >= 0)]

@@ -53,10 +53,8 @@ class Priorities:
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
         self._views = Views(self.of_slot, self.largest)
-        # within the buffer, the largest d is that of the tree of updated transitions
-        largest = torch.zeros_like(self.largest) if within_buffer else self.largest
-        # what the kernel of updates changes: d of each slot, and the largest one
-        self.for_updates = Views(self.of_slot, largest)
+        # the largest d of the rows of updates; within the buffer it is that of the tree of updated transitions
+        self.largest_updated = torch.zeros_like(self.largest) if within_buffer else self.largest
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
 

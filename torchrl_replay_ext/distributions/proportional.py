@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +33,13 @@ class PowerTree:
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._size = log.layout.size
         self.tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
+        # the tensors of the tree, the number of leaves, and the exponent first
+        self.parts = *self.tree.tensors(), self._size, alpha.tensor
 
     @property
     def max_supported_priority(self) -> float:
         """The largest d whose d^α can be represented."""
         return largest_priority(self.tree, self._alpha)
-
-    def views(self) -> list[Any]:
-        """What the kernel of updates takes: :attr:`SumTree.views`, and the exponent first."""
-        return [*self.tree.views(), *self._alpha.views()]
 
     def insert(self, index: Array, priority: Tensor) -> None:
         """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
@@ -110,7 +107,7 @@ class Proportional(Distribution):
     ):
         self._log, self._stratified, self._tracks_min = log, stratified, weight_norm == "buffer"
         self._power = PowerTree(log, priorities, alpha, track_min=self._tracks_min)
-        self._tree, self.power_views = self._power.tree, self._power.views
+        self._tree, self.power_parts = self._power.tree, self._power.parts
 
     @property
     def max_supported_priority(self) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from tensordict import NestedKey
@@ -183,8 +183,8 @@ class Distribution(WriteObserver):
     why_not_joint: str | None = None
     # True if joint draws only propose rows, and some are rejected
     rejects = False
-    # what the kernel of updates takes of a tree of d^α, which it changes too; None: there is no such tree
-    power_views: Callable[[], list[Any]] | None = None
+    # the parts of a tree of d^α that the kernel of updates changes too, see :attr:`PowerTree.parts`; empty: none
+    power_parts: Sequence[Tensor | int] = ()
     _log: WriteLog
 
     @property

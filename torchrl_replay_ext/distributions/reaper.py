@@ -43,7 +43,7 @@ class ReliabilityAdjusted(Distribution):
         self._log, self._weight_norm = log, weight_norm
         self._num_slots, self._device = log.layout.num_slots, log.layout.device
         self._power = PowerTree(log, priorities, alpha)
-        self._tree, self.power_views = self._power.tree, self._power.views
+        self._tree, self.power_parts = self._power.tree, self._power.parts
         self._reliability = make_reliability(log)
         self._rejection = Rejection(self._tree, self._reliability)
 

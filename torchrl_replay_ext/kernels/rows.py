@@ -100,8 +100,9 @@ def _delta(error, squared):
 
 @loop
 def update(
-    generation, slots, error, stamp, real, draws, num_draws, d, largest, counts, limit,
-    eps, smallest, squared, refuses, is_own, kept, kept_d, result, leaves, nodes, minima, pages, capacity, alpha,
+    generation, draws, num_draws, d, largest, counts, limit, eps, smallest, squared,
+    leaves, nodes, minima, pages, capacity, alpha,
+    slots, error, stamp, real, counts_draws, refuses, is_own, kept, kept_d, result,
 ):  # fmt: skip
     """Set the priorities of the rows of an update. Of several rows of a slot the last one wins.
 
@@ -110,11 +111,7 @@ def update(
 
     Args:
         generation: of each slot; 0: empty.
-        slots: int64 [n].
-        error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.
-        stamp: generations at the draw, int64 [n], -1 for padding; empty if they are not known.
-        real: False for padding, bool [n]; empty if all rows are real.
-        draws: see above; empty: not known.
+        draws: see above.
         num_draws: see :func:`drawn`.
         d: priority max(|δ| + eps, smallest) of each slot, float32.
         largest: the largest priority so far, also of rows that a later one of the same slot replaces, float64 [1].
@@ -123,20 +120,25 @@ def update(
         eps: see ``d``.
         smallest: see ``d``.
         squared: see ``error``.
-        refuses: True if invalid rows refuse the update; nothing is changed then. So do rows of slots that are empty
-            and were never drawn.
-        is_own: True if the rows are those of the last write: none is late.
-        kept: the slots that were updated, each once, and -1 in the other rows; int64 [n].
-        kept_d: their priorities, float32 [n].
-        result: why the update is refused, or 0; and the row, or the number of rows in ``kept``, which come first.
         leaves: a tree of the masses d^alpha, which is updated too.
         nodes: likewise.
         minima: likewise.
         pages: likewise.
         capacity: likewise; 0: there is no tree.
         alpha: the exponent first.
+        slots: int64 [n].
+        error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.
+        stamp: generations at the draw, int64 [n], -1 for padding; empty if they are not known.
+        real: False for padding, bool [n]; empty if all rows are real.
+        counts_draws: False: the draws are not known.
+        refuses: True if invalid rows refuse the update; nothing is changed then. So do rows of slots that are empty
+            and were never drawn.
+        is_own: True if the rows are those of the last write: none is late.
+        kept: the slots that were updated, each once, and -1 in the other rows; int64 [n].
+        kept_d: their priorities, float32 [n].
+        result: why the update is refused, or 0; and the row, or the number of rows in ``kept``, which come first.
     """
-    size, has_stamps, counts_draws = generation.shape[0], stamp.shape[0] > 0, draws.shape[0] > 0
+    size, has_stamps = generation.shape[0], stamp.shape[0] > 0
     result[0], result[1] = 0, -1
     late, invalid, best = 0, 0, largest[0]
     now = num_draws[0] & NUMBERS

@@ -49,9 +49,13 @@ class SlotUpdates:
         self.counts = torch.zeros(2, dtype=torch.int64, device=log.layout.device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
-        self._views = Views(self.counts, self._limit)
-        nothing = (torch.empty(0, dtype=torch.int64, device=log.layout.device) for _ in range(4))
-        self._no_tree = Views(*nothing, 0, self._limit[:0].clone())
+        nothing = [torch.empty(0, dtype=torch.int64, device=log.layout.device) for _ in range(5)]
+        self._views = Views(
+            *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
+            *(self.counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
+            *(distribution.power_parts or (*nothing[:4], 0, self._limit[:0].clone())),
+            nothing[4],
+        )
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
 
@@ -113,30 +117,13 @@ class SlotUpdates:
         self, slots: Tensor, error: Tensor, stamp: Tensor | None, real: Tensor | None, *, refuses: bool, is_own: bool
     ) -> list[int]:
         """Update the priorities and the distribution; why the update is refused, or 0, and the row."""
-        generation, draws, num_draws, nothing = self._log.arrays()
-        count, power, priorities = slots.shape[0], self._distribution.power_views, self._priorities
-        kept, priority = empty(generation, count, torch.int64), empty(generation, count, torch.float32)
-        result = empty(generation, 2, torch.int64)
-        rows_update(
-            generation,
-            slots,
-            error,
-            nothing if stamp is None else stamp,
-            nothing if real is None else real,
-            draws,
-            num_draws,
-            *priorities.for_updates(),
-            *self._views(),
-            priorities.eps,
-            priorities.smallest,
-            priorities.td_error == "squared",
-            refuses,
-            is_own,
-            kept,
-            priority,
-            result,
-            *(self._no_tree if power is None else power)(),
-        )
+        *state, nothing = self._views()
+        count = slots.shape[0]
+        kept, priority = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
+        result = empty(nothing, 2, torch.int64)
+        stamp, real = nothing if stamp is None else stamp, nothing if real is None else real
+        # a graph has draws only where they are stamped
+        rows_update(*state, slots, error, stamp, real, not is_traced(), refuses, is_own, kept, priority, result)
         reason, count = result.tolist() if refuses else (0, slots.shape[0])
         if not reason and count:
             if not isinstance(kept, Tensor):
