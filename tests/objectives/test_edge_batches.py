@@ -5,13 +5,10 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
-from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import GymEnv
-from torchrl.modules import IndependentNormal, MaskedCategorical, OneHotCategorical, ProbabilisticActor, TanhNormal
+from torchrl.modules import MaskedCategorical, OneHotCategorical, TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
@@ -25,18 +22,6 @@ from torchrl_replay_ext.functional import (
     q_opc,
     retrace,
 )
-
-
-class NormalNetwork(nn.Module):
-    """A policy for one action from three observations."""
-
-    def __init__(self):
-        super().__init__()
-        self.loc = nn.Linear(3, 1)
-
-    def forward(self, observation):
-        loc = self.loc(observation)
-        return loc, torch.ones_like(loc)
 
 
 class Impossible(nn.Module):
@@ -66,28 +51,6 @@ def test_zeros_in_place_of_a_scale_are_refused(mask):
     batch["scale"][2, 1, 0] = 0
     with pytest.raises(ValueError, match=r"'scale' of the behaviour policy is not > 0 in 1 steps.*init_random_frames"):
         setting.loss(batch)
-
-
-def test_collectors_store_zeros_for_random_frames():
-    """What the error is about: if this changes, the advice has to."""
-    network = TensorDictModule(NormalNetwork(), in_keys=["observation"], out_keys=["loc", "scale"])
-    actor = ProbabilisticActor(network, in_keys=["loc", "scale"], distribution_class=IndependentNormal)
-    collector = Collector(
-        GymEnv("Pendulum-v1"),
-        actor,
-        frames_per_batch=5,
-        total_frames=10,
-        init_random_frames=5,
-        auto_register_policy_transforms=False,
-    )
-    try:
-        first, second = (data.clone() for data in collector)
-    finally:
-        collector.shutdown()
-    assert not first["scale"].any() and second["scale"].all()
-
-
-# --- transitions of several steps
 
 
 # --- probabilities
@@ -164,9 +127,6 @@ def test_half_precision_stays_finite(statistics, c):
     one, no = torch.ones(2, 1, dtype=torch.float16), torch.zeros(2, 1, dtype=torch.bool)
     retrace(0.9, 1.0, log_pi, -15 * one, one, one, one, no).sum().backward()
     assert log_pi.grad is not None and log_pi.grad.isfinite().all()
-
-
-# --- masks
 
 
 # --- arguments
