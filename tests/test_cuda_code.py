@@ -45,9 +45,7 @@ def assert_only_kernels(code):
     assert not re.search(r"\d{11,}\)?\*[xr]\d", code)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["slices, uniform, two columns, not padded", "events, uniform, lemma2"], CASES)
-)
+@pytest.mark.parametrize("name", slow_but(["slices, uniform, two columns, not padded", "events, proportional"], CASES))
 def test_steps_of_buffers_are_compiled_to_kernels_of_the_gpu(name):
     case = CASES[name]
     buffer, experience = case.buffer(), case.experience()

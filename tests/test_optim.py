@@ -101,19 +101,6 @@ def test_a_scheduler_changes_a_rate_that_is_a_tensor(make_step):
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_the_optimizer_goes_on_from_there(make_step):
-    torch.manual_seed(0)
-    (mine, theirs), (optimizer, reference) = pair()
-    step, _ = make_step(optimizer)
-    for _ in range(3):
-        step_both(step, theirs, reference)
-    for own, other in zip(mine, theirs, strict=True):
-        own.grad = other.grad = torch.ones_like(own)
-    optimizer.step()
-    reference.step()
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-
-
 def test_entries_without_gradients_are_left_out():
     weight, bound = torch.ones(2, requires_grad=True), torch.ones(2)
     step = AdamStep(torch.optim.Adam([weight, bound], lr=0.1))

@@ -146,27 +146,6 @@ def test_td_errors_of_relabelled_rows_are_priorities_of_the_original_transitions
     assert sampler.stats()["dropped_updates"] == 0
 
 
-@pytest.mark.parametrize("name", ["proportional", "reaper"])
-def test_hindsight_buffers_go_on_when_they_are_full(name):
-    sampler = SAMPLERS[name]()
-    rb = her_buffer(sampler)
-    data = goal_rows(0, 2 * CAPACITY)
-    for number in range(2 * CAPACITY):
-        rb.add(data[number])
-        if number % 7 == 6:
-            learn(rb)
-    assert sampler.stats()["num_items"] == CAPACITY and int(rb.sample()["number"].min()) >= CAPACITY
-    sampler.check_valid()
-
-
-@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="a bug of TorchRL; no issue in pytorch/rl was found")
-def test_torchrl_can_relabel_after_several_rows_were_written_to_a_full_storage():
-    rb = her_buffer(ProportionalSampler())
-    for first in (0, CAPACITY, CAPACITY + 10):
-        rb.extend(goal_rows(first, 10 if first > CAPACITY else CAPACITY))
-        rb.sample()
-
-
 # --- storages that were filled before
 
 

@@ -297,17 +297,6 @@ def test_columns_belong_to_one_environment_each(name):
         ended.extend(rows(ids, done=[(0, 1), (1, 1)]))
 
 
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-@pytest.mark.parametrize("name", SEQUENTIAL)
-@pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2], [1, 2, 0]])
-def test_more_workers_than_streams(name, order):
-    """Workers may write in any order, so a lower id need not belong to a new collector."""
-    buffer = buffer_with(SEQUENTIAL[name](num_streams=2), 20, batch_size=2)
-    with pytest.raises(ValueError, match="more simultaneous trajectories than num_streams=2"):
-        for number in order * 2:
-            buffer.extend(rows([number] * 2))
-
-
 def event_buffer(**storage):
     tables = make_tables()
     sampler = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}, min_size=1)

@@ -181,14 +181,6 @@ def test_a_single_row_may_have_the_shape_of_a_batch(name, first):
     assert rb.sampler.stats()["rejected_updates"] == 1
 
 
-def test_so_it_is_with_a_single_row_of_a_sample():
-    rb = updated(make(PRIORITIZED["proportional"], stock=True))
-    row, before = rb.sample()[0], dict(flat(rb.sampler.state_dict()))
-    with warned():
-        rb.update_tensordict_priority(row)
-    assert_unchanged(rb, before, counted=1)
-
-
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", ["no eps", "rank", "reaper"])
 def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):

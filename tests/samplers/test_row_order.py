@@ -4,15 +4,13 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.data import as_graphs, buffer_with, event_sampler, linear_policy, random_rows
-from tests.emulated_device import EmulatedDevice
+from tests.data import buffer_with, event_sampler, linear_policy, random_rows
 from tests.operations import CASES, SLICE, Driven
 from tests.params import slow_but
 from tests.sharding.shards import PARTS, fill, set_priorities, sharded, whole
 from torchrl_replay_ext import (
     DecoupledSampler,
     ProportionalSampler,
-    RankBasedSampler,
 )
 
 ROWS, DRAWS = 4, 800
@@ -74,38 +72,12 @@ def test_the_position_of_a_row_does_not_depend_on_its_slot(name, seed):
     assert_random_order(draw_from(filled(name, seed), SLICE if "slices" in name else 1))
 
 
-@pytest.mark.parametrize("name", slow_but(["rank", "tables"], ["proportional", "rank", "tables", "tables, reaper"]))
-def test_nor_does_it_on_an_accelerator(name):
-    with EmulatedDevice("torchrl_replay_ext", "tests"):
-        assert_random_order(draw_from(filled(name, 1, "emulated"), 1), 160)
-
-
-IN_GRAPHS = {
-    "proportional": lambda: ProportionalSampler(64, stratified=True),
-    "rank": lambda: RankBasedSampler(64),
-    "tables": lambda: event_sampler(20, history=6),
-    "tables, rank": lambda: event_sampler(20, history=6, priority={"kind": "rank"}),
-    "tables, reaper": lambda: event_sampler(20, history=6, priority={"kind": "reaper"}),
-}
-
-
 def buffer(sampler, **arguments):
     rb = buffer_with(sampler, 64, batch_size=ROWS, **arguments)
     rb.extend(random_rows(60))
     if getattr(sampler, "takes_priorities", False):
         rb.update_priority(torch.arange(60), torch.linspace(0.5, 4.0, 60))
     return rb
-
-
-@pytest.mark.parametrize("name", slow_but(["proportional", "tables, reaper"], IN_GRAPHS))
-def test_nor_does_it_in_a_graph(name):
-    rb = as_graphs(buffer(IN_GRAPHS[name](), compilable=True))
-
-    def draw():
-        batch = rb.sample()
-        return [batch["index"], batch["table"]] if "table" in batch else [batch["index"]]
-
-    assert_random_order(draw, 400)
 
 
 @pytest.mark.parametrize("candidates", ["uniform", "tables"])

@@ -211,18 +211,6 @@ def test_draws_miss_at_most_the_newest_updates(prefetch):
     assert (many.sample()["shard"] == 0).double().mean() > 0.9
 
 
-def test_parts_of_a_batch_are_updates_of_their_own():
-    many = sharded("proportional", 2, prefetch=1)
-    fill(many)
-    for _ in range(10):
-        batch = many.sample()
-        batch["td_error"] = td_errors(batch["number"])
-        for part in batch.split(BATCH // 4):
-            many.update_tensordict_priority(part)
-        assert len(many._requests) <= 2
-    many.check_valid()
-
-
 def test_a_shard_without_priorities_is_left_out():
     many = sharded("", 2, sampler=partial(ProportionalSampler, eps=0.0), prefetch=1)
     fill(many)

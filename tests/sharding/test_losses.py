@@ -12,20 +12,15 @@ from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
     STREAMS,
-    agreement,
-    draw,
     fill,
     learn,
-    probability_of_rows,
     require_own_priorities,
     rows_in,
-    set_priorities,
     sharded,
     td_errors,
     transitions,
-    whole,
 )
-from torchrl_replay_ext import Anneal, ProportionalSampler, TrajectoryRetraceSampler
+from torchrl_replay_ext import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding import Lost
 
 
@@ -54,19 +49,6 @@ def test_a_lost_shard(name):
     assert many.stats()["shards"] == 3 and min(len(rows) for rows in rows_in(many)) > 100
     assert 1 in many.sample()["shard"]
     many.check_valid()
-
-
-def test_draws_after_a_loss_follow_one_buffer_without_the_lost_rows():
-    one, many = whole("proportional"), sharded("proportional", 3)
-    fill(one)
-    fill(many)
-    set_priorities(one, many)
-    probability = probability_of_rows(one)
-    probability[list(rows_in(many)[2])] = 0
-    many._group.handles[2].kill()
-    with pytest.warns(UserWarning, match="shard 2 of"):
-        many.sample()
-    assert agreement(draw(many)[0], probability / probability.sum()) > 1e-4
 
 
 @pytest.mark.parametrize("when", ["exchange", "state_dict", "dumps"])
@@ -275,36 +257,6 @@ def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
     many._group.handles[1].restart()
     call[change]()
     assert bool(len(many)) == (change != "empty") and many.stats()["shards"] == 3
-    many.check_valid()
-
-
-def test_schedules_survive_the_loss_of_all_shards():
-    beta = Anneal(0.4, 1.0, num_updates=10)
-    many = sharded("", 3, sampler=partial(ProportionalSampler, beta=beta))
-    fill(many)
-    learn(many, 5)
-    many.sample()
-    for number in range(3):
-        silently_restarted(many, number)
-    with pytest.warns(UserWarning), pytest.raises(Lost, match="no transition can be drawn"):
-        many.sample()
-    fill(many)
-    assert many.stats()["beta"] == pytest.approx(0.7)
-
-
-def test_rows_written_to_a_new_process_before_it_is_restored_are_kept(tmp_path):
-    many = sharded("proportional", 2)
-    fill(many)
-    many.dumps(tmp_path)
-    old = rows_in(many)[1]
-    silently_restarted(many, 1)
-    many.client().extend(transitions(400, 30))
-    new = rows_in(many)[1]
-    assert len(new) > 20 and min(new) >= 400
-    with pytest.warns(UserWarning, match="shard 1 of"):
-        many.sample()
-    many.sample()
-    assert rows_in(many)[1] == old | new
     many.check_valid()
 
 

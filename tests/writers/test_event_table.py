@@ -206,29 +206,6 @@ def test_saved_in_the_midst_of_an_episode(how, retention, tmp_path):
     check(other, others, naive)
 
 
-def test_empty_forgets_episodes_too():
-    specs, capacity, size = LAYOUTS["each"]
-    rb, tables = make(specs, capacity, size)
-    rb.extend(scripted(100, seed=1))
-    rb.empty()
-    assert tables.sizes() == {"default": 0, "a": 0, "b": 0}
-    naive = NaiveTables(specs, capacity, size)
-    data = scripted(100, seed=2)
-    rb.extend(data.clone())
-    write_naive(naive, data)
-    check(rb, tables, naive)
-
-
-def test_pinned_tables_outlive_the_default_table():
-    specs, capacity = [("a", 3, "a")], {"a": 6, "default": 10}
-    rb, tables = make(specs, capacity)
-    data = scripted(500, p_event=0, p_done=0)
-    data["next", "a"][4] = True
-    rb.extend(data)
-    assert contents(rb, tables, "a") == [2, 3, 4]
-    assert contents(rb, tables, "default") == list(range(490, 500))
-
-
 def test_pinned_slots_never_exceed_the_capacities():
     specs, capacity = [("a", 8, "a"), ("b", 5, "b")], {"a": 30, "b": 20, "default": 25}
     rb, tables = make(specs, capacity)
@@ -648,13 +625,6 @@ def test_spawned_collectors_fill_the_tables_of_this_process():
     assert (rb.sample()["table"] == 1).sum() == 6
 
 
-def test_lists_do_not_enter():
-    rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
-    with pytest.raises(TypeError, match="must be a TensorDict"):
-        rb.writer.extend([1, 2])
-    assert isinstance(scripted(3), TensorDict)
-
-
 @pytest.mark.parametrize("writer", [EventTableWriter, CompilableWriter, TensorDictRoundRobinWriter])
 def test_a_row_that_is_no_tensordict_is_refused_before_anything_changes(writer):
     rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
@@ -730,19 +700,6 @@ def test_errors_of_a_condition_name_the_event():
     with pytest.raises(KeyError) as caught:
         EventSpec("goal", lambda data: data["nope"], 3).occurs(scripted(4))
     assert caught.value.__notes__ == ["This is the condition of EventSpec('goal')."]
-
-
-def test_tables_of_two_buffers_are_refused_at_the_second_ones_first_write():
-    events, capacity, size = LAYOUTS["one"]
-    rb, tables = make(events, capacity, size)
-    other = TensorDictReplayBuffer(storage=LazyTensorStorage(size), writer=EventTableWriter(tables), batch_size=4)
-    data = scripted(12, events=("a",), p_event=0.5)
-    rb.extend(data)
-    before = contents(rb, tables, "a")
-    with pytest.raises(ValueError, match="give each buffer its own EventTables"):
-        other.extend(data)
-    assert len(other) == 0 and contents(rb, tables, "a") == before
-    rb.extend(data)
 
 
 def test_data_with_another_number_of_lanes_is_refused():
