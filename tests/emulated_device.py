@@ -201,7 +201,6 @@ class EmulatedDevice(TorchDispatchMode):
     Attributes:
         waits: how often the host had to wait for the device, by (kind, place). The place is the innermost line of the
             named packages, torchrl or tensordict.
-        callers: for places in torchrl or tensordict, the lines of the named packages from which they were called.
         operations: how often each operation that launches a kernel was called.
     """
 
@@ -213,7 +212,6 @@ class EmulatedDevice(TorchDispatchMode):
         if not hasattr(torch, NAME):
             _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=_Hook())
         self.waits: Counter[tuple[str, str]] = Counter()
-        self.callers: dict[str, set[str]] = {}
         self.operations: Counter[str] = Counter()
         self._packages = [_directory(sys.modules[name]) for name in packages]
         self._libraries = [_directory(library) for library in LIBRARIES]
@@ -241,8 +239,8 @@ class EmulatedDevice(TorchDispatchMode):
 
     def reset(self) -> None:
         """Start counting anew."""
-        for counter in (self.waits, self.callers, self.operations):
-            counter.clear()
+        self.waits.clear()
+        self.operations.clear()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -255,27 +253,14 @@ class EmulatedDevice(TorchDispatchMode):
 
     def wait(self, kind: str) -> None:
         """Count that the host waits for the device."""
-        place = caller = None
-        frame = sys._getframe(1)
-        while frame is not None and caller is None:
+        roots, frame, place = (*self._packages, *self._libraries), sys._getframe(1), "elsewhere"
+        while frame is not None and place == "elsewhere":
             file = frame.f_code.co_filename
-            if file == __file__:
-                frame = frame.f_back
-                continue
-            if file.startswith(tuple(self._packages)):
-                caller = f"{file}:{frame.f_lineno}"
-            if place is None and file.startswith(tuple(self._packages + self._libraries)):
-                place = f"{file}:{frame.f_lineno}"
+            if file != __file__ and file.startswith(roots):
+                root = next(root for root in roots if file.startswith(root))
+                place = f"{Path(file).relative_to(Path(root).parent)}:{frame.f_lineno}"
             frame = frame.f_back
-        place = self._short(place or "elsewhere")
         self.waits[kind, place] += 1
-        if caller is not None and self._short(caller) != place:
-            self.callers.setdefault(place, set()).add(self._short(caller))
-
-    def _short(self, place: str) -> str:
-        for root in (*self._packages, *self._libraries):
-            place = place.replace(str(Path(root).parent) + "/", "")
-        return place
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(function, args, kwargs or {})

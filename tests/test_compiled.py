@@ -414,20 +414,6 @@ def test_rows_must_be_whole():
     assert len(buffer) == 8
 
 
-@pytest.mark.parametrize("filled", [False, True])
-def test_nothing_may_be_written(filled):
-    buffer = CASES["proportional"].buffer()
-    data = Flat().take(4)
-    if filled:
-        buffer.extend(data.clone())
-    before = len(buffer)
-    assert buffer.extend(data[:0].clone()).shape == (0,)
-    assert len(buffer) == before
-    buffer.extend(data.clone())
-    assert len(buffer) == before + 4
-    buffer.sampler.check_valid()
-
-
 def whole_text(error: BaseException) -> str:
     """The messages of an error and of all its causes."""
     text, cause = "", error
@@ -558,17 +544,3 @@ def test_outside_graphs_it_is_a_stock_buffer(name, tmp_path):
     assert len(ours) == len(theirs) == case.capacity
     assert ours.write_count == theirs.write_count
     assert_same_sampler(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ["proportional", "reaper, two streams"])
-def test_prefetch(name):
-    case = CASES[name]
-    buffer, experience = case.buffer(prefetch=2), case.experience()
-    buffer.extend(experience.take(20))
-    for _ in range(50):
-        batch = step(buffer, experience.take(4))
-        assert batch.shape == (BATCH,)
-        # the rows are those of the draw, even if the slots have been overwritten since
-        assert torch.equal(batch["obs"][:, 0], batch["number"].float())
-        assert (batch["index"] == batch["number"] % case.capacity).all()
-    assert_valid(buffer.sampler)

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 import pickle
 import random
@@ -377,20 +376,6 @@ def test_update_refuses_and_changes_nothing(index, priority, named):
     assert_same_tree(tree, [2 * UNIT] * 5, track_min=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32])
-def test_other_index_dtypes_are_understood_or_refused(dtype):
-    """An update is applied completely or not at all; it never changes leaves without their sums."""
-    tree = SumTree(5, track_min=True)
-    tree.update(torch.arange(5), torch.full((5,), 2.0))
-    try:
-        tree.update(torch.tensor([1, 3], dtype=dtype), torch.ones(2))
-    except (TypeError, ValueError, RuntimeError):
-        expected = [2 * UNIT] * 5
-    else:
-        expected = [2 * UNIT, UNIT, 2 * UNIT, UNIT, 2 * UNIT]
-    assert_same_tree(tree, expected, track_min=True)
-
-
 @pytest.mark.parametrize("stratified", [False, True])
 def test_all_zero_cannot_be_sampled(stratified):
     tree = SumTree(10)
@@ -483,93 +468,6 @@ def test_empty_leaves_are_never_drawn(stratified):
 
 def pickled(tree):
     return pickle.loads(pickle.dumps(tree))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("paged", [False, True])
-def test_a_copy_lives_on_its_own(duplicate, paged):
-    pages = dict(page_table=torch.arange(2), num_pages=2) if paged else {}
-    tree = SumTree(100, track_min=True, **pages)
-    tree.update(torch.arange(100), torch.rand(100))
-    tree.sample(3)
-    masses = tree.get(torch.arange(100)).tolist()
-    other = duplicate(tree)
-    assert_same_tree(other, masses, track_min=True)
-    for first, second in ((other, tree), (tree, other)):
-        kept = second.get(torch.arange(100)).tolist()
-        first.update(torch.arange(50), 5 + torch.rand(50))
-        changed = first.get(torch.arange(100)).tolist()
-        assert changed != kept
-        for each, expected in ((first, changed), (second, kept)):
-            assert_same_tree(each, expected, track_min=True)
-            target = torch.linspace(0, sum(expected) - 1, 20, dtype=torch.float64).long()
-            assert each.find(target)[0].tolist() == [scan(expected, t) for t in target.tolist()]
-            assert set(each.sample(10)[1].tolist()) <= set(expected)
-    other.clear_()
-    assert_same_tree(other, [0] * 100, track_min=True)
-    assert int(tree.total()) > 0
-    tree.clear_()
-    other.update(torch.tensor([7]), torch.tensor([1.0]))
-    assert other.sample(4)[0].tolist() == [7] * 4
-    assert int(tree.total()) == 0
-
-
-# --- one tree, several processes
-
-
-class SharingTensors(pickle.Pickler):
-    """A pickler that copies Python attributes and shares tensors, as between processes with shared memory."""
-
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, obj):
-        if isinstance(obj, torch.Tensor):
-            self.tensors.append(obj)
-            return len(self.tensors) - 1
-        return None
-
-
-def in_another_process(tree: SumTree) -> SumTree:
-    """The tree as another process sees it."""
-    file = io.BytesIO()
-    pickler = SharingTensors(file)
-    pickler.dump(tree)
-    unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
-    unpickler.persistent_load = pickler.tensors.__getitem__
-    return unpickler.load()
-
-
-def shared_trees(capacity: int, count: int = 2, **pages) -> list[SumTree]:
-    tree = SumTree(capacity, track_min=True, **pages)
-    tree.write(torch.arange(capacity), torch.full((capacity,), 50))
-    trees = [tree, *(in_another_process(tree) for _ in range(count - 1))]
-    assert [int(each.min()) for each in trees] == [50] * count
-    return trees
-
-
-def test_several_processes_share_a_tree():
-    """Random writes and reads of three processes, against a list."""
-    rng = random.Random(0)
-    trees, masses = shared_trees(40, count=3), [50] * 40
-    for _ in range(2000):
-        tree = rng.choice(trees)
-        index = [rng.randrange(40) for _ in range(rng.randint(1, 4))]
-        mass = [rng.choice([0, *range(40, 60)]) for _ in index]
-        tree.write(torch.tensor(index), torch.tensor(mass))
-        for i, m in zip(index, mass, strict=True):
-            masses[i] = m
-        if rng.random() < 0.02:
-            tree.rebuild_()
-        if rng.random() < 0.02:
-            # a process ends, and another process starts
-            trees[rng.randrange(3)] = in_another_process(rng.choice(trees))
-        if any(masses):
-            asked = rng.choice(trees)
-            assert int(asked.min()) == min(mass for mass in masses if mass)
-    for tree in trees:
-        assert_same_tree(tree, masses, track_min=True)
 
 
 # --- maxima

@@ -253,10 +253,3 @@ def test_an_ensemble_itself_takes_no_priorities():
     with pytest.warns(UserWarning, match="not prioritized"):
         rb.update_priority(info["index"], torch.rand(2, BATCH))
     assert all(member.sampler.stats()["never_updated"] == 1 for member in buffers)
-
-
-def test_an_ensemble_has_no_newest_slices():
-    buffers = members("slices", compilable=False)
-    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=2 * BATCH)
-    with pytest.raises(ValueError, match="rb must be the buffer that has this sampler"):
-        buffers[0].sampler.newest(rb)

@@ -15,9 +15,8 @@ from tensordict import NestedKey, TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
-from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal
-from torchrl.objectives import HardUpdate, SoftUpdate
+from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
@@ -238,42 +237,6 @@ def test_copies(acer, arguments, duplicate):
     assert (setting.loss.c, float(setting.loss.entropy_coeff)) == (0.75, 0.25)
 
 
-@each_layout
-def test_to_another_dtype(acer, arguments):
-    setting, batch = setting_of(acer, **arguments), acer.rows()
-    loss = setting.loss
-    expected = loss(batch)
-
-    def tensors() -> list[torch.Tensor]:
-        of_networks = (x for name in loss._network_names for x in getattr(loss, f"{name}_params").values(True, True))
-        return [*loss.parameters(), *average_of(loss).values(True, True), *of_networks]
-
-    def cast(dtype: torch.dtype) -> None:
-        before = tensors()
-        assert loss.to(dtype) is loss
-        after = tensors()
-        # shared parameters stay shared
-        assert [id(x) for x in before] == [id(x) for x in after]
-        assert {x.dtype for x in [*after, *loss.buffers()]} == {dtype}
-        assert not any(x.requires_grad for x in average_of(loss).values(True, True))
-
-    cast(torch.float32)
-    given = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
-    result = loss(given)
-    for key, value in expected.items():
-        assert result[key].dtype == torch.float32
-        torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
-    assert given["td_error"].dtype == torch.float32
-    with torch.no_grad():
-        for parameter in loss.parameters():
-            parameter.zero_()
-    for _ in range(200):
-        setting.updater.step()
-    assert all(p.abs().max() < 1e-6 for p in average_of(loss).values(True, True))
-    cast(torch.float16)
-    cast(torch.float64)
-
-
 @pytest.mark.parametrize(
     ("acer", "arguments"),
     [
@@ -387,23 +350,6 @@ def test_weights_of_losses_stay_buffers(acer, value):
         assert loss.get_buffer(name) == 0.375
 
 
-@both
-@pytest.mark.parametrize("value", [1, torch.tensor(1)], ids=["number", "tensor"])
-def test_weights_of_losses_are_real_numbers(acer, value):
-    loss = acer.Setting(entropy_coeff=value).loss
-    loss.entropy_coeff = 0.25
-    assert loss.entropy_coeff == 0.25
-
-
-@both
-def test_a_temporary_state_is_left_as_it_was(acer):
-    """``TensorDict.to_module`` assigns tensors to the buffers, and assigns the previous ones at the end."""
-    loss = setting_of(acer).loss
-    with TensorDict.from_module(loss).apply(lambda x: 2 * x).to_module(loss):
-        assert loss.entropy_coeff == 0.5
-    assert loss.entropy_coeff == loss.get_buffer("entropy_coeff") == 0.25
-
-
 def test_numbers_change_without_a_new_graph():
     setting, batch = discrete.Setting(), discrete.rows()
     torch._dynamo.reset()
@@ -487,18 +433,6 @@ def test_reset_parameters_before_lazy_layers_have_shapes():
     assert loss(discrete.rows())["kl"].abs() < 1e-12
 
 
-@both
-@pytest.mark.parametrize("updater", [lambda loss: SoftUpdate(loss, eps=0.75), HardUpdate])
-def test_a_missing_updater_of_the_average_policy_is_a_warning(acer, updater):
-    loss, batch = acer.loss_of(acer.Networks(), updated=False), acer.rows()
-    with pytest.warns(UserWarning, match="No target network updater"):
-        _ = loss.target_actor_network_params
-    with pytest.warns(UserWarning, match="No target network updater"):
-        loss(batch)
-    updater(loss)
-    loss(batch)
-
-
 # --- keys
 
 
@@ -538,17 +472,6 @@ def test_the_loss_reads_its_in_keys_and_writes_its_out_keys(acer):
         author = "policy" if key in ("action", *acer.BEHAVIOUR) else "environment"
         words = rf"{type(setting.loss).__name__}: the batch has no entry .*{flat(key).rsplit('_', 1)[-1]}.*{author}"
         refuses(setting, batch.exclude(key, "td_error"), KeyError, words)
-
-
-@both
-def test_selected_out_keys(acer):
-    setting, batch = setting_of(acer), acer.rows()
-    expected = setting.loss(batch.clone())
-    tensors = {flat(key): value for key, value in batch.items(True, True)}
-    setting.loss.select_out_keys("loss_qvalue", "kl")
-    loss_qvalue, kl = setting.loss(**tensors)
-    assert torch.equal(loss_qvalue, expected["loss_qvalue"]) and torch.equal(kl, expected["kl"])
-    assert set(setting.loss(batch).keys()) == {"loss_qvalue", "kl"}
 
 
 @both
@@ -609,32 +532,6 @@ def test_a_mask_of_another_name_or_none(acer):
     assert_same(result, expected)
     assert_same(ignored, everything)
     assert not torch.equal(expected["loss_qvalue"], everything["loss_qvalue"])
-
-
-class Recorder(nn.Module):
-    """Records how actions would be sampled."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: set[Any] = set()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.add(exploration_type())
-        return x
-
-
-@both
-def test_networks_do_not_explore_in_the_loss(acer):
-    networks, batch, recorder = acer.Networks(), acer.rows(), Recorder()
-    networks.trunk.append(recorder)
-    loss = acer.loss_of(networks)
-    for mode in (ExplorationType.DETERMINISTIC, ExplorationType.MODE):
-        loss.deterministic_sampling_mode = mode
-        with set_exploration_type(ExplorationType.RANDOM):
-            loss(batch)
-            assert exploration_type() == ExplorationType.RANDOM
-        assert recorder.seen == {mode}
-        recorder.seen.clear()
 
 
 # --- bad input

@@ -360,15 +360,6 @@ def test_a_candidate_that_is_not_a_number_is_never_chosen():
         assert batch["action"].isfinite().all() or batch["candidate_scores"].isinf().all()
 
 
-def test_a_sampler_for_the_candidates():
-    candidates = ProportionalSampler(1000)
-    rb, actor_rb = make(RandomSampler(), candidate_sampler=candidates)
-    assert actor_rb.sample()["index"].max() < 500
-    rb.empty()
-    rb.extend(experience(3))
-    assert actor_rb.sample()["index"].max() < 3
-
-
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
 @pytest.mark.parametrize("written", [0, 7])
 def test_a_checkpoint_includes_the_sampler_of_the_candidates(written, how, tmp_path):
@@ -568,11 +559,6 @@ def test_distributions_that_are_not_understood():
     ):
         with pytest.raises(ValueError, match=r"the policy's distribution is .* set noise_scale"):
             DecoupledSampler(RandomSampler(), stochastic_policy(distribution, **keywords))
-
-
-def test_what_a_distribution_does_anyway_may_be_said():
-    policy = stochastic_policy(TanhNormal, low=-torch.ones(2), high=1.0, tanh_loc=False, upscale=3.0, safe_tanh=True)
-    DecoupledSampler(RandomSampler(), policy)
 
 
 def test_pinned_tables_need_candidates_of_their_own():

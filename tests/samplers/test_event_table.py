@@ -543,17 +543,6 @@ def test_rank_based_priorities_inside_tables():
     assert p_value(index, expected) > 1e-4
 
 
-def test_annealed_alpha_inside_tables():
-    rb = filled(priority={"kind": "proportional", "alpha": Anneal(0.2, 0.9, 3)})
-    for seed in range(3):
-        delta = update(rb, seed) + 1e-6
-    expected = expected_mixture(rb, weights=delta**0.9)
-    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected, atol=1e-7, rtol=1e-5)
-    rb.sampler.alpha = 0.5
-    expected = expected_mixture(rb, weights=delta**0.5)
-    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected, atol=1e-7, rtol=1e-5)
-
-
 @pytest.mark.parametrize("omega", [0.2, 12.0])
 def test_reliabilities_inside_tables(omega):
     torch.manual_seed(0)

@@ -309,7 +309,7 @@ def test_any_order_of_writes_draws_and_updates(name, ndim, stock, seed):
 def test_updates_of_a_slot_in_order_never_reach_new_content():
     """Each batch comes back once, in order, up to 60 draws later, in parts or joined: nothing reaches a wrong row."""
     model, batches = Model("proportional", 1, True, steps=40), []
-    for number in range(300):
+    for number in range(120):
         batches.append(model.draw(model.rng.choice([1, 4, 16])))
         if number % 5 == 0:
             model.write(model.rng.choice([2, 5]))
@@ -370,18 +370,17 @@ def test_indices_of_ones_own_reach_rows_written_after_all_draws(stratified):
     assert buffer.sampler.stats()["dropped_updates"] == 0
 
 
-@pytest.mark.parametrize("capacity", [1000, 20_000])
-def test_draws_without_updates_cost_few_of_the_others(capacity):
-    buffer = buffer_with(ProportionalSampler(capacity), capacity, batch_size=32)
-    buffer.extend(rows(capacity))
+def test_draws_without_updates_cost_few_of_the_others():
+    buffer = buffer_with(ProportionalSampler(1000), 1000, batch_size=32)
+    buffer.extend(rows(1000))
     row = rows(1)
-    for _ in range(2000):
+    for _ in range(500):
         buffer.extend(row)
         buffer.sample()
         batch = buffer.sample()
         batch["td_error"] = torch.rand(32)
         buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 2000
+    assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 500
 
 
 @both_buffers

@@ -106,7 +106,7 @@ def test_new_items_get_the_running_maximum():
 
 @pytest.mark.parametrize("td_error", ["squared", "absolute"])
 def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_error):
-    for seed in range(200):
+    for seed in range(50):
         torch.manual_seed(seed)
         buffer = filled(100 * torch.rand(8), eps=0.1, td_error=td_error)
         buffer.sampler.check_valid()
@@ -137,15 +137,6 @@ def test_td_errors_with_a_trailing_dimension():
     drawn = set(batch["index"].tolist())
     magnitude = torch.tensor([slot + 2.0 if slot in drawn else 1.0 for slot in range(3)], dtype=torch.float64)
     torch.testing.assert_close(probabilities(buffer), magnitude / magnitude.sum(), rtol=1e-6, atol=0.0)
-
-
-def test_extended_data_may_carry_its_td_errors():
-    buffer = buffer_of(4, alpha=1.0, eps=0.0, td_error="absolute")
-    data = items(3)
-    data["td_error"] = torch.tensor([1.0, 2.0, 5.0])
-    buffer.extend(data)
-    expected = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64) / 8
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
 
 
 def test_priorities_of_very_different_size():

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
@@ -104,19 +104,6 @@ def test_a_list_storage_wraps():
     for letters, newest_first in (("ab", [1, 0]), ("cde", [0, 3, 2, 1]), ("f", [1, 0, 3, 2]), ("ghijk", [2, 1, 0, 3])):
         buffer.extend(list(letters))
         assert_ages(buffer, newest_first)
-
-
-def test_writers_that_choose_slots_are_refused():
-    writer = TensorDictMaxValueWriter(rank_key="rank")
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(6), sampler=RecencySampler(half_life=3.0), writer=writer, batch_size=2
-    )
-
-    def ranked(*ranks):
-        return rows(len(ranks)).set("rank", torch.tensor(ranks))
-
-    with pytest.raises(ValueError, match="round-robin"):
-        buffer.extend(ranked(5.0, 0.0, 4.0, 1.0, 3.0, 2.0))
 
 
 # --- draws

@@ -13,7 +13,7 @@ from torchrl_replay_ext import (
     ProportionalSampler,
 )
 
-ROWS, DRAWS = 4, 800
+ROWS, DRAWS = 4, 400
 
 
 def p_value(position, what):
@@ -30,10 +30,10 @@ def p_value(position, what):
     return stats.chi2_contingency(torch.stack(classes).numpy()).pvalue
 
 
-def assert_random_order(draw, draws=DRAWS):
+def assert_random_order(draw):
     """``draw()`` returns the slots of a batch, [ROWS], and possibly the tables. Only one row of a batch is used."""
-    batches = [torch.stack(draw()).cpu() for _ in range(draws)]
-    position = torch.arange(draws) % ROWS
+    batches = [torch.stack(draw()).cpu() for _ in range(DRAWS)]
+    position = torch.arange(DRAWS) % ROWS
     rows = torch.stack([batch[:, row] for batch, row in zip(batches, position.tolist(), strict=True)], 1)
     for what in rows:
         if what.max() > 0:
@@ -43,16 +43,16 @@ def assert_random_order(draw, draws=DRAWS):
     assert p_value(position, torch.stack(in_order)) < 1e-4
 
 
-def filled(name, seed, device="cpu"):
+def filled(name):
     """A buffer of the contract's tests with its model; TD errors increase with the slots."""
-    driven = Driven(name, seed, device)
+    driven = Driven(name, 0)
     for _ in range(12):
         driven.extend()
     buffer = driven.buffer
     slots = (buffer.sampler.probabilities(buffer.storage) > 0).nonzero().squeeze(1).cpu()
     envs = driven.setting.num_envs
     index = torch.stack([slots // envs, slots % envs], 1) if driven.setting.ndim == 2 else slots
-    buffer.update_priority(index.to(device), torch.linspace(0.5, 4.0, len(slots)))
+    buffer.update_priority(index, torch.linspace(0.5, 4.0, len(slots)))
     return driven
 
 
@@ -66,10 +66,9 @@ def draw_from(driven, unit):
     return draw
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_the_position_of_a_row_does_not_depend_on_its_slot(name, seed):
-    assert_random_order(draw_from(filled(name, seed), SLICE if "slices" in name else 1))
+def test_the_position_of_a_row_does_not_depend_on_its_slot(name):
+    assert_random_order(draw_from(filled(name), SLICE if "slices" in name else 1))
 
 
 def buffer(sampler, **arguments):
@@ -80,8 +79,9 @@ def buffer(sampler, **arguments):
     return rb
 
 
-@pytest.mark.parametrize("candidates", ["uniform", "tables"])
-@pytest.mark.parametrize("granularity", ["batch", "group", "transition"])
+@pytest.mark.parametrize(
+    ("granularity", "candidates"), [("batch", "uniform"), ("group", "tables"), ("transition", "tables")]
+)
 def test_nor_does_it_in_the_actors_batch(granularity, candidates):
     drawn_by = event_sampler(20, history=6) if candidates == "tables" else None
     sampler = DecoupledSampler(
@@ -118,4 +118,4 @@ def test_nor_does_it_in_joint_draws(name):
         batch = many.sample()[: ROWS * unit : unit]
         return [batch["shard"], batch["number"], *([batch["table"]] if "table" in batch else [])]
 
-    assert_random_order(draw, 400)
+    assert_random_order(draw)

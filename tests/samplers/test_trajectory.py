@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
@@ -201,18 +201,6 @@ def assert_same_when_restored(buffer):
     restored.sampler.check_valid()
     first, second = (each.sampler.probabilities(each.storage) for each in (buffer, restored))
     assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("pad", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_long_random_sequences(layout, pad):
-    replay = Slices(layout, slice_len=3, pad=pad, capacity=17, num_envs=3, seed=1, end_probability=0.1)
-    for number in range(80):
-        replay.random_operation()
-        if number % 4 == 0:
-            replay.check()
-    assert replay.reference.writes > 5 * replay.capacity
-    assert_same_when_restored(replay.buffer)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -712,36 +700,3 @@ def test_missing_entries_are_named(missing, anchors):
     filled.set_sampler(make().sampler)
     with refuses(filled, KeyError, message):
         filled.sample()
-
-
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-def test_too_many_trajectories():
-    buffer = buffer_of(num_streams=2)
-    buffer.extend(rows(4, ids=[0, 1, 0, 1]))
-    with refuses(buffer, ValueError, "more simultaneous trajectories than num_streams=2.*Pass num_streams="):
-        buffer.extend(rows(3, ids=[2, 0, 1]))
-    single = buffer_of()
-    with refuses(single, ValueError, "more simultaneous trajectories than num_streams=1"):
-        single.extend(rows(4, ids=[0, 1, 0, 1]))
-
-
-def test_only_writers_in_turn():
-    storage, writer = LazyTensorStorage(6), TensorDictMaxValueWriter(rank_key="rank")
-    buffer = TensorDictReplayBuffer(
-        storage=storage, sampler=TrajectoryRetraceSampler(6, slice_len=2), writer=writer, batch_size=2
-    )
-    with pytest.raises(ValueError, match=r"^TrajectoryRetraceSampler: .*round-robin"):
-        buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
-
-
-def test_storages():
-    with pytest.raises(TypeError, match="must hold a TensorDict"):
-        ReplayBuffer(
-            storage=ListStorage(6), sampler=TrajectoryRetraceSampler(6, slice_len=2), batch_size=2, collate_fn=list
-        ).extend(list("abc"))
-    with pytest.raises(ValueError, match="capacity must not be smaller than the storage"):
-        data.buffer_with(TrajectoryRetraceSampler(5, slice_len=2), 6, batch_size=2).extend(rows(2))
-    buffer = buffer_of(6, slice_len=2, ndim=2)
-    buffer.extend(torch.stack([rows(2), rows(2, first=10)]))
-    assert slices_by_start(buffer, "number") == {0: [0, 1], 1: [1, 1], 10: [10, 11], 11: [11, 11]}
-    assert buffer.sample()["index"].shape == (8, 2)

@@ -209,16 +209,3 @@ def test_draws_miss_at_most_the_newest_updates(prefetch):
         batch["td_error"] = torch.where(batch["shard"] == 0, 1e6, 1e-6)
         many.update_tensordict_priority(batch)
     assert (many.sample()["shard"] == 0).double().mean() > 0.9
-
-
-def test_a_shard_without_priorities_is_left_out():
-    many = sharded("", 2, sampler=partial(ProportionalSampler, eps=0.0), prefetch=1)
-    fill(many)
-    many.sample()
-    buffer = many._group.handles[0].replay._buffer
-    # after the sums are known
-    buffer.update_priority(torch.arange(len(buffer)), torch.zeros(len(buffer)))
-    many.sample()
-    for _ in range(3):
-        batch = many.sample()
-        assert len(batch) == BATCH and (batch["shard"] == 1).all()

@@ -120,21 +120,6 @@ def test_late_updates_of_an_earlier_process_are_dropped():
     assert many.stats()["dropped_updates"] == (batch["shard"] == 1).sum()
 
 
-def test_batches_drawn_ahead_of_a_loss():
-    """Their answers arrive after the loss is known. They change nothing, and the loss is reported once."""
-    many = sharded("proportional", 2, prefetch=3)
-    fill(many)
-    learn(many, 3)
-    many._group.handles[0].kill()
-    with pytest.warns(UserWarning, match="shard 0") as warned:
-        len(many)
-        learn(many, 8)
-    assert len(warned) == 1
-    many._group.handles[0].restart()
-    learn(many, 8)
-    assert many.stats()["lost_shards"] == 1 and many.stats()["shards"] == 2
-
-
 def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
     many = sharded(
         "slices", 1, sampler=partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=())
@@ -228,18 +213,6 @@ def silently_restarted(many, number):
     """A process that ends and is started again before the next call."""
     many._group.handles[number].kill()
     many._group.handles[number].restart()
-
-
-def test_a_checkpoint_after_a_silent_restart_keeps_the_content_of_the_one_before(tmp_path):
-    many = sharded("proportional", 3)
-    fill(many)
-    many.dumps(tmp_path)
-    held = [len(rows) for rows in rows_in(many)]
-    for save in (partial(many.dumps, tmp_path), many.state_dict):
-        silently_restarted(many, 1)
-        with pytest.warns(UserWarning, match="shard 1 of"):
-            save()
-        assert [len(rows) for rows in rows_in(many)] == held
 
 
 @pytest.mark.parametrize("change", ["empty", "load_state_dict", "loads"])
