@@ -402,18 +402,6 @@ def test_stock_storage_is_refused():
         CompilableReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=2)
 
 
-def test_rows_must_be_whole():
-    buffer = CASES["proportional"].buffer()
-    data = Flat().take(4)
-    buffer.extend(data.clone())
-    with pytest.raises(KeyError, match="no entry 'obs', but the stored rows have it"):
-        buffer.extend(data.exclude("obs"))
-    assert len(buffer) == 4 and buffer.write_count == 4
-    buffer.sampler.check_valid()
-    buffer.extend(data.clone())
-    assert len(buffer) == 8
-
-
 def whole_text(error: BaseException) -> str:
     """The messages of an error and of all its causes."""
     text, cause = "", error

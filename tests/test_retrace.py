@@ -487,6 +487,9 @@ def test_bad_arguments_of_the_others():
     data = Experience((3, 4, 1))
     with pytest.raises(ValueError, match=r"q_opc\(lmbda=2.0\)"):
         q_opc(0.9, 2.0, *data.values)
+    for gamma in (-0.1, 2.0, NAN):
+        with pytest.raises(ValueError, match="gamma must be in"):
+            q_opc(gamma, 1.0, *data.values)
     for delta in (-1.0, NAN):
         with pytest.raises(ValueError, match="delta must be >= 0"):
             trust_region_projection(torch.zeros(3), torch.zeros(3), delta)

@@ -210,26 +210,6 @@ TestTree.settings = TestPagedTree.settings = settings(
 # --- sums
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("capacity", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 4096, 100_000])
-def test_any_capacity(capacity, paged):
-    blocks = capacity // PAGE + 1
-    pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
-    tree = SumTree(capacity, track_min=True, **pages)
-    index = torch.randperm(capacity)[: capacity // 2 + 1]
-    masses = torch.zeros(capacity, dtype=torch.int64)
-    masses[index] = torch.randint(1, 2**30, (len(index),))
-    tree.write(index, masses[index])
-    tree.check_valid()
-    running = masses.cumsum(0)
-    assert torch.equal(tree.prefix(torch.arange(1, capacity + 1)), running)
-    assert int(tree.min()) == int(masses[index].min())
-    target = torch.randint(int(running[-1]), (1000,))
-    leaf, mass = tree.find(target)
-    assert torch.equal(leaf, torch.searchsorted(running, target, right=True))
-    assert torch.equal(mass, masses[leaf])
-
-
 def test_no_drift():
     """After 1e5 updates of all magnitudes, the sums are exactly those of the leaves."""
     tree = SumTree(1000, track_min=True)
@@ -245,35 +225,6 @@ def test_no_drift():
     assert int(tree.prefix(torch.tensor([1000]))) == sum(expected.tolist())
     tree.update(torch.arange(1000), torch.zeros(1000))
     assert int(tree.total()) == 0
-
-
-@pytest.mark.parametrize("capacity", [10, 1000, 300_000])
-def test_duplicates_last_wins_in_a_large_update(capacity):
-    count = 200_000
-    index = torch.randint(capacity, (count,))
-    mass = torch.arange(1, count + 1)
-    last = dict(zip(index.tolist(), mass.tolist(), strict=True))
-    expected = [last.get(i, 0) for i in range(capacity)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        for _ in range(3):
-            tree = SumTree(capacity, track_min=True)
-            tree.write(index, mass)
-            tree.check_valid()
-            assert tree.get(torch.arange(capacity)).tolist() == expected
-            assert int(tree.total()) == sum(expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("outside", [-1, 4, 15, 16, 10**12, -(10**12)])
-def test_rows_out_of_range_are_skipped(outside):
-    tree = SumTree(4, track_min=True)
-    tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
-    tree.write(torch.tensor([outside, 2]), torch.tensor([1, 9]))
-    assert_same_tree(tree, [5, 6, 9, 8], track_min=True)
-    assert tree.get(torch.tensor([outside, 3])).tolist() == [0, 8]
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -405,20 +356,6 @@ def test_check_valid_can_fail(change):
 
 
 # --- draws
-
-
-@pytest.mark.parametrize("num", [1, 3, 8, 32, 60])
-def test_stratified_draws_one_per_stratum(num):
-    """With 60 leaves of equal mass a stratum of a batch of num is 60/num leaves wide."""
-    tree = SumTree(60)
-    tree.update(torch.arange(60), torch.ones(60))
-    for _ in range(50):
-        leaf, _ = tree.sample(num, stratified=True)
-        # the strata are in random order
-        for stratum, drawn in enumerate(sorted(leaf.tolist())):
-            # the stratum [stratum, stratum + 1) * 60 / num overlaps the leaf [drawn, drawn + 1)
-            assert stratum * 60 < (drawn + 1) * num
-            assert drawn * num < (stratum + 1) * 60
 
 
 def test_largest_random_number(monkeypatch):

@@ -244,12 +244,3 @@ def test_routed_writes_of_an_ensemble_reach_the_samplers(compilable):
     assert [int(member.sampler.stats()["num_items"]) for member in buffers] == [32, 34]
     for member in buffers:
         member.sampler.check_valid()
-
-
-def test_an_ensemble_itself_takes_no_priorities():
-    buffers = members("proportional", compilable=False)
-    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=2 * BATCH)
-    _, info = rb.sample(return_info=True)
-    with pytest.warns(UserWarning, match="not prioritized"):
-        rb.update_priority(info["index"], torch.rand(2, BATCH))
-    assert all(member.sampler.stats()["never_updated"] == 1 for member in buffers)

@@ -4,22 +4,16 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import MaskedCategorical, OneHotCategorical, TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
-from torchrl_replay_ext import ACERLoss, TrajectoryRetraceSampler
+from torchrl_replay_ext import ACERLoss
 from torchrl_replay_ext.functional import (
-    gaussian_policy_kl,
     importance_ratio,
-    importance_sampling_return,
-    off_policy_trace_return,
-    q_opc,
     retrace,
 )
 
@@ -127,50 +121,3 @@ def test_half_precision_stays_finite(statistics, c):
     one, no = torch.ones(2, 1, dtype=torch.float16), torch.zeros(2, 1, dtype=torch.bool)
     retrace(0.9, 1.0, log_pi, -15 * one, one, one, one, no).sum().backward()
     assert log_pi.grad is not None and log_pi.grad.isfinite().all()
-
-
-# --- arguments
-
-
-@pytest.mark.parametrize("gamma", [-0.1, 2.0, math.nan])
-def test_discounts_out_of_range(gamma):
-    x, no = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.bool)
-    calls = [
-        lambda: off_policy_trace_return(gamma, x, x, x, x, no),
-        lambda: retrace(gamma, 1.0, x, x, x, x, x, no),
-        lambda: q_opc(gamma, 1.0, x, x, x, no),
-        lambda: importance_sampling_return(gamma, x, x, x, x, no),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="gamma must be in"):
-            call()
-
-
-def test_divergence_of_invalid_differences():
-    for shape in ((3,), (0, 3)):
-        with pytest.raises(ValueError, match="expected"):
-            gaussian_policy_kl(torch.zeros(shape), 0.1)
-    with pytest.raises(ValueError, match="its square"):
-        gaussian_policy_kl(torch.zeros(4, 2), 1e-23, eps=0.0)
-
-
-# --- slices
-
-
-@pytest.mark.parametrize("has_terminated", [False, True])
-def test_an_end_without_a_truncated_entry(has_terminated):
-    """Row 4 is done but not terminated, row 9 terminates, and the rows after it have not ended."""
-    done, terminated = torch.zeros(2, 13, 1, dtype=torch.bool)
-    done[4], done[9], terminated[9] = True, True, True
-    following = {"done": done, **({"terminated": terminated} if has_terminated else {})}
-    data = TensorDict({"logits": torch.zeros(13, 2), "step": torch.arange(13), "next": following}, [13])
-    sampler = TrajectoryRetraceSampler(slice_len=5)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(13), sampler=sampler, batch_size=200)
-    rb.extend(data)
-    sample = rb.sample()
-    ends = sample["next", "done"].flatten()
-    truncated = {step: set() for step in (4, 9, 12)}
-    for step, value in zip(sample["step"][ends].tolist(), sample["next", "truncated"].flatten()[ends], strict=True):
-        if step in truncated:
-            truncated[step].add(bool(value))
-    assert truncated == {4: {has_terminated}, 9: {False}, 12: {True}}

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.objectives import SoftUpdate
 
@@ -241,14 +241,6 @@ def episodes_of(batch: TensorDict) -> TensorDict:
     return batch
 
 
-def mask_some(batch: TensorDict) -> TensorDict:
-    """Mask the last steps of rows that have not ended there."""
-    valid = torch.ones(batch.shape, dtype=torch.bool)
-    valid[0, 6:] = valid[1, 3:] = False
-    batch["collector", "mask"] = valid
-    return batch
-
-
 @pytest.mark.parametrize("policy", ["actor", "greedy"])
 @pytest.mark.parametrize("time_dim", [0, 1])
 def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
@@ -269,20 +261,6 @@ def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
     assert counts == [6 * 12]
     expected = naive(batch, value, pi if policy == "actor" else None)
     torch.testing.assert_close(result if time_dim else result.transpose(0, 1), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("policy", ["actor", "greedy"])
-def test_the_estimator_agrees_with_two_passes(policy):
-    batch, value, pi = mask_some(episodes_of(experience(6, 11))), mlp(), mlp()
-    batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = torch.nan
-    results: list[Tensor] = []
-    for shifted in (False, True):
-        arguments: dict[str, Any] = {"actor_network": actor(pi), "policy": policy, "shifted": shifted}
-        estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), **arguments)
-        found = estimator(batch.clone())
-        results.append(torch.cat([found["value_target"], found["advantage"]], -1))
-    valid = batch["collector", "mask"]
-    torch.testing.assert_close(results[1][valid], results[0][valid], rtol=0, atol=1e-12)
 
 
 def test_the_estimator_refuses_other_batches():

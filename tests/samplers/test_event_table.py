@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import ImmutableDatasetWriter, RandomSampler
+from torchrl.data.replay_buffers import RandomSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.chi_square import p_value
@@ -665,14 +665,6 @@ def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
     )
 
 
-@pytest.mark.parametrize(
-    ("min_size", "shown"), [(0, "min_size=0"), ({"a": 0}, r"min_size\['a'\]=0"), ({"a": True}, r"min_size\['a'\]=True")]
-)
-def test_a_wrong_min_size_is_named(min_size, shown):
-    with pytest.raises(ValueError, match=rf"EventTableSampler\({shown}\): .* must be an integer >= 1"):
-        make(min_size=min_size)
-
-
 @pytest.mark.parametrize("kind", [None, "proportional"])
 def test_a_storage_that_was_filled_before(kind):
     source = TensorDictReplayBuffer(storage=LazyTensorStorage(60), batch_size=4)
@@ -691,24 +683,6 @@ def test_a_storage_that_was_filled_before(kind):
     torch.testing.assert_close(rb.sampler.probabilities(rb.storage).sum(), torch.tensor(1.0).double())
 
 
-def test_two_buffers_may_draw_from_the_same_tables():
-    rb = filled(priority={"kind": "proportional"})
-    other = TensorDictReplayBuffer(
-        storage=rb.storage,
-        writer=ImmutableDatasetWriter(),
-        sampler=EventTableSampler(rb.sampler.tables, eta=ETA, min_size=1),
-        batch_size=500,
-    )
-    other.sample()
-    rb.extend(scripted(50, seed=9, p_event=0.2))
-    for each in (rb, other, pickle.loads(pickle.dumps(rb))):
-        each.sampler.check_valid()
-        index, info = each.sampler.sample(each.storage, 500)
-        for number, name in enumerate(ETA):
-            members = set(rb.sampler.tables[name].index().tolist())
-            assert set(index[info["table"] == number].tolist()) <= members
-
-
 @pytest.mark.parametrize("kind", [None, "reaper"])
 def test_loading_the_state_of_a_buffer_that_was_never_written_to(kind):
     rb = filled(priority=kind and {"kind": kind})
@@ -719,14 +693,6 @@ def test_loading_the_state_of_a_buffer_that_was_never_written_to(kind):
     expected.extend(scripted(100, seed=1))
     probabilities = [each.sampler.probabilities(each.storage) for each in (rb, expected)]
     torch.testing.assert_close(*probabilities)
-
-
-def test_priorities_of_its_own_are_needed_for_updates_to_matter():
-    rb = filled()
-    before = rb.sampler.state_dict()
-    rb.update_priority(torch.arange(5), torch.rand(5))
-    after = rb.sampler.state_dict()
-    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 # --- bad input

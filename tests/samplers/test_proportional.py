@@ -337,7 +337,10 @@ def test_without_a_generator_the_global_one_is_used():
 # --- bad input
 
 
-def test_a_td_error_beyond_the_range_of_the_sums():
+def test_a_td_error_or_an_alpha_beyond_the_range_of_the_sums():
+    large = filled(torch.full((10,), 1e6), alpha=0.1)
+    with Refuses(large, ValueError, "alpha"):
+        large.sampler.alpha = 5.0
     buffer = filled(torch.ones(5), alpha=1.0)
     with Refuses(buffer, ValueError, r"index 3\b.*at most"):
         buffer.update_priority(torch.tensor([2, 3]), torch.tensor([1.0, 1e30]))

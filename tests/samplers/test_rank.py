@@ -51,9 +51,8 @@ def test_rank_probabilities_are_those_of_a_loop():
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 40])
-@pytest.mark.parametrize("seed", range(3))
-def test_life_of_new_updated_and_overwritten_items(capacity, seed):
-    replay = ReplayWithReference("rank", capacity=capacity, seed=seed, alpha=0.9, td_error="absolute")
+def test_life_of_new_updated_and_overwritten_items(capacity):
+    replay = ReplayWithReference("rank", capacity=capacity, seed=1, alpha=0.9, td_error="absolute")
     for _ in range(120):
         replay.random_operation()
         replay.check(rtol=1e-9, atol=0)

@@ -303,18 +303,6 @@ def test_marks_by_hand():
     assert ("collector", "mask") not in buffer[:].keys(True, True)
 
 
-def test_flags_are_shaped_like_those_that_are_stored():
-    buffer = buffer_of(slice_len=2)
-    data = rows(6, done=[2])
-    del data["next", "truncated"]
-    data["next", "done"] = data["next", "done"].squeeze(-1)
-    buffer.extend(data)
-    batch = buffer.sample()
-    assert batch["next", "done"].shape == batch["next", "truncated"].shape == (8,)
-    cut = batch["next", "done"] & ~batch["next", "terminated"].squeeze(-1)
-    assert torch.equal(batch["next", "truncated"], cut)
-
-
 def test_other_keys():
     buffer = buffer_of(slice_len=2, done_key="end", traj_key="id", behaviour_keys=("mu", ("nested", "scale")))
     data = TensorDict({"number": torch.arange(6), "mu": torch.zeros(6), "nested": {"scale": torch.zeros(6, 1)}}, [6])
@@ -414,13 +402,6 @@ def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
     batch["td_error"] = torch.where(torch.arange(len(mask)) == wrong, torch.nan, 1.0)
     with pytest.raises(ValueError, match=f"position {wrong} of the update"):
         buffer.update_tensordict_priority(batch)
-
-
-def test_td_errors_that_come_with_the_data_are_taken():
-    buffer = buffer_of(anchors=proportional())
-    buffer.extend(rows(4, td_error=torch.tensor([1.0, 2.0, 3.0, 4.0])))
-    buffer.add(rows(1, first=4, td_error=torch.tensor([5.0]))[0])
-    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([k / 15 for k in range(1, 6)])
 
 
 @pytest.mark.parametrize("kind", ["proportional", "rank", "reaper", "events"])

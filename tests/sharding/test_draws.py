@@ -97,16 +97,6 @@ def test_weights_of_priorities_inside_tables(name, num_shards):
     torch.testing.assert_close(batch["priority_weight"].double(), weight / weight.max(), rtol=1e-6, atol=0)
 
 
-def test_events_have_fixed_proportions_of_a_batch():
-    """Their table is used when all shards together have its minimum size of 8."""
-    many = sharded("event tables", 3)
-    many.extend(transitions(0, 16))
-    share = torch.cat([many.sample()["table"] for _ in range(50)]).double().mean()
-    assert share == pytest.approx(0.4, abs=1 / BATCH)
-    counts = [report.count[1] for report in many._group.reports]
-    assert max(counts) < 8 <= sum(counts)
-
-
 BETA = Anneal(0.4, 1.0, num_updates=10)
 
 

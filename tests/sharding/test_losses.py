@@ -233,21 +233,6 @@ def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
     many.check_valid()
 
 
-@pytest.mark.parametrize("change", ["empty", "load_state_dict"])
-def test_an_earlier_checkpoint_is_not_restored_after_the_content_was_replaced(change, tmp_path):
-    many = sharded("proportional", 2)
-    state = many.state_dict()
-    fill(many)
-    many.dumps(tmp_path)
-    many.empty() if change == "empty" else many.load_state_dict(state)
-    many.extend(transitions(400, 20))
-    silently_restarted(many, 1)
-    with pytest.warns(UserWarning):
-        many.sample()
-    many.sample()
-    assert all(number >= 400 for rows in rows_in(many) for number in rows)
-
-
 def test_a_shard_that_cannot_be_restored_goes_on_empty(tmp_path):
     many = sharded("proportional", 2)
     fill(many)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 from torch.utils._pytree import tree_leaves
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictRoundRobinWriter
 
 from tests.events import NaiveTables, scripted
 from torchrl_replay_ext import (
-    CompilableTensorStorage,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -288,25 +287,6 @@ def test_a_write_that_fails_in_the_storage_leaves_pinned_tables_whole(monkeypatc
     assert len(stored[live.unique()].unique()) == len(live.unique())
 
 
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, CompilableTensorStorage])
-@pytest.mark.parametrize("retention", ["ring", "pinned"])
-def test_a_write_leaves_the_storage_as_its_own_set_does(retention, kind):
-    capacity = {"event": 10, **({"default": 30} if retention == "pinned" else {})}
-    tables = EventTables([EventSpec("event", ("next", "a"), 3)], capacity=capacity, retention=retention)
-    sampler = EventTableSampler(tables, eta={"default": 0.5, "event": 0.5})
-    rb = TensorDictReplayBuffer(storage=kind(40), sampler=sampler, writer=EventTableWriter(tables), batch_size=4)
-    own = kind(40)
-    for chunk in scripted(200, seed=4).split(9):
-        chunk = chunk.clone()
-        # also writes that wrap around the ring, and writes to scattered slots
-        own.set(rb.extend(chunk), chunk)
-        assert len(rb.storage) == len(own)
-        assert_equal_states(rb.storage[:].exclude("index").to_dict(), own[:].to_dict())
-        assert torch.equal(torch.as_tensor(rb.storage._last_cursor), torch.as_tensor(own._last_cursor))
-        assert rb.storage._last_cursor_index == own._last_cursor_index
-        assert rb.storage._mutation_revision == own._mutation_revision
-
-
 def test_a_storage_that_was_filled_before():
     source = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
     data = scripted(100, seed=6, p_event=0, p_done=0)
@@ -539,15 +519,6 @@ def test_errors_of_a_condition_name_the_event():
     with pytest.raises(KeyError) as caught:
         EventSpec("goal", lambda data: data["nope"], 3).occurs(scripted(4))
     assert caught.value.__notes__ == ["This is the condition of EventSpec('goal')."]
-
-
-def test_data_with_another_number_of_lanes_is_refused():
-    buffer, tables = make([("a", 1, None)], {"a": 6}, 12, ndim=2)
-    buffer.extend(marked(3, 2, event=range(6)))
-    with pytest.raises(ValueError, match=r"data of shape \(3, 14\) does not fit a storage of shape \(4, 3\)"):
-        buffer.extend(marked(14, 3))
-    assert tables.sizes() == {"default": 6, "a": 6}
-    tables.check_valid()
 
 
 def test_a_writer_is_restored_over_a_list_storage():
