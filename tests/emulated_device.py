@@ -12,10 +12,9 @@ CPU in three ways:
 * An operation on tensors of two devices is an error. As on CUDA, a 0-dim CPU tensor may stand for a number.
 * Whatever makes the host wait for the device is counted, with the line that did it: values that are read (``item``,
   ``bool``, copies to the CPU), results whose shape depends on values (``nonzero``, masks as indices, ``unique``),
-  operations that read their arguments (``index_fill`` with a tensor as the value, ``isin``, ``normal`` with a tensor
-  as the standard deviation), and blocking copies to the device, also those of single numbers (``x[0] = 1.0``). These
-  are the cases that ``torch.cuda.set_sync_debug_mode`` reports. A copy to the CPU always counts, since its result must
-  be waited for.
+  operations that read their arguments (``index_fill`` with a tensor as the value, ``isin``), and blocking copies to the
+  device, also those of single numbers (``x[0] = 1.0``). These are the cases that ``torch.cuda.set_sync_debug_mode``
+  reports. A copy to the CPU always counts, since its result must be waited for.
 * Each operation that would launch a kernel is counted.
 
 Gradients need a process whose first backward pass comes after the device was made, and which ends with ``leave()``.
@@ -66,11 +65,7 @@ _READS = {
         "unique_consecutive",
         "bincount",
         "is_nonzero",
-        "mode",
-        "linalg_lstsq",
         "_linalg_check_errors",
-        "_linalg_eigh",
-        "_linalg_svd",
     )
 }
 # These read a 0-dim tensor that is given as the value.
@@ -388,15 +383,10 @@ def _reads_arguments(function: Any, args: Any, kwargs: Any) -> bool:
     operation = function.overloadpacket
     if operation in _FILLS:
         return isinstance(args[-1], EmulatedTensor)
-    if operation is _aten.normal:
-        return any(isinstance(deviation, EmulatedTensor) for deviation in args[1:2])
     if operation is _aten.repeat_interleave:
         return kwargs.get("output_size") is None
     if operation is _aten.searchsorted:
         return kwargs.get("sorter") is not None
-    if operation is _aten.histc:
-        lowest, highest = (*args[2:], 0, 0)[:2]
-        return lowest == highest
     if operation is _aten.isin and all(isinstance(arg, torch.Tensor) for arg in args[:2]):
         # torch calls unique if there are many elements to look for
         is_short = args[1].numel() < int(10 * args[0].numel() ** 0.145)

@@ -88,27 +88,6 @@ def test_step_counts_of_adam_lie_on_the_accelerator(foreach, device):
     torch.testing.assert_close(parameter.detach().cpu(), torch.full((3,), 0.8))
 
 
-GRADIENTS = """
-import torch
-from tests.emulated_device import EmulatedDevice, leave
-
-with EmulatedDevice():
-    ours = torch.nn.Linear(3, 2).to("emulated")
-    ours(torch.ones(5, 3, device="emulated")).square().sum().backward()
-    assert ours.weight.grad.device.type == "emulated"
-    expected = torch.nn.Linear(3, 2)
-    expected.load_state_dict({key: value.cpu() for key, value in ours.state_dict().items()})
-    expected(torch.ones(5, 3)).square().sum().backward()
-    torch.testing.assert_close(ours.weight.grad.cpu(), expected.weight.grad)
-leave()
-"""
-
-
-def test_the_emulated_device_computes_gradients():
-    """In a process of its own: torch's autograd ignores devices that are registered after its first backward pass."""
-    subprocess.run([sys.executable, "-c", GRADIENTS], check=True, cwd=ROOT)
-
-
 @pytest.fixture(scope="module")
 def emulated_runs(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("runs"))

@@ -1,7 +1,6 @@
 """The buffer as part of one compiled graph: the same draws and the same state as in eager mode."""
 
 import copy
-import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -472,63 +471,3 @@ def sample_and_update(buffer: CompilableReplayBuffer) -> TensorDict:
     batch["td_error"] = batch["error"]
     buffer.update_tensordict_priority(batch)
     return batch
-
-
-# --- eager mode
-
-
-def constant(name: str) -> Case:
-    """A case with constant alpha: a compilable buffer applies the end of a schedule later than a stock buffer."""
-    case = CASES[name]
-
-    def sampler(capacity: int) -> Any:
-        result = case.sampler(capacity)
-        getattr(result, "anchors", result).alpha = 0.6
-        return result
-
-    return Case(sampler, case.experience, case.capacity, case.extends)
-
-
-def stock(case: Case, **arguments: Any) -> TensorDictReplayBuffer:
-    storage = LazyTensorStorage(case.capacity, ndim=case.experience.ndim)
-    return TensorDictReplayBuffer(storage=storage, **{**case.parts(), **arguments})
-
-
-def through_pickle(buffer: CompilableReplayBuffer) -> CompilableReplayBuffer:
-    return pickle.loads(pickle.dumps(buffer))
-
-
-@pytest.mark.parametrize("name", PRIORITIZED)
-def test_outside_graphs_it_is_a_stock_buffer(name, tmp_path):
-    """The buffer behaves like a stock buffer, also after it was saved, copied and restored in any way."""
-    case = constant(name)
-    ours, theirs, experience = case.buffer(), stock(case), case.experience()
-
-    def continued(number: int) -> CompilableReplayBuffer:
-        if number % 4 == 0:
-            return copy.deepcopy(ours)
-        if number % 4 == 1:
-            return through_pickle(ours)
-        restored = case.buffer()
-        if number % 4 == 2:
-            restored.load_state_dict(copy.deepcopy(ours.state_dict()))
-        else:
-            ours.dumps(tmp_path / str(number))
-            restored.loads(tmp_path / str(number))
-        return restored
-
-    for number in range(case.capacity):
-        data = experience.take(4)
-        torch.manual_seed(number)
-        first = step(ours, data.clone())
-        torch.manual_seed(number)
-        second = step(theirs, data)
-        del first["write_stamp"]
-        assert_same_batch(first, second)
-        if number % 5 == 4:
-            ours = continued(number // 5)
-            ours.extend(data := experience.take(6))
-            theirs.extend(data)
-    assert len(ours) == len(theirs) == case.capacity
-    assert ours.write_count == theirs.write_count
-    assert_same_sampler(ours, theirs)

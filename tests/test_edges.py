@@ -7,8 +7,6 @@ from torchrl.data.replay_buffers import SampleUnit
 
 from tests.data import buffer_with, rows
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     ProportionalSampler,
 )
 
@@ -100,22 +98,6 @@ def test_a_state_with_a_smaller_smallest_priority_is_raised():
     rb.update_priority(torch.arange(4), torch.full((4,), 0.5))
     probability = rb.sampler.probabilities(rb.storage)
     torch.testing.assert_close(probability, torch.full_like(probability, 1 / 6))
-
-
-def test_a_state_saved_twice_before_the_first_write():
-    """An empty storage that has loaded an empty state has no entries, and no shape of rows, to give to another."""
-
-    def make():
-        return CompilableReplayBuffer(storage=CompilableTensorStorage(4), batch_size=2)
-
-    twice = make()
-    twice.load_state_dict(make().state_dict())
-    used = make()
-    used.extend(rows(3))
-    used.load_state_dict(twice.state_dict())
-    assert len(used) == 0
-    used.extend(rows(3))
-    assert len(used) == 3
 
 
 def test_one_step_per_environment_can_be_written_to_columns():

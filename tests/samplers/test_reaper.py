@@ -182,7 +182,7 @@ def test_large_buffers(layout, num_envs):
     replay.check()
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     layout=st.sampled_from(LAYOUTS),
     capacity=st.integers(1, 12),

@@ -147,7 +147,7 @@ def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["reaper", "slices, priorities"],
+        ["slices, priorities"],
         ["proportional", "reaper", "event tables, priorities", "slices, priorities"],
     ),
 )
