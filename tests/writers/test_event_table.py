@@ -78,7 +78,7 @@ def cut(count, chunk, generator):
     return list(itertools.pairwise(borders))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, None, 64, 1000])
+@pytest.mark.parametrize("chunk", [1, None, 1000])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("retention", ["ring", "pinned"])
