@@ -71,11 +71,6 @@ def run(request, monkeypatch):
     return run
 
 
-def call_operation(kernel, *arguments):
-    """Eager code may pass NumPy arrays, operations take tensors."""
-    kernel._operation(*[torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arguments])
-
-
 def a_tree(capacity, paged=False):
     blocks = capacity // SumTree.PAGE + 1
     pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
