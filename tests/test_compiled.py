@@ -202,6 +202,7 @@ DEFAULT = (
     "proportional",
     "rank",
     "reaper",
+    "recency",
     "events, proportional, pinned",
     "slices, proportional, two streams",
 )

@@ -1,5 +1,6 @@
 """The priority of new transitions with ``max_priority_within_buffer``, against a maximum over a plain dict."""
 
+import copy
 import random
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from tests.data import buffer_with, event_sampler, rows
-from tests.samplers.experience import assert_priorities
+from tests.samplers.experience import assert_priorities, assert_same_state
 from torchrl_replay_ext import (
     ProportionalSampler,
     ReaPERSampler,
@@ -97,6 +98,27 @@ def sample_and_update(buffer, errors):
 @pytest.mark.parametrize("compilable", [False, True])
 def test_new_transitions_get_the_largest_priority_of_those_stored(name, compilable):
     drive(buffer_of(name, compilable), update=sample_and_update, absolute=name == "absolute")
+
+
+@pytest.mark.parametrize("name", ["absolute", "events, reaper"])
+def test_state_goes_on_where_it_was(name, tmp_path):
+    buffer, other = buffer_of(name), buffer_of(name)
+    drive(buffer, update=sample_and_update, absolute=name == "absolute")
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    for restored in (other, copy.deepcopy(buffer)):
+        assert_same_state(restored.sampler.state_dict(), buffer.sampler.state_dict())
+        restored.sampler.check_valid()
+        data = data_of(20)
+        restored.extend(data.clone())
+        expected = copy.deepcopy(buffer)
+        expected.extend(data)
+        assert_same_state(restored.sampler.state_dict(), expected.sampler.state_dict())
+    buffer.empty()
+    buffer.sampler.check_valid()
+    buffer.extend(data_of(2))
+    assert float(buffer.sampler.stats()["max_priority"]) == 1
+    assert_priorities(buffer, torch.ones(2))
 
 
 def test_without_it_the_largest_priority_ever_seen_stays():

@@ -303,6 +303,18 @@ def test_marks_by_hand():
     assert ("collector", "mask") not in buffer[:].keys(True, True)
 
 
+def test_flags_are_shaped_like_those_that_are_stored():
+    buffer = buffer_of(slice_len=2)
+    data = rows(6, done=[2])
+    del data["next", "truncated"]
+    data["next", "done"] = data["next", "done"].squeeze(-1)
+    buffer.extend(data)
+    batch = buffer.sample()
+    assert batch["next", "done"].shape == batch["next", "truncated"].shape == (8,)
+    cut = batch["next", "done"] & ~batch["next", "terminated"].squeeze(-1)
+    assert torch.equal(batch["next", "truncated"], cut)
+
+
 def test_other_keys():
     buffer = buffer_of(slice_len=2, done_key="end", traj_key="id", behaviour_keys=("mu", ("nested", "scale")))
     data = TensorDict({"number": torch.arange(6), "mu": torch.zeros(6), "nested": {"scale": torch.zeros(6, 1)}}, [6])

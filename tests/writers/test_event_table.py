@@ -521,6 +521,28 @@ def test_errors_of_a_condition_name_the_event():
     assert caught.value.__notes__ == ["This is the condition of EventSpec('goal')."]
 
 
+def test_tables_of_two_buffers_are_refused_at_the_second_ones_first_write():
+    events, capacity, size = LAYOUTS["one"]
+    rb, tables = make(events, capacity, size)
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(size), writer=EventTableWriter(tables), batch_size=4)
+    data = scripted(12, events=("a",), p_event=0.5)
+    rb.extend(data)
+    before = contents(rb, tables, "a")
+    with pytest.raises(ValueError, match="give each buffer its own EventTables"):
+        other.extend(data)
+    assert len(other) == 0 and contents(rb, tables, "a") == before
+    rb.extend(data)
+
+
+def test_data_with_another_number_of_lanes_is_refused():
+    buffer, tables = make([("a", 1, None)], {"a": 6}, 12, ndim=2)
+    buffer.extend(marked(3, 2, event=range(6)))
+    with pytest.raises(ValueError, match=r"data of shape \(3, 14\) does not fit a storage of shape \(4, 3\)"):
+        buffer.extend(marked(14, 3))
+    assert tables.sizes() == {"default": 6, "a": 6}
+    tables.check_valid()
+
+
 def test_a_writer_is_restored_over_a_list_storage():
     def make_buffer():
         tables = EventTables([EventSpec("a", ("next", "a"), 2)], {"a": 4})
