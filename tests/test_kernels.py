@@ -5,10 +5,8 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -71,11 +69,6 @@ def run(request, monkeypatch):
                 return function(*arguments)
 
     return run
-
-
-def call_operation(kernel, *arguments):
-    """Eager code may pass NumPy arrays, operations take tensors."""
-    kernel._operation(*[torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arguments])
 
 
 def a_tree(capacity, paged=False):
@@ -735,13 +728,6 @@ def test_a_graph_changes_the_tree_in_place(from_scratch):
     assert not large_steps(code, 100_000 // 16)
 
 
-@not_interpreted
-def test_an_empty_tree_in_a_graph(from_scratch):
-    tree = SumTree(100)
-    leaf, mass = compile_step(lambda: tree.sample(5))()
-    assert leaf.tolist() == mass.tolist() == [0] * 5
-
-
 # --- accelerators
 
 
@@ -756,45 +742,6 @@ def test_an_accelerator_runs_each_kernel_with_one_launch():
         assert launches == {"torchrl_replay_ext.tree_write": 1, "torchrl_replay_ext.tree_find": 1}
         assert not device.waits
         assert mass.tolist() == (leaf + 1).tolist()
-
-
-# --- threads
-
-
-@not_interpreted
-def test_threads_that_write_while_others_draw():
-    """Draws stay in range, and the sums are right once the writers took turns."""
-    tree, lock, over = a_tree(3000), threading.Lock(), threading.Event()
-    failures = []
-
-    def write(seed):
-        rng = np.random.default_rng(seed)
-        while not over.is_set():
-            with lock:
-                tree.write(torch.from_numpy(rng.integers(0, 3000, 200)), torch.from_numpy(rng.integers(0, 2**40, 200)))
-
-    writers = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
-    for thread in writers:
-        thread.start()
-    for _ in range(100):
-        leaf, _ = tree.sample(500)
-        if int(leaf.min()) < 0 or int(leaf.max()) >= 3000:
-            failures.append(leaf)
-    over.set()
-    for thread in writers:
-        thread.join()
-    assert not failures
-    tree.check_valid()
-
-
-def test_last_duplicate_wins(run):
-    tree = SumTree(700)
-    index = torch.randint(700, (600,))
-    mass = torch.arange(1, 601)
-    run(tree.write, index, mass)
-    expected = dict(zip(index.tolist(), mass.tolist(), strict=True))
-    assert tree.get(torch.arange(700)).tolist() == [expected.get(leaf, 0) for leaf in range(700)]
-    assert int(tree.total()) == list(accumulate(expected.values()))[-1]
 
 
 # --- imports
