@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
+from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.kernels import ops
 
 pytest.importorskip("triton")
@@ -37,7 +39,7 @@ def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    modules = "tree|rows|reaper|lanes|episodes|slices|rank|events"
+    modules = "tree|rows|reaper|lanes|episodes|slices|rank|events|frames"
     called = re.sub(rf"torch\.ops\.torchrl_replay_ext\.({modules})_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
@@ -188,6 +190,19 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     ops.reaper_smallest(tree.leaves[:300], omega, result, *index.arrays(generation))
     test_kernels.draw_by_reliability(index, generation, 0.5, tree, tables=4 * assigned)
     assert [kernel.name for kernel in compiled] == ["_of", "_smallest", "_draw", "_average"][: 3 + assigned]
+    assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+@pytest.mark.parametrize(("architecture", "shape", "refuses"), [(80, (3, 2), False), (90, (4, 2), True)])
+def test_kernels_of_frames_are_compiled_for_the_gpu(architecture, shape, refuses, monkeypatch):
+    pool = FramePool(20, 40, num_stacked=3, shape=shape)
+    compiled = compiled_only(monkeypatch, architecture, [ops.frames_write])
+    monkeypatch.setattr("torchrl_replay_ext.core.frame_pool.is_traced", lambda: not refuses)
+    stacks = torch.zeros(5, 3, *shape, dtype=torch.uint8)
+    # not launched, so that nothing says that the rows were stored
+    with pytest.raises(RuntimeError, match="need all") if refuses else nullcontext():
+        pool.write(torch.arange(5), stacks, stacks)
+    assert [kernel.name for kernel in compiled] == ["_follow", "_compare", "_link", "_copy"]
     assert all(kernel.asm["cubin"] for kernel in compiled)
 
 

@@ -254,7 +254,7 @@ class TestErrors:
             FrameStackStorage(10).set(torch.arange(2), StackedStreams(1).rollout([0] * 4).reshape(2, 2))
 
     def test_check_valid_finds_contradictions(self):
-        for name in ("_references", "_num_free"):
+        for name in ("_references", "_free"):
             pool = FramePool(4, 8, num_stacked=2, shape=(2,))
             pool.check_valid()
             getattr(pool, name).sub_(1)
