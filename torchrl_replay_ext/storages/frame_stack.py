@@ -14,7 +14,7 @@ from torchrl_replay_ext.arguments import is_key, key_path, require_integer, requ
 from torchrl_replay_ext.compilation import is_traced, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.indices import is_last_occurrence
-from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
 _OWNER = "FrameStackStorage"
 
@@ -119,7 +119,7 @@ class FrameStackStorage(CompilableTensorStorage):
                 f"({after.dtype}); both must be stacks of frames [transitions, frames, ...]."
             )
         if self._pool is None or not self.initialized:
-            self._make_pool(before.shape[1], before[0, 0])
+            self._make_pool(before.shape[1], before.flatten(0, 1))
         pool = self._pool
         assert pool is not None
         stored = (len(before), pool.num_stacked, *pool.shape), pool.dtype
@@ -130,15 +130,16 @@ class FrameStackStorage(CompilableTensorStorage):
             )
         return before, after
 
-    def _make_pool(self, num_stacked: int, frame: Tensor) -> None:
+    def _make_pool(self, num_stacked: int, frames: Tensor) -> None:
+        """Make the pool for frames like ``frames`` [n, ...]."""
         if self.device == "auto":
-            self.device = frame.device
+            self.device = frames.device
         self._pool = FramePool(
             self.max_size,
             self._frame_capacity,
             num_stacked=num_stacked,
-            shape=tuple(frame.shape),
-            dtype=frame.dtype,
+            shape=tuple(frames.shape[1:]),
+            dtype=frames.dtype,
             num_streams=self._num_streams,
             device=self.device,
         )
@@ -165,9 +166,7 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def _distinct(self, cursor: Any, data: Any) -> tuple[Any, Tensor, Any]:
         """Cursor, slots [n] and data [n] of a write; of rows with the same slot only the last one."""
-        slots = range(self.max_size)[cursor] if isinstance(cursor, slice) else cursor
-        slots = torch.as_tensor(slots)
-        slots = slots.nonzero().squeeze(1) if slots.dtype == torch.bool else slots.to(torch.int64)
+        slots = positions(cursor, self.max_size)
         if slots.ndim == 0:
             slots, data = slots.reshape(1), data.unsqueeze(0)
         if data.ndim != 1 or len(data) != len(slots):
@@ -177,6 +176,8 @@ class FrameStackStorage(CompilableTensorStorage):
             )
         if isinstance(cursor, slice):
             return cursor, slots, data
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.max_size:
+            raise IndexError(f"{_OWNER}: the slots {cursor} are not all in a storage of {self.max_size} slots.")
         last = is_last_occurrence(slots)
         if not bool(last.all()):
             slots, data = slots[last], data[last.to(data.device or last.device)]
@@ -189,8 +190,7 @@ class FrameStackStorage(CompilableTensorStorage):
         frames = pool.read(slots.to(pool.device))
         for first, key in enumerate(self._frame_keys):
             if keys is None or key in keys:
-                stack = frames.narrow(slots.ndim, first, pool.num_stacked)
-                rows.set(key, stack if rows.device in (None, stack.device) else stack.to(rows.device))
+                rows.set(key, frames.narrow(slots.ndim, first, pool.num_stacked))
         return rows
 
     def get(self, index: Any) -> Any:
@@ -243,7 +243,7 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def _restore(self, frames: dict[str, Tensor]) -> None:
         if frames and self._pool is None:
-            self._make_pool(frames["ids"].shape[1] - 1, frames["frames"][0])
+            self._make_pool(frames["ids"].shape[1] - 1, frames["frames"])
         if self._pool is not None:
             self._pool.restore_(frames) if frames else self._pool.clear_()
 
