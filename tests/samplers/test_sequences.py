@@ -287,27 +287,26 @@ def test_in_a_graph_other_sample_units_are_refused_by_name():
     assert rb.sample().shape == (24,)
 
 
-def test_in_a_graph_samplers_of_slices_and_pinned_tables_are_refused_too():
-    slices, pinned = TrajectoryRetraceSampler(slice_len=4), events(default=CAPACITY)
-    for sampler, message in ((slices, "sample_unit=Sequence"), (pinned, "retention='pinned'")):
-        rb = make(sampler, stock=False, capacity=2 * CAPACITY)
+REFUSED = {
+    "slices": (lambda: TrajectoryRetraceSampler(CAPACITY, slice_len=4), "sample_unit=Sequence"),
+    "decoupled": (
+        lambda: DecoupledSampler(TrajectoryRetraceSampler(CAPACITY, slice_len=4), policy()),
+        "sample_unit=Sequence",
+    ),
+    "pinned": (lambda: events(default=CAPACITY), "retention='pinned'"),
+}
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_samplers_that_cannot_be_expanded_are_refused_by_name(name, stock):
+    sampler, message = REFUSED[name]
+    rb = make(sampler(), stock, capacity=2 * CAPACITY if name == "pinned" else CAPACITY)
+    with pytest.raises(ValueError, match=message):
+        rb.sample()
+    if name == "slices":
+        with pytest.raises(ValueError, match=message):
+            rb.sampler.newest(rb)
+    if not stock and name != "decoupled":
         with pytest.raises(Exception, match=message):
-            torch.compile(lambda rb=rb: rb.sample(), fullgraph=True, backend="eager")()
-
-
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_samplers_of_slices_are_refused_by_name(stock, decoupled):
-    slices = TrajectoryRetraceSampler(CAPACITY, slice_len=4)
-    rb = make(DecoupledSampler(slices, policy()) if decoupled else slices, stock)
-    with pytest.raises(ValueError, match="sample_unit=Sequence"):
-        rb.sample()
-    with pytest.raises(ValueError, match="sample_unit=Sequence"):
-        slices.newest(rb)
-
-
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-def test_pinned_tables_are_refused_by_name(stock):
-    rb = make(events(default=CAPACITY), stock, capacity=2 * CAPACITY)
-    with pytest.raises(ValueError, match="retention='pinned'"):
-        rb.sample()
+            torch.compile(lambda: rb.sample(), fullgraph=True, backend="eager")()

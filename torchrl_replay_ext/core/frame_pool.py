@@ -44,6 +44,7 @@ class FramePool:
         device: torch.device | str | None = None,
     ):
         self.capacity, self.num_stacked, self.shape, self.dtype = capacity, num_stacked, shape, dtype
+        self.device = torch.device(device or "cpu")
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
@@ -59,11 +60,6 @@ class FramePool:
         self._streams, self.counts = zeros(3, num_streams), zeros(3)
         self._refused = zeros(1)
         self.clear_()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors."""
-        return self._ids.device
 
     @property
     def frames(self) -> Tensor:

@@ -134,15 +134,9 @@ class FrameStackStorage(CompilableTensorStorage):
         """Make the pool for frames like ``frames`` [n, ...]."""
         if self.device == "auto":
             self.device = frames.device
-        self._pool = FramePool(
-            self.max_size,
-            self._frame_capacity,
-            num_stacked=num_stacked,
-            shape=tuple(frames.shape[1:]),
-            dtype=frames.dtype,
-            num_streams=self._num_streams,
-            device=self.device,
-        )
+        kind: dict[str, Any] = {"num_stacked": num_stacked, "shape": tuple(frames.shape[1:]), "dtype": frames.dtype}
+        kind |= {"num_streams": self._num_streams, "device": self.device}
+        self._pool = FramePool(self.max_size, self._frame_capacity, **kind)
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
