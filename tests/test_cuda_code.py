@@ -35,7 +35,7 @@ def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    modules = "tree|rows|reaper|lanes|episodes|slices|rank|events"
+    modules = "tree|rows|reaper|lanes|episodes|slices|rank|events|frames"
     called = re.sub(rf"torch\.ops\.torchrl_replay_ext\.({modules})_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
@@ -87,7 +87,7 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
     """Beside the loops for the CPU, whose results the functions below check."""
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     target.get_current_device = target.get_current_stream = lambda *_: 0
-    launch, run_loop, called, compiled = JITFunction.run, ops.Kernel._on_cpu, set(), set()
+    launch, call, called, compiled = JITFunction.run, ops.Kernel.__call__, set(), set()
 
     def compile_only(kernel, *arguments, warmup, grid, **options):
         # not again for other sizes
@@ -101,11 +101,11 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
             called.add(kernel._name)
             copies = [ops.as_tensor(each).clone() if hasattr(each, "shape") else each for each in arguments]
             kernel._on_cuda(*copies)
-        run_loop(kernel, *arguments)
+        call(kernel, *arguments)
 
     monkeypatch.setattr(driver, "_active", target)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(ops.Kernel, "_on_cpu", on_both)
+    monkeypatch.setattr(ops.Kernel, "__call__", on_both)
     monkeypatch.setattr("torchrl_replay_ext.core.lanes.is_traced", lambda: True)
     run = test_kernels.plainly
     for flag in (False, True):
@@ -122,6 +122,8 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
     test_kernels.test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run)
     for retention, allocation in (("ring", "systematic"), ("pinned", "multinomial"), ("ring", "largest_remainder")):
         test_kernels.test_all_implementations_draw_the_same_from_tables(run, retention, allocation)
+    for shape in ((3, 2), (4, 2)):
+        test_kernels.test_all_implementations_store_the_same_frames(run, 3, shape, monkeypatch)
     for kind in (torch.int64, torch.float64):
         test_kernels.test_all_implementations_of_rows_do_the_same(run, kind)
     tree, power = test_kernels.a_tree(257), (torch.ones(4), torch.ones(1, dtype=torch.float64))

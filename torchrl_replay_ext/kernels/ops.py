@@ -264,3 +264,9 @@ events_draw = Kernel(
     _PLAN + ", Tensor slot_at, Tensor places, bool is_uniform, Tensor(e!) slots, Tensor(f!) mass, "
     "Tensor(g!) probability",
 )
+
+frames_write = Kernel(
+    "frames.write",
+    "Tensor slots, Tensor before, Tensor after, Tensor trajectory, bool refuses, Tensor(a!) frames, Tensor(b!) ids, "
+    "Tensor(c!) references, Tensor(d!) free, Tensor(e!) streams, Tensor(f!) counts, Tensor(g!) refused",
+)
