@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.event_tables import LEFT, UNSENT
+from torchrl_replay_ext.core.layout import MOST
 
 # There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
@@ -45,6 +46,16 @@ class ClassCounts:
             "class_counts": self._counts,
             "class_complete_from": self._complete_from,
         }
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """The smallest and the largest valid number of :meth:`tensors`."""
+        numbers = {"class_number": (-1, MOST), "class_complete_from": (0, MOST)}
+        return {"class": (0, self._counts.shape[1] - 1), "class_counts": (0, len(self._class)), **numbers}
+
+    def rebuild(self) -> None:
+        """Count again after :meth:`tensors` were replaced."""
+        self._counts.zero_()
+        self._count(torch.arange(len(self._class), device=self._class.device), 1)
 
     def clear_(self, *, keep_history: bool) -> None:
         """Clear the counts.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
+from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
 from torchrl_replay_ext.kernels.ops import episodes_remove, episodes_update, episodes_write, reaper_reliability
 
@@ -226,6 +227,16 @@ class EpisodeIndex:
             state |= {"position": self._position, "page_table": self._tree.page_table, "pages": self._pages}
         return state
 
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`."""
+        positions, num_pages = self.num_lanes * self.span, len(self._pages) - 1
+        numbers = dict.fromkeys(("episode", "records", "lane_episode"), (0, self._none))
+        sums = dict.fromkeys(("totals", "lane_total"), (0, self._tree.largest_mass * self.size))
+        pages = dict.fromkeys(("page_table", "pages"), (0, num_pages))
+        places = {"start": (0, positions), "position": (0, positions), "lane_next": (0, self.span)}
+        others = {"masses": (0, self._tree.largest_mass), "count": (0, self.size), "updated_at": (0, MOST)}
+        return {**numbers, **sums, **pages, **places, **others, **self.lanes.limits()}
+
     def raise_numbers(self, last: int) -> None:
         """Raise the numbers of all writes by ``last``."""
         self._updated_at.add_(last * (self._updated_at > 0))
@@ -258,6 +269,7 @@ class EpisodeIndex:
         """Raise AssertionError if sums, counts, records or pages contradict each other. O(size)."""
         self._tree.check_valid()
         self._totals.check_valid()
+        self.lanes.check_valid()
         record = self.episode.to(torch.int64)
         stored = (record != self._none).nonzero().squeeze(1)
         record, position = record[stored], self.positions(stored)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# more writes, draws or rows than any run has; sums of such numbers fit into int64
+MOST = 2**48
+
 
 class Layout(NamedTuple):
     """The slots of a buffer, numbered in row-major order.

@@ -72,7 +72,8 @@ class RankBuckets:
 
     def total(self) -> Tensor:
         """Number of transitions, int64 []."""
-        return read_root(self._counts).to(torch.int64)
+        # within limits also while another thread changes the counts
+        return read_root(self._counts).to(torch.int64).clamp_(0, self._size)
 
     def find(self, rank: Tensor) -> Tensor:
         """The slot of each ``rank`` [n], int64 [n]; 0 if there are not so many transitions."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
+from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.kernels.ops import slices_walk, slices_write
 
@@ -121,10 +122,21 @@ class SliceIndex:
         before, after = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
         return ((gather_in_bounds(self._next, before) == after) & (before != after)).view(slots.shape[0], -1)
 
+    @property
+    def time(self) -> Tensor:
+        """The time of the last row, which is in slot ``time`` % ``size``, int64 [1]; -1 before the first."""
+        return self._time
+
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""
         lanes = {"recent": self._recent, "rows": self._rows, "run": self._run}
         return {"next": self._next, "time": self._time, **lanes, **self.lanes.tensors()}
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`."""
+        counts = dict.fromkeys(("rows", "run"), (0, MOST))
+        times = {"time": (-1, MOST), "recent": (_NEVER, MOST)}
+        return {"next": (0, self.size - 1), **times, **counts, **self.lanes.limits()}
 
     def rebuild_(self, stored: Tensor) -> None:
         """Recompute where slices may begin. ``stored``: bool [size], the slot holds a transition."""
@@ -140,6 +152,7 @@ class SliceIndex:
     def check_valid(self, stored: Tensor) -> None:
         """Raise AssertionError if successors and starts contradict each other; ``stored`` as in :meth:`rebuild_`."""
         self.starts.check_valid()
+        self.lanes.check_valid()
         starts = self.starts.leaves.clone()
         expected = copy.deepcopy(self)
         expected.rebuild_(stored)
@@ -152,6 +165,21 @@ class SliceIndex:
             raise AssertionError("SliceIndex: an empty slot has a successor or is one")
         if int(following[followed].bincount(minlength=1).max()) > 1:
             raise AssertionError("SliceIndex: a transition is the successor of two others")
+        age = (self._time - slots) % self.size
+        if not bool((age[following] < age)[followed].all()):
+            raise AssertionError("SliceIndex: a successor was written before its predecessor")
+        # the newest rows of each lane, the oldest first; those that are still stored follow one another
+        order = (self._rows.unsqueeze(1) + torch.arange(self.length, device=self.device)) % self.length
+        times = self._recent.gather(1, order)
+        is_live = (self._time - times >= 0) & (self._time - times < self.size)
+        rows, successor = times % self.size, following[times % self.size]
+        goes_on, both = successor[:, :-1] == rows[:, 1:], is_live[:, :-1] & is_live[:, 1:]
+        in_run = self._run.unsqueeze(1) >= torch.arange(self.length, 1, -1, device=self.device)
+        is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
+        is_right &= times[:, 1:] > times[:, :-1]
+        is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
+        if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self._time).all()):
+            raise AssertionError("SliceIndex: the newest transitions of a lane do not follow one another")
 
     def clear_(self) -> None:
         """Remove all content."""

@@ -108,7 +108,8 @@ class SumTree:
         self._pages = self.leaves.new_empty(0) if page_table is None else page_table
         self._views = Views(self.leaves, self.nodes, self.minima, self._pages)
         # the sum of all stored leaves must be below 2^62
-        self.max_supported_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
+        self.largest_mass = 2**62 // min(capacity, self.leaves.shape[0])
+        self.max_supported_priority = float(self.largest_mass // self.UNIT)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the tree consists of."""
@@ -280,6 +281,8 @@ class SumTree:
         """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""
         if int(self.leaves.min()) < 0:
             raise AssertionError("SumTree: a negative mass")
+        if int(self.get(torch.arange(self.capacity, device=self.leaves.device)).sum()) != int(self.leaves.sum()):
+            raise AssertionError("SumTree: a mass that belongs to no leaf")
         expected = copy.deepcopy(self)
         expected.rebuild_()
         if not torch.equal(self.nodes, expected.nodes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchrl_replay_ext.compilation import (
     where_int64,
 )
 from torchrl_replay_ext.core.event_tables import CHANGES, EventTables, TableView
+from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -146,16 +147,22 @@ class EventTableMixture(Distribution):
     def _read_if_unknown(self) -> None:
         """Read all entries of the tables, unless the changes since the last time are known."""
         resets, seen = self._tables.num_resets, self._seen.numpy()[0]
-        if not self._tables.has_changes_since(seen):
+        is_new, self._resets = resets != self._resets, resets
+        if is_new:
+            self._view.send()
+        # after a load, masses of entries that the tables do not have
+        if not self._tables.has_changes_since(seen) or (is_new and not (self.takes_priorities and self._fits_tables())):
             self._view.send()
             self._seen.fill_(self._tables.counter(CHANGES))
             self._tree.clear_()
             self.reweight(torch.arange(self._size, device=self._device))
             self._within.sort()
             self._weights.recount()
-        elif resets != self._resets:
-            self._view.send()
-        self._resets = resets
+
+    def _fits_tables(self) -> bool:
+        """True if all entries with a mass are slots that hold a transition."""
+        slots = self._view.slot_at[self._tree.leaves[: len(self._view.slot_at)] > 0].to(torch.int64)
+        return bool((slots >= 0).all()) and bool((self._log.generation[slots] > 0).all())
 
     def sync(self) -> None:
         if self._view.is_empty:
@@ -360,6 +367,10 @@ class EventTableMixture(Distribution):
         state = {"masses": self._tree.leaves, "eta": self._shares.state, "seen_changes": self._seen}
         return state | self._within.tensors() | self._weights.tensors()
 
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        own = {"masses": (0, self._tree.largest_mass), "eta": (0.0, MOST), "seen_changes": (-1, MOST)}
+        return {**own, **self._within.limits(), **self._weights.limits()}
+
     def raise_numbers(self, last: int) -> None:
         self._within.raise_numbers(last)
 
@@ -368,6 +379,7 @@ class EventTableMixture(Distribution):
         self._tree.rebuild_()
         self._shares.rebuild()
         self._within.rebuild()
+        self._weights.rebuild()
 
     def check_valid(self) -> None:
         self.sync()

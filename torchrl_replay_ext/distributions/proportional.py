@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -157,6 +158,9 @@ class Proportional(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"masses": self._tree.leaves}
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        return {"masses": (0, self._tree.largest_mass)}
 
     def rebuild(self) -> None:
         self._tree.rebuild_()

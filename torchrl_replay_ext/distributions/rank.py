@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
 from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform
+from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sorted_ranks import SortedRanks
@@ -86,6 +88,9 @@ class RankBased(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        return {"table_alpha": (0.0, MOST)}
 
     def check_valid(self) -> None:
         self._ranks.check_valid()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from tensordict import NestedKey
@@ -112,11 +112,18 @@ class SliceStarts(Distribution):
     def tensors(self) -> dict[str, Tensor]:
         return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
 
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        return {f"slices_{name}": limits for name, limits in self.slices.limits().items()}
+
     def rebuild(self) -> None:
         self.slices.rebuild_(self._stored())
 
     def check_valid(self) -> None:
         self.slices.check_valid(self._stored())
+        layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self.slices.time)
+        following = (step + 1) * layout.slots_per_step
+        if min(step, time) >= 0 and (following - time - 1) % layout.num_slots:
+            raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
 
     def _stored(self) -> Tensor:
         return self._log.generation[: self._log.layout.num_slots] > 0

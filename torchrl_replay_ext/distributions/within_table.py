@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -267,6 +267,9 @@ class ByReliability(ByPriority):
 
     def tensors(self) -> dict[str, Tensor]:
         return self._rejection.tensors() | self._reliability.tensors()
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        return {"acceptance": (0.0, 1.0), **self._reliability.limits()}
 
     def raise_numbers(self, last: int) -> None:
         self._reliability.raise_numbers(last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -468,25 +469,24 @@ class DistributionSampler(ShowsArguments, Sampler):
         saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
         layout = saved_state.layout_of_state(name, state_dict, self.layout, self.capacity)
         before, num_writes = vars(self).copy(), int(self.state.log.num_writes)
-        if layout not in (None, self.layout):
-            self._set_up(layout)
-        tensors = self.state.tensors()
-        restored = tensors if layout is not None else {key: tensors[key] for key in self.distribution.settings}
         try:
-            saved_state.require_shapes(name, state_dict, restored)
-            exponents = {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
-            saved_state.require_shapes(name, state_dict, exponents)
-        except ValueError:
+            if layout not in (None, self.layout):
+                self._set_up(layout)
+            keys = self.state.tensors() if layout is not None else self.distribution.settings
+            self.state.require_fitting(name, state_dict, keys)
+            # entries that contradict each other are found in a copy
+            trial = copy.deepcopy(self.state)
+            trial.load(state_dict, keys, num_writes)
+            trial.check_valid()
+        except (ValueError, AssertionError) as error:
             vars(self).clear()
             vars(self).update(before)
-            raise
+            if isinstance(error, ValueError):
+                raise
+            raise saved_state.contradiction(name, error) from error
         if layout is None:
             self.state.clear()
-        for key, tensor in restored.items():
-            tensor.copy_(state_dict[key])
-        for key, hyperparameter in self.hyperparameters.items():
-            hyperparameter.load(state_dict[key])
-        self.state.rebuild(num_writes)
+        self.state.load(state_dict, keys, num_writes)
         mark_static(vars(self), vars(self.distribution))
 
     def dumps(self, path: str | Path) -> None:

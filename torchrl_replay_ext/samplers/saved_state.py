@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.layout import Layout
 
 
 def require_keys(call: str, state: dict[str, Any], expected: set[str]) -> None:
     """Raise ValueError if a state does not have exactly the expected entries; ``call`` names the method in errors."""
-    if set(state) == expected:
-        return
-    raise ValueError(
-        f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
-        f"{_some(expected - set(state))}; unexpected entries: {_some(set(state) - expected)}."
-    )
+    if set(state) != expected:
+        raise ValueError(
+            f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
+            f"{_some(expected - set(state))}; unexpected entries: {_some(set(state) - expected)}."
+        )
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{call}: {key} is {type(value).__name__}, expected a tensor; the state was damaged.")
 
 
 def _some(names: set[str]) -> str:
@@ -25,14 +32,60 @@ def _some(names: set[str]) -> str:
     return ", ".join(shown) + f" and {others} more" * (others > 0) if shown else "none"
 
 
-def require_shapes(call: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError if a tensor of a state has another shape than the one in ``tensors``."""
+def require_fitting(
+    call: str, state: Mapping[str, Any], tensors: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]
+) -> None:
+    """Raise ValueError if a tensor of a state has another shape or dtype than the one in ``tensors``.
+
+    Likewise if it holds NaN or inf, or a number outside of its ``limits``, the smallest and the largest valid one.
+    """
     for key, tensor in tensors.items():
-        if tensor.shape != state[key].shape:
+        saved = state[key]
+        if tensor.shape != saved.shape:
             raise ValueError(
-                f"{call}: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}; the sampler must "
+                f"{call}: {key} has shape {tuple(saved.shape)}, expected {tuple(tensor.shape)}; the sampler must "
                 "have the arguments of the one that saved the state, such as capacity and num_streams."
             )
+        if tensor.dtype != saved.dtype:
+            raise ValueError(f"{call}: {key} has dtype {saved.dtype}, expected {tensor.dtype}; the state was damaged.")
+        if saved.dtype == torch.bool or not saved.numel():
+            continue
+        info = torch.finfo(saved.dtype) if saved.is_floating_point() else torch.iinfo(saved.dtype)
+        low, high = limits.get(key, (info.min, info.max))
+        smallest, largest = (number.item() for number in saved.aminmax())
+        # NaN is not within limits
+        if not (low <= smallest and largest <= high):
+            raise ValueError(
+                f"{call}: {key} has numbers from {smallest} to {largest}, which must be finite and lie in "
+                f"[{low}, {high}]; the state was damaged."
+            )
+
+
+def require_valid_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:
+    """Raise ValueError if a state of event tables for ``num_slots`` slots cannot be loaded; a copy is tried."""
+    trial = copy.deepcopy(tables)
+    trial.allocate(num_slots, torch.device("cpu"))
+    require_fitting(call, state, trial.tensors(), trial.limits())
+    trial.load(state)
+    try:
+        trial.check_valid()
+    except AssertionError as error:
+        raise contradiction(call, error) from error
+
+
+def require_open_episodes(call: str, episodes: Tensor, num_slots: int) -> None:
+    """Raise ValueError if ``episodes`` are no open episodes of event tables: stream, slot, number and trajectory."""
+    if episodes.ndim != 2 or episodes.shape[1] != 4 or episodes.dtype != torch.int64:
+        kind = f"{episodes.dtype} of shape {tuple(episodes.shape)}"
+        raise ValueError(f"{call}: open is {kind}, expected torch.int64 of shape (n, 4); the state was damaged.")
+    slots = episodes[:, 1]
+    if bool(((slots < 0) | (slots >= num_slots)).any()):
+        raise ValueError(f"{call}: open has the slots {slots.tolist()} of {num_slots}; the state was damaged.")
+
+
+def contradiction(call: str, error: AssertionError) -> ValueError:
+    """The error for entries that fit, but not together."""
+    return ValueError(f"{call}: entries contradict each other: {error}; the state was damaged.")
 
 
 def layout_of_state(call: str, state: dict[str, Any], current: Layout, capacity: int | None) -> Layout | None:
@@ -47,9 +100,15 @@ def layout_of_state(call: str, state: dict[str, Any], current: Layout, capacity:
     Raises:
         ValueError: if the state belongs to a storage of another shape, or has fewer slots than ``capacity``.
     """
+    given = state["storage_shape"]
     size = state["generation"].numel()
-    saved = tuple(state["storage_shape"].tolist()) or None
-    is_empty = int(state["num_writes"]) == int(state["num_writes_at_clear"])
+    if given.ndim != 1 or given.dtype != torch.int64 or bool((given < 1).any()) or math.prod(given.tolist()) > size:
+        raise ValueError(
+            f"{call}: storage_shape is {given.tolist()}, expected the positive sizes of a storage of at most {size} "
+            "slots, the length of the entry generation; the state was damaged."
+        )
+    saved = tuple(given.tolist()) or None
+    is_empty = torch.equal(state["num_writes"], state["num_writes_at_clear"])
     if is_empty and (size < current.size or (saved is None and current.known)):
         return None
     shape = current.shape if current.known else None
