@@ -161,8 +161,10 @@ class EventTableMixture(Distribution):
 
     def _fits_tables(self) -> bool:
         """True if all entries with a mass are slots that hold a transition."""
-        slots = self._view.slot_at[self._tree.leaves[: len(self._view.slot_at)] > 0].to(torch.int64)
-        return bool((slots >= 0).all()) and bool((self._log.generation[slots] > 0).all())
+        leaves, slot_at = self._tree.leaves, self._view.slot_at
+        slots = slot_at[leaves[: len(slot_at)] > 0].to(torch.int64)
+        stored = bool((slots >= 0).all()) and bool((self._log.generation[slots] > 0).all())
+        return stored and not bool(leaves[len(slot_at) :].any())
 
     def sync(self) -> None:
         if self._view.is_empty:
